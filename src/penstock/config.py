@@ -1,0 +1,92 @@
+"""Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
+
+In: the process environment. Out: a frozen `Settings`. Arguments given by a caller win over both.
+Not here: credentials of object stores, which obstore reads by the ecosystem's own names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.types import GIB, MIB
+
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"256M"`, `"1.5GiB"`, `"4096"` or an int as bytes; suffixes are powers of 1024. ConfigError if it is none."""
+    if isinstance(text, int):
+        return text
+    raw = text.strip().upper().removesuffix("IB").removesuffix("B")
+    suffix = raw[-1:] if raw[-1:] in _SUFFIXES else ""
+    try:
+        return int(float(raw.removesuffix(suffix)) * _SUFFIXES[suffix])
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a number of bytes", hint="write it as 268435456, 256M or 1.5G") from error
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"0", "false", "no", "off"}:
+        return False
+    raise ConfigError(f"{text!r} is neither on nor off", hint="write 1 or 0")
+
+
+def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"env": name, "parse": parse, "doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run may be told from outside; `Settings.read()` overlays the environment on the defaults."""
+
+    memory_bytes: int = _env("PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host staging of one load, in bytes")
+    chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "unit of I/O; see docs/tuning.md")
+    fetch_threads: int = _env("PENSTOCK_FETCH_THREADS", int, 0, "reading threads; 0 chooses by source and cores")
+    stall_s: float = _env("PENSTOCK_STALL_S", float, 30.0, "seconds without a byte before a source counts as stalled")
+    retries: int = _env("PENSTOCK_RETRIES", int, 5, "attempts without progress before a source counts as unavailable")
+    cache_dir: Path | None = _env("PENSTOCK_CACHE_DIR", Path, None, "NVMe read-through cache of remote objects; unset: none")
+    cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
+    progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
+    ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+        """Defaults, then the environment, then `overrides` that are not None.
+
+        Raises:
+            ConfigError: a variable or override does not parse, or is out of range; nothing was started.
+        """
+        environ = os.environ if environ is None else environ
+        found: dict[str, Any] = {}
+        for item in fields(cls):
+            text = environ.get(item.metadata["env"], "")
+            if text:
+                found[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
+        found |= {name: value for name, value in overrides.items() if value is not None}
+        settings = replace(cls(), **found)
+        for name in ("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"):
+            if getattr(settings, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(settings, name)}")
+        if settings.fetch_threads < 0:
+            raise ConfigError(f"fetch_threads must not be negative, not {settings.fetch_threads}")
+        return settings
+
+
+def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {name}={text!r} does not parse: {error}") from error
+
+
+def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
+    """Every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
+    environ = os.environ if environ is None else environ
+    return [(f.metadata["env"], environ.get(f.metadata["env"]), f.metadata["doc"]) for f in fields(Settings)]

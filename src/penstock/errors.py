@@ -1,0 +1,159 @@
+"""Every error Penstock raises: whose fault, was the destination touched, what to do next.
+
+    PenstockError
+      ConfigError             config       an argument, option or environment variable is wrong
+        MissingExtra                       an optional package is not installed
+      FormatError             source       a file is not what its format says (names file, tensor, fault)
+      SourceError             source
+        NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled
+      IntegrityError          source       bytes differ from their digest, revision or signature
+      PlanError               plan         names, shapes or dtypes of the two sides do not fit
+        BudgetTooSmall                     `minimum_bytes` is the least that would do
+      DestinationError        destination
+        DeviceOutOfMemory  DiskFull
+      PeerLost                source       another rank or process failed or fell silent
+      Cancelled               config       the caller cancelled, or abandoned an iterator
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Blame = Literal["source", "destination", "plan", "config"]
+
+
+class PenstockError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        blame: whose fault it is.
+        mutated: whether the destination was touched. True means it must not be used until loaded again.
+        uri: the file, object or peer concerned, if one is.
+        tensor: the tensor concerned, if one is.
+        byte_range: `(start, stop)` in `uri`, if one range is concerned.
+        hint: what to do next, one sentence.
+    """
+
+    blame: ClassVar[Blame] = "config"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        mutated: bool = False,
+        uri: str | None = None,
+        tensor: str | None = None,
+        byte_range: tuple[int, int] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.mutated = mutated
+        self.uri = uri
+        self.tensor = tensor
+        self.byte_range = byte_range
+        self.hint = hint
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        if self.uri is not None:
+            where = self.uri if self.byte_range is None else f"{self.uri} [{self.byte_range[0]}, {self.byte_range[1]})"
+            parts.append(f"in {where}")
+        if self.tensor is not None:
+            parts.append(f"tensor {self.tensor!r}")
+        parts.append(f"blame: {self.blame}; destination {'TOUCHED' if self.mutated else 'untouched'}")
+        if self.hint is not None:
+            parts.append(self.hint)
+        return "; ".join(parts)
+
+
+class ConfigError(PenstockError):
+    """An argument, option or environment variable is wrong; nothing was started."""
+
+
+class MissingExtra(ConfigError):
+    """A feature needs an optional package; the hint names the extra to install."""
+
+
+class Cancelled(PenstockError):
+    """The caller cancelled the run or abandoned its iterator; everything was drained and freed."""
+
+
+class FormatError(PenstockError):
+    """A header, index or manifest is malformed or lies; nothing was allocated from its numbers."""
+
+    blame: ClassVar[Blame] = "source"
+
+
+class SourceError(PenstockError):
+    """A source could not give the bytes it promised."""
+
+    blame: ClassVar[Blame] = "source"
+
+
+class NotFound(SourceError):
+    """No such file, object, shard or tensor."""
+
+
+class PermissionDenied(SourceError):
+    """The source refused these credentials, or the file mode forbids reading."""
+
+
+class SourceChanged(SourceError):
+    """The file or object is not the one first seen (ETag, inode, mtime or size differ)."""
+
+
+class SourceTruncated(SourceError):
+    """The source ended before the bytes its header promised."""
+
+
+class SourceUnavailable(SourceError):
+    """The source failed (EIO, 5xx, reset) and retries with back-off made no progress."""
+
+
+class SourceStalled(SourceError):
+    """No byte arrived for `stall_s` seconds."""
+
+
+class IntegrityError(PenstockError):
+    """Bytes differ from their digest, a revision from the one asked for, or a signature does not hold."""
+
+    blame: ClassVar[Blame] = "source"
+
+
+class PlanError(PenstockError):
+    """Names, shapes, dtypes or boxes of source and destination do not fit; lists the offenders."""
+
+    blame: ClassVar[Blame] = "plan"
+
+
+class BudgetTooSmall(PlanError):
+    """`memory_bytes` cannot hold the least the plan needs.
+
+    Attributes:
+        minimum_bytes: the least that would do.
+    """
+
+    def __init__(self, message: str, *, minimum_bytes: int) -> None:
+        super().__init__(message, hint=f"give memory_bytes >= {minimum_bytes}")
+        self.minimum_bytes = minimum_bytes
+
+
+class DestinationError(PenstockError):
+    """The destination could not take the bytes."""
+
+    blame: ClassVar[Blame] = "destination"
+
+
+class DeviceOutOfMemory(DestinationError):
+    """The device has no room for the tensors; what was allocated is freed."""
+
+
+class DiskFull(DestinationError):
+    """No room left on the file system written to."""
+
+
+class PeerLost(PenstockError):
+    """Another rank or process of the same work failed or stopped answering."""
+
+    blame: ClassVar[Blame] = "source"

@@ -1,0 +1,189 @@
+"""The values every room speaks in: dtypes, boxes, tensor tables, manifests.
+
+In / Out: nothing; plain frozen values. numpy for columns, no torch, no I/O, no clock.
+Not here: how they are read from storage (`storage`), how they are moved (`plan`, `engine`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+
+GB = 10**9
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class DType(enum.StrEnum):
+    """Element types of the safetensors format, by the names it writes.
+
+    Source: the `Dtype` enum of safetensors 0.8.0.
+    """
+
+    BOOL = "BOOL"
+    F4 = "F4"
+    F6_E2M3 = "F6_E2M3"
+    F6_E3M2 = "F6_E3M2"
+    U8 = "U8"
+    I8 = "I8"
+    F8_E5M2 = "F8_E5M2"
+    F8_E4M3 = "F8_E4M3"
+    F8_E8M0 = "F8_E8M0"
+    F8_E4M3FNUZ = "F8_E4M3FNUZ"
+    F8_E5M2FNUZ = "F8_E5M2FNUZ"
+    I16 = "I16"
+    U16 = "U16"
+    F16 = "F16"
+    BF16 = "BF16"
+    I32 = "I32"
+    U32 = "U32"
+    F32 = "F32"
+    C64 = "C64"
+    F64 = "F64"
+    I64 = "I64"
+    U64 = "U64"
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element; 4 and 6 for the packed types."""
+        return _BITS[self]
+
+
+_BITS: Mapping[DType, int] = {
+    DType.BOOL: 8,
+    DType.F4: 4,
+    DType.F6_E2M3: 6,
+    DType.F6_E3M2: 6,
+    DType.U8: 8,
+    DType.I8: 8,
+    DType.F8_E5M2: 8,
+    DType.F8_E4M3: 8,
+    DType.F8_E8M0: 8,
+    DType.F8_E4M3FNUZ: 8,
+    DType.F8_E5M2FNUZ: 8,
+    DType.I16: 16,
+    DType.U16: 16,
+    DType.F16: 16,
+    DType.BF16: 16,
+    DType.I32: 32,
+    DType.U32: 32,
+    DType.F32: 32,
+    DType.C64: 64,
+    DType.F64: 64,
+    DType.I64: 64,
+    DType.U64: 64,
+}
+
+
+def bits_to_bytes(num_elements: int, dtype: DType) -> int:
+    """Bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
+    bits = num_elements * dtype.bits
+    if bits % 8:
+        raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
+    return bits // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Axis-aligned region of a global tensor: per dim `[start, stop)`, in elements."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
+        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """The whole of a tensor of `shape`."""
+        return cls(start=(0,) * len(shape), stop=tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the region, in elements."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the region; 1 for a scalar's box."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TensorTable:
+    """Tensors as columns; row i is one tensor. Names are unique.
+
+    Columns because an MoE checkpoint has 60,000 rows: planning them must not cost Python per row.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    file_index: I64
+    """Which of the manifest's files holds the row."""
+    offset: I64
+    """Absolute byte offset of the row's bytes in its file."""
+    nbytes: I64
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def take(self, rows: Sequence[int]) -> TensorTable:
+        """The table of these rows, in this order."""
+        at = np.asarray(rows, dtype=np.int64)
+        return TensorTable(
+            names=tuple(self.names[i] for i in rows),
+            dtypes=tuple(self.dtypes[i] for i in rows),
+            shapes=tuple(self.shapes[i] for i in rows),
+            file_index=self.file_index[at],
+            offset=self.offset[at],
+            nbytes=self.nbytes[at],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file or object of a weight set."""
+
+    name: str
+    """Relative to the manifest's own place; `/` separates."""
+    nbytes: int
+    identity: str = ""
+    """ETag of an object, `dev:inode:mtime_ns:size` of a file; what "changed" is judged by. Not part of the revision."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The file's own `__metadata__`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Manifest:
+    """The immutable description of a weight set.
+
+    `leaves` holds, row after row of `tensors`, the XXH3-64 digest of every `leaf_bytes` run of that tensor's bytes
+    (the last run of a tensor may be shorter; a tensor of no bytes has no leaf). None: not digested yet.
+    """
+
+    files: tuple[FileEntry, ...]
+    tensors: TensorTable
+    leaf_bytes: int
+    leaves: U64 | None
+    revision: str
+    """`w1-...`: root over names, dtypes, shapes and leaves, whatever the files are called. `h1-...`: headers only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors (headers and gaps not counted)."""
+        return int(self.tensors.nbytes.sum())
