@@ -1,0 +1,79 @@
+# The same few verbs on a laptop and in CI. `make demo` and `make test` set up all they need, once.
+#
+#   make demo                                 its own virtual environment in .venv
+#   make demo VENV=system PYTHON=python3      the interpreter as it is (a machine with CUDA torch installed)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV   ?= .venv
+EXTRAS ?= torch,dev
+# The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+ifeq ($(VENV),system)
+PY     := $(PYTHON)
+READY  :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+endif
+
+ARGS   ?=
+TESTS  ?= tests
+
+.PHONY: help setup storage-servers demo test check bench size fuzz test-engines test-gpu clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
+
+setup: $(READY)  ## the virtual environment, with the package installed editable
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
+	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
+	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, from disk and over HTTP, compares bits
+	@$(PY) scripts/demo.py $(ARGS)
+
+# Real S3 servers for the object-store tests. Swift comes by pip and must work; radosgw only where apt can install it.
+storage-servers: $(READY)
+	@if [ -x scripts/setup_swift.sh ]; then PYTHON=$(PYTHON) scripts/setup_swift.sh; fi
+	@if [ -x scripts/setup_radosgw.sh ]; then \
+		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
+
+test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
+	@$(PY) -m pytest -m 'not engines' $(ARGS) $(TESTS)
+
+check: $(READY)  ## format, lint, types, layering, sizes
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py
+	@$(PY) scripts/size.py
+
+bench: $(READY)  ## every benchmark beside its peers on this machine (ARGS are passed on)
+	@for bench in benchmarks/bench_*.py; do [ -e "$$bench" ] || continue; echo "== $$bench"; $(PY) $$bench $(ARGS); done
+
+size: $(READY)  ## files, lines, longest functions; marks what is past the budget
+	@$(PY) scripts/size.py
+
+fuzz: $(READY)  ## coverage-guided fuzzing of the parsers (needs atheris; SECONDS=60 by default)
+	@$(PY) -m pip install --quiet --disable-pip-version-check atheris
+	@$(PY) scripts/fuzz.py $(ARGS)
+
+test-engines: $(READY)  ## vLLM and transformers in their own environments (gigabytes)
+	@scripts/test_engines.sh $(ARGS)
+
+test-gpu: $(READY)  ## the tests that need CUDA
+	@$(PY) -m pytest -m 'gpu or gpus' $(ARGS) $(TESTS)
+
+clean:  ## removes what make and the tests built; the virtual environment stays
+	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

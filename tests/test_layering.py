@@ -1,0 +1,246 @@
+"""The house stands: imports go down only, and each floor keeps to its materials. Rules by AST, nothing is imported.
+
+Adding a room, a thread root or an exception to a rule edits a list here, which a reviewer sees.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
+
+# Rooms of one floor do not import each other, save by SAME_FLOOR.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"types", "errors", "config"}),
+    frozenset({"digest", "transform"}),
+    frozenset({"plan"}),
+    frozenset({"storage", "memory", "transport"}),
+    frozenset({"engine"}),
+    frozenset({"loader", "jobs"}),
+    frozenset({"fleet"}),
+    frozenset({"sync"}),
+    frozenset({"api"}),
+    frozenset({"cli", "integrations", "compat", "web", "testing"}),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
+
+# Where torch may not be imported at module level: these run on machines without it, and start quickly.
+NO_TORCH = (
+    "types.py",
+    "errors.py",
+    "config.py",
+    "api.py",
+    "__init__.py",
+    "plan/",
+    "storage/",
+    "cli/",
+    "digest/leaf.py",
+)
+
+# `plan` is pure: no I/O, no clock, no threads, no chance.
+IMPURE = frozenset(
+    {"os", "io", "sys", "time", "datetime", "random", "secrets", "socket", "threading", "subprocess", "asyncio"}
+    | {"pathlib", "tempfile", "shutil", "mmap"}
+)
+
+PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
+
+# The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
+# the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.
+BROAD_EXCEPT = frozenset(
+    {
+        ("cli/main.py", "run"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One parsed file of the package; `path` is relative to `src/penstock`, `name` is dotted."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        parts = ["penstock", *self.path.removesuffix(".py").split("/")]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def room(self) -> str:
+        """First part below the package; "" for `penstock/__init__.py` itself."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else ""
+
+
+def modules() -> list[Module]:
+    return [
+        Module(path=path.relative_to(SRC).as_posix(), tree=ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(SRC.rglob("*.py"))
+    ]
+
+
+def imports(module: Module, nodes: Iterator[ast.AST] | None = None) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all imports, relative ones resolved; `from a import b` gives `a.b`."""
+    for node in nodes if nodes is not None else ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.name.split(".") if module.path.endswith("__init__.py") else module.name.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: function bodies and `if TYPE_CHECKING:` left out."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from (node for other in child.orelse for node in (other, *at_import(other)))
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def upward_imports(module: Module) -> list[str]:
+    if module.room and module.room not in FLOOR:
+        return [f"{module.path}: the room {module.room!r} stands on no floor of FLOORS"]
+    mine = FLOOR.get(module.room, FLOOR["api"] + 0.5)
+    found = []
+    for line, name in imports(module):
+        parts = name.split(".")
+        if parts[0] != "penstock" or len(parts) < 2 or parts[1] == module.room:
+            continue
+        theirs = FLOOR.get(parts[1])
+        if theirs is None:
+            # `from penstock import load`: the public namespace, which is the api's.
+            theirs = FLOOR["api"] + (0 if module.room else -1)
+        if theirs >= mine and (module.room, parts[1]) not in SAME_FLOOR:
+            found.append(f"{module.path}:{line}: {module.room or 'penstock'} imports {name}, which is not below it")
+    return found
+
+
+def torch_at_import(module: Module) -> list[str]:
+    if not any(module.path == place or (place.endswith("/") and module.path.startswith(place)) for place in NO_TORCH):
+        return []
+    return [
+        f"{module.path}:{line}: imports {name} when it is itself imported"
+        for line, name in imports(module, at_import(module.tree))
+        if name.split(".")[0] in {"torch", "triton"}
+    ]
+
+
+def impurities(module: Module) -> list[str]:
+    if module.room != "plan":
+        return []
+    found = [f"{module.path}:{n}: {name}" for n, name in imports(module) if name.split(".")[0] in IMPURE | {"torch"}]
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in {"open", "print", "input"}
+        ):
+            found.append(f"{module.path}:{node.lineno}: calls {node.func.id}")
+    return found
+
+
+def environment_reads(module: Module) -> list[str]:
+    if module.path == "config.py":
+        return []
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    found = [f"{module.path}:{n}: imports {name}" for n, name in imports(module) if name in {f"os.{x}" for x in names}]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+            found.append(f"{module.path}:{node.lineno}: uses os.{node.attr}")
+    return found
+
+
+def pickles(module: Module) -> list[str]:
+    found = [f"{module.path}:{n}: imports {name}" for n, name in imports(module) if name.split(".")[0] in PICKLES]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"torch.load", "torch.save"}:
+            found.append(f"{module.path}:{node.lineno}: calls {ast.unparse(node.func)}")
+    return found
+
+
+def broad_excepts(module: Module) -> list[str]:
+    found = []
+
+    def walk(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.ExceptHandler) and (module.path, function) not in BROAD_EXCEPT:
+            caught = {"BaseException"} if node.type is None else set(ast.unparse(node.type).strip("()").split(", "))
+            last = node.body[-1]
+            reraises = isinstance(last, ast.Raise) and last.exc is None
+            if caught & {"Exception", "BaseException"} and not reraises:
+                found.append(f"{module.path}:{node.lineno}: {function or 'module'} holds on to any exception")
+        for child in ast.iter_child_nodes(node):
+            walk(child, function)
+
+    walk(module.tree, "")
+    return found
+
+
+RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles, broad_excepts]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule) -> None:
+    broken = [fault for module in modules() for fault in rule(module)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (upward_imports, "plan/tasks.py", "from penstock.storage import Source"),
+        (upward_imports, "plan/tasks.py", "from penstock import load"),
+        (upward_imports, "storage/files.py", "import penstock.memory.staging"),
+        (upward_imports, "loader/load.py", "def f():\n    from .. import api"),
+        (upward_imports, "types.py", "from .errors import ConfigError"),
+        (upward_imports, "api.py", "from penstock.cli.main import run"),
+        (upward_imports, "__init__.py", "from penstock.testing import checkpoints"),
+        (upward_imports, "attic/old.py", "import os"),
+        (torch_at_import, "storage/files.py", "try:\n    import torch\nexcept ImportError:\n    torch = None"),
+        (torch_at_import, "cli/main.py", "class A:\n    from torch import nn"),
+        (impurities, "plan/tasks.py", "def f():\n    import time"),
+        (impurities, "plan/tasks.py", "print(1)"),
+        (environment_reads, "cli/main.py", "import os\nos.environ.get('A')"),
+        (environment_reads, "cli/main.py", "from os import getenv"),
+        (pickles, "fleet/hub.py", "def f():\n    from pickle import loads"),
+        (pickles, "loader/load.py", "import torch\ntorch.load('x')"),
+        (broad_excepts, "engine/run.py", "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
+        (broad_excepts, "engine/run.py", "try:\n    g()\nexcept (OSError, BaseException) as e:\n    raise X from e"),
+        (broad_excepts, "cli/load.py", "def run():\n    try:\n        g()\n    except:\n        return 1"),
+    ],
+)
+def test_the_rule_bites(rule, path: str, text: str) -> None:
+    assert rule(Module(path=path, tree=ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (upward_imports, "storage/files.py", "from penstock.types import MIB\nfrom . import Source\nimport os"),
+        (upward_imports, "cli/load.py", "import penstock\nfrom penstock import load"),
+        (upward_imports, "__init__.py", "from penstock.api import load\nfrom penstock.errors import FormatError"),
+        (upward_imports, "config.py", "from penstock.errors import ConfigError"),
+        (torch_at_import, "storage/files.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        (torch_at_import, "storage/files.py", "def f():\n    import torch"),
+        (torch_at_import, "loader/load.py", "import torch"),
+        (broad_excepts, "engine/run.py", "try:\n    g()\nexcept BaseException:\n    free()\n    raise"),
+        (broad_excepts, "cli/main.py", "def run():\n    try:\n        g()\n    except Exception:\n        return 3"),
+    ],
+)
+def test_the_rule_lets_pass(rule, path: str, text: str) -> None:
+    assert not rule(Module(path=path, tree=ast.parse(text)))
