@@ -51,7 +51,9 @@ class Settings:
     fetch_threads: int = _env("PENSTOCK_FETCH_THREADS", int, 0, "reading threads; 0 chooses by source and cores")
     stall_s: float = _env("PENSTOCK_STALL_S", float, 30.0, "seconds without a byte before a source counts as stalled")
     retries: int = _env("PENSTOCK_RETRIES", int, 5, "attempts without progress before a source counts as unavailable")
-    cache_dir: Path | None = _env("PENSTOCK_CACHE_DIR", Path, None, "NVMe read-through cache of remote objects; unset: none")
+    cache_dir: Path | None = _env(
+        "PENSTOCK_CACHE_DIR", Path, None, "NVMe read-through cache of remote objects; unset: none"
+    )
     cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
     ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")

@@ -1,18 +1,18 @@
 """Every error Penstock raises: whose fault, was the destination touched, what to do next.
 
-    PenstockError
-      ConfigError             config       an argument, option or environment variable is wrong
-        MissingExtra                       an optional package is not installed
-      FormatError             source       a file is not what its format says (names file, tensor, fault)
-      SourceError             source
-        NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled
-      IntegrityError          source       bytes differ from their digest, revision or signature
-      PlanError               plan         names, shapes or dtypes of the two sides do not fit
-        BudgetTooSmall                     `minimum_bytes` is the least that would do
-      DestinationError        destination
-        DeviceOutOfMemory  DiskFull
-      PeerLost                source       another rank or process failed or fell silent
-      Cancelled               config       the caller cancelled, or abandoned an iterator
+PenstockError
+  ConfigError             config       an argument, option or environment variable is wrong
+    MissingExtra                       an optional package is not installed
+  FormatError             source       a file is not what its format says (names file, tensor, fault)
+  SourceError             source
+    NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled
+  IntegrityError          source       bytes differ from their digest, revision or signature
+  PlanError               plan         names, shapes or dtypes of the two sides do not fit
+    BudgetTooSmall                     `minimum_bytes` is the least that would do
+  DestinationError        destination
+    DeviceOutOfMemory  DiskFull
+  PeerLost                source       another rank or process failed or fell silent
+  Cancelled               config       the caller cancelled, or abandoned an iterator
 """
 
 from __future__ import annotations

@@ -1,0 +1,325 @@
+"""Which ranges are read, in what order, and where each of their bytes goes.
+
+In: the rows wanted of a `TensorTable`, boxes, chunk and gap bounds. Out: a frozen `LoadPlan`.
+Not here: who reads (`engine`), what a box is in bytes (`layout`).
+
+    rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PlanError
+from penstock.plan.layout import Runs, box_runs
+from penstock.types import I64, MIB, Box, TensorTable
+
+Bools = npt.NDArray[np.bool_]
+
+SMALL_BYTES = MIB
+"""Tensors from here on have memory of their own; smaller ones share slabs.
+Source: kSmallSize of torch's CUDA caching allocator, which also packs what is smaller."""
+
+SLAB_BYTES = 2 * MIB
+"""Rows start a new slab this far from the slab's first byte. Source: kSmallBuffer of the same allocator."""
+
+ALIGN_IN_SLAB = 16
+"""Rows share a slab only while their offsets agree modulo this: vectorised kernels load 16 bytes at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadPlan:
+    """The reads of one load, as columns. Offsets and lengths are bytes.
+
+    A read is one contiguous file range of at most `chunk_bytes` (a little more where it is aligned outward).
+    Its segments, `seg_first[r]:seg_first[r + 1]`, say where its bytes go: `seg_rows` runs of `seg_run` bytes,
+    `seg_pitch` apart in the read from `seg_src` on, packed at `seg_dst` of slab `seg_slab`.
+    """
+
+    table: TensorTable
+    """The rows wanted, in file order."""
+    boxes: tuple[Box | None, ...]
+    row_slab: I64
+    """Slab of each row; -1 for a row of no bytes."""
+    row_offset: I64
+    """Where the row starts in its slab."""
+    row_nbytes: I64
+    """Bytes at the destination (of the box, where there is one)."""
+    slab_nbytes: I64
+    read_file: I64
+    read_offset: I64
+    read_nbytes: I64
+    seg_first: I64
+    seg_src: I64
+    seg_slab: I64
+    seg_dst: I64
+    seg_run: I64
+    seg_rows: I64
+    seg_pitch: I64
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that end at the destination."""
+        return int(self.slab_nbytes.sum())
+
+    @property
+    def num_reads(self) -> int:
+        """Number of file ranges read."""
+        return len(self.read_file)
+
+    @property
+    def max_read_nbytes(self) -> int:
+        """Largest read: the least a staging buffer must hold."""
+        return int(self.read_nbytes.max(initial=0))
+
+    def covered(self) -> Bools:
+        """Per read: whether its segments, in order, are exactly its bytes (it can be read straight into slabs)."""
+        seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
+        sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
+        return np.asarray(sums == self.read_nbytes)
+
+    def explain(self, limit: int = 20) -> str:
+        """The plan in words: totals, then the first `limit` reads."""
+        over = int(self.read_nbytes.sum()) - self.nbytes
+        lines = [
+            f"{len(self.table)} tensors, {self.nbytes} bytes, {len(self.slab_nbytes)} slabs, "
+            f"{self.num_reads} reads ({over} bytes over-read)"
+        ]
+        for r in range(min(limit, self.num_reads)):
+            first, last = int(self.seg_first[r]), int(self.seg_first[r + 1])
+            lines.append(
+                f"read {r}: file {self.read_file[r]} [{self.read_offset[r]}, +{self.read_nbytes[r]}) -> "
+                f"{last - first} segments, slabs {self.seg_slab[first]}..{self.seg_slab[last - 1]}"
+            )
+        if self.num_reads > limit:
+            lines.append(f"... and {self.num_reads - limit} more")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """File ranges and where they go; rectangles where rows > 1. Sorted by (file, offset)."""
+
+    file: I64
+    offset: I64
+    run: I64
+    rows: I64
+    pitch: I64
+    slab: I64
+    dst: I64
+
+    @property
+    def span(self) -> I64:
+        return (self.rows - 1) * self.pitch + self.run
+
+
+def plan_load(
+    table: TensorTable,
+    *,
+    file_nbytes: Sequence[int],
+    chunk_bytes: int,
+    boxes: Sequence[Box | None] | None = None,
+    pack: bool = True,
+    align_bytes: int = 1,
+    max_gap_bytes: int = 0,
+) -> LoadPlan:
+    """Plan the reading of every row of `table`.
+
+    Args:
+        table: rows wanted, any order; the plan puts them in file order.
+        file_nbytes: size of each file the table indexes.
+        chunk_bytes: largest read, in bytes, before alignment outward.
+        boxes: per row of `table`, the region wanted; None for all of it.
+        pack: small rows share slabs; False gives every row its own (live parameters are such slabs).
+        align_bytes: reads start and end at multiples of this where the file allows (4096 for direct I/O).
+        max_gap_bytes: unwanted bytes between two wanted ones that are read rather than skipped.
+
+    Raises:
+        PlanError: a box does not fit its tensor.
+    """
+    if chunk_bytes < 1 or align_bytes < 1 or chunk_bytes % align_bytes:
+        raise PlanError(f"chunk_bytes {chunk_bytes} must be a positive multiple of align_bytes {align_bytes}")
+    order = np.lexsort((table.offset, table.file_index))
+    in_order = bool((order == np.arange(len(order))).all())
+    rows = table if in_order else table.take(order.tolist())
+    wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
+    boxed = np.fromiter((b is not None for b in wanted), bool, len(rows))
+    row_nbytes = rows.nbytes.copy()
+    runs: dict[int, Runs] = {}
+    for i in np.flatnonzero(boxed).tolist():
+        box = wanted[i]
+        assert box is not None
+        runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
+        row_nbytes[i] = runs[i].nbytes
+    row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
+    pieces = _pieces(rows, row_slab, row_offset, slab_nbytes, boxed, runs, chunk_bytes, max_gap_bytes)
+    spans = _spans(pieces, np.asarray(file_nbytes, np.int64), align_bytes, max_gap_bytes)
+    reads = _cut(pieces, spans, chunk_bytes)
+    return LoadPlan(
+        table=rows,
+        boxes=wanted,
+        row_slab=row_slab,
+        row_offset=row_offset,
+        row_nbytes=row_nbytes,
+        slab_nbytes=slab_nbytes,
+        **reads,
+    )
+
+
+def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I64, I64, I64]:
+    """Give every row of some bytes a slab and an offset in it."""
+    slab = np.full(len(rows), -1, np.int64)
+    at = np.zeros(len(rows), np.int64)
+    full = np.flatnonzero(nbytes > 0)
+    if len(full) == 0:
+        return slab, at, np.zeros(0, np.int64)
+    file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
+    small = (size < SMALL_BYTES) & ~boxed[full] & pack
+    joins = np.zeros(len(full), bool)
+    joins[1:] = (
+        small[1:]
+        & small[:-1]
+        & (file[1:] == file[:-1])
+        & (offset[1:] == offset[:-1] + size[:-1])
+        & (offset[1:] % ALIGN_IN_SLAB == offset[:-1] % ALIGN_IN_SLAB)
+    )
+    run_start = np.maximum.accumulate(np.where(joins, 0, np.arange(len(full))))
+    tile = (offset - offset[run_start]) // SLAB_BYTES
+    starts = ~joins
+    starts[1:] |= tile[1:] != tile[:-1]
+    ids = np.cumsum(starts) - 1
+    first = np.flatnonzero(starts)
+    slab[full] = ids
+    at[full] = np.where(starts, 0, offset - offset[first][ids])
+    slab_nbytes = np.zeros(len(first), np.int64)
+    np.maximum.at(slab_nbytes, ids, at[full] + size)
+    return slab, at, slab_nbytes
+
+
+def _pieces(
+    rows: TensorTable,
+    row_slab: I64,
+    row_offset: I64,
+    slab_nbytes: I64,
+    boxed: Bools,
+    runs: dict[int, Runs],
+    chunk_bytes: int,
+    max_gap_bytes: int,
+) -> _Pieces:
+    """One piece a slab of whole rows; runs or rectangles for boxed rows; sorted by (file, offset)."""
+    whole = np.flatnonzero((row_slab >= 0) & ~boxed & (row_offset == 0))
+    columns: list[tuple[I64, ...]] = [
+        (
+            rows.file_index[whole],
+            rows.offset[whole],
+            slab_nbytes[row_slab[whole]],
+            np.ones(len(whole), np.int64),
+            slab_nbytes[row_slab[whole]],
+            row_slab[whole],
+            np.zeros(len(whole), np.int64),
+        )
+    ]
+    for i, box in runs.items():
+        if row_slab[i] >= 0:
+            columns.append(_box_pieces(rows, i, int(row_slab[i]), box, chunk_bytes, max_gap_bytes))
+    joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    order = np.lexsort((joined[1], joined[0]))
+    return _Pieces(*(column[order] for column in joined))
+
+
+def _box_pieces(
+    rows: TensorTable, i: int, slab: int, runs: Runs, chunk_bytes: int, max_gap_bytes: int
+) -> tuple[I64, ...]:
+    """Rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
+    starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
+    tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= chunk_bytes
+    step = min(num_rows, chunk_bytes // pitch) if tall else 1
+    row0 = np.arange(0, num_rows, step, dtype=np.int64)
+    offset = (starts[:, None] + row0 * pitch).reshape(-1)
+    height = np.tile(np.minimum(step, num_rows - row0), len(starts))
+    count = len(offset)
+    return (
+        np.full(count, rows.file_index[i], np.int64),
+        offset,
+        np.full(count, run, np.int64),
+        height,
+        np.full(count, pitch if tall else run, np.int64),
+        np.full(count, slab, np.int64),
+        np.cumsum(height * run) - height * run,
+    )
+
+
+@dataclass(slots=True)
+class _Spans:
+    """Runs of pieces read together: `[start, stop)` of a file; a tall one is a rectangle and is never cut."""
+
+    of_piece: I64
+    file: I64
+    start: I64
+    stop: I64
+    tall: Bools
+
+
+def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: int) -> _Spans:
+    """Merge pieces whose gap is worth reading, and align the spans outward, within their file."""
+    start, stop, tall = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1
+    breaks = np.ones(len(start), bool)
+    breaks[1:] = (
+        (pieces.file[1:] != pieces.file[:-1])
+        | (start[1:] - stop[:-1] > max_gap_bytes)
+        | (start[1:] < stop[:-1])
+        | tall[1:]
+        | tall[:-1]
+    )
+    head = np.flatnonzero(breaks)
+    tail = np.append(head[1:], len(start))[: len(head)] - 1
+    file = pieces.file[head]
+    end = np.maximum(file_nbytes[file], stop[tail])
+    return _Spans(
+        of_piece=np.cumsum(breaks) - 1,
+        file=file,
+        start=start[head] // align_bytes * align_bytes,
+        stop=np.minimum(-(-stop[tail] // align_bytes) * align_bytes, end),
+        tall=tall[head],
+    )
+
+
+def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
+    """Cut the spans at the grid of `chunk_bytes`, so that neighbours share no page, and place the segments."""
+    # Chunks of each span; a rectangle is one chunk.
+    grid_first = np.where(spans.tall, 0, spans.start // chunk_bytes)
+    grid_last = np.where(spans.tall, 0, (spans.stop - 1) // chunk_bytes)
+    per_span = grid_last - grid_first + 1
+    base = np.cumsum(per_span) - per_span
+    span = np.repeat(np.arange(len(per_span)), per_span)
+    grid = grid_first[span] + np.arange(len(span)) - base[span]
+    read_start = np.where(spans.tall[span], spans.start[span], np.maximum(grid * chunk_bytes, spans.start[span]))
+    read_stop = np.where(spans.tall[span], spans.stop[span], np.minimum((grid + 1) * chunk_bytes, spans.stop[span]))
+    # Segments: each piece over the chunks it crosses.
+    start, stop, tall, own = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1, spans.of_piece
+    first = np.where(tall, 0, start // chunk_bytes - grid_first[own]) + base[own]
+    last = np.where(tall, 0, (stop - 1) // chunk_bytes - grid_first[own]) + base[own]
+    per_piece = last - first + 1
+    piece = np.repeat(np.arange(len(start)), per_piece)
+    chunk = first[piece] + np.arange(len(piece)) - (np.cumsum(per_piece) - per_piece)[piece]
+    seg_start = np.maximum(start[piece], read_start[chunk])
+    seg_stop = np.minimum(stop[piece], read_stop[chunk])
+    used = np.bincount(chunk, minlength=len(read_start))
+    keep = used > 0  # a chunk that holds only gap is not read
+    order = np.argsort(chunk, kind="stable")
+    return {
+        "read_file": spans.file[span][keep],
+        "read_offset": read_start[keep],
+        "read_nbytes": (read_stop - read_start)[keep],
+        "seg_first": np.concatenate(([0], np.cumsum(used[keep]))).astype(np.int64),
+        "seg_src": (seg_start - read_start[chunk])[order],
+        "seg_slab": pieces.slab[piece][order],
+        "seg_dst": (pieces.dst[piece] + np.where(tall[piece], 0, seg_start - start[piece]))[order],
+        "seg_run": np.where(tall[piece], pieces.run[piece], seg_stop - seg_start)[order],
+        "seg_rows": pieces.rows[piece][order],
+        "seg_pitch": pieces.pitch[piece][order],
+    }
