@@ -1,0 +1,306 @@
+"""Checkpoints of real shape, made up and deterministic: for tests, the demo and the benchmarks.
+
+In: a shape or a number of bytes, and a seed. Out: safetensors files as the ecosystem lays them out (shards, index).
+Not here: the writer that users call (`storage.safetensors`): these bytes judge that code, so they do not come from it.
+
+    a tile of random values per dtype --rolled, rescaled per tensor--> blocks --> one file a shard, shards in parallel
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.types import DType, bits_to_bytes
+
+Bits = npt.NDArray[Any]
+
+# Elements of a tile: the largest prime below 2^20. A prime, so that a tile repeated through a tensor never meets a leaf
+# boundary at the same place twice: no two leaves are equal, and bytes put in the wrong place are seen.
+_TILE = 1_048_573
+_BLOCK_BYTES = 4 << 20
+_FP8_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor to be made: what it is called, and which kind of values it holds."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: str
+    """`weight`, `norm`, `fp8` or `scale`."""
+    exponent: int = 0
+    """Values of a `weight` are normal with deviation `2**exponent`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return bits_to_bytes(prod(self.shape), self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaShape:
+    """The sizes that fix a Llama-like checkpoint; the defaults are those of a 1B model."""
+
+    num_layers: int = 16
+    hidden: int = 2048
+    intermediate: int = 8192
+    vocab: int = 128256
+    num_kv_heads: int = 8
+    num_heads: int = 32
+
+    @classmethod
+    def of_bytes(cls, total_bytes: int, *, fp8: bool = True) -> LlamaShape:
+        """The widest shape that comes to about `total_bytes` in 8 layers or more; one layer of the least at worst."""
+        for hidden in (8192, 4096, 2048, 1024, 512, 256, 128):
+            vocab = 128256 if hidden >= 2048 else 16 * hidden
+            wide = cls(num_layers=0, hidden=hidden, intermediate=4 * hidden, vocab=vocab)
+            frame = sum(tensor.nbytes for tensor in wide.tensors(fp8=fp8))
+            one = cls(num_layers=1, hidden=hidden, intermediate=wide.intermediate, vocab=vocab)
+            layer = sum(tensor.nbytes for tensor in one.tensors(fp8=fp8)) - frame
+            num_layers = round((total_bytes - frame) / layer)
+            if num_layers >= 8 or hidden == 128:
+                break
+        return cls(num_layers=max(1, num_layers), hidden=hidden, intermediate=wide.intermediate, vocab=wide.vocab)
+
+    def tensors(self, *, fp8: bool) -> Iterator[Tensor]:
+        """Every tensor, layer after layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
+        hidden, kv = self.hidden, self.hidden * self.num_kv_heads // self.num_heads
+        attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
+        wide = self.intermediate
+        mlp = {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+        yield _weight("model.embed_tokens.weight", (self.vocab, hidden), -6)
+        for layer in range(self.num_layers):
+            at = f"model.layers.{layer}"
+            yield _norm(f"{at}.input_layernorm.weight", hidden)
+            for name, shape in attention.items():
+                yield _weight(f"{at}.self_attn.{name}_proj.weight", shape, -5 - layer % 3)
+            yield _norm(f"{at}.post_attention_layernorm.weight", hidden)
+            for name, shape in mlp.items():
+                if fp8:
+                    yield from _fp8(f"{at}.mlp.{name}_proj.weight", shape)
+                else:
+                    yield _weight(f"{at}.mlp.{name}_proj.weight", shape, -6 - layer % 3)
+        yield _norm("model.norm.weight", hidden)
+        yield _weight("lm_head.weight", (self.vocab, hidden), -7)
+
+
+def write_llama(
+    directory: str | os.PathLike[str],
+    *,
+    total_bytes: int | None = None,
+    num_layers: int = 2,
+    hidden: int = 256,
+    intermediate: int | None = None,
+    vocab: int = 2048,
+    fp8: bool = True,
+    shards: int = 2,
+    seed: int = 0,
+) -> list[Path]:
+    """Write a Llama-like checkpoint: BF16, and FP8 with block scales where `fp8`.
+
+    Args:
+        directory: made if need be; files of the same names are replaced.
+        total_bytes: about so many bytes; the shape follows, and `num_layers` ... `vocab` are not used.
+        num_layers: decoder layers.
+        hidden: hidden size, a multiple of 32.
+        intermediate: MLP size; 4 x hidden if None.
+        vocab: rows of the embedding and of the head.
+        fp8: the MLP as F8_E4M3 with F32 `weight_scale_inv`.
+        shards: files; one is `model.safetensors` without an index, as the ecosystem does.
+        seed: other values, same shape.
+
+    Returns:
+        The shards, in order; `model.safetensors.index.json` lies beside them when there are several.
+    """
+    if total_bytes is None:
+        wide = 4 * hidden if intermediate is None else intermediate
+        shape = LlamaShape(num_layers=num_layers, hidden=hidden, intermediate=wide, vocab=vocab)
+    else:
+        shape = LlamaShape.of_bytes(total_bytes, fp8=fp8)
+    return _write_sharded(Path(directory), list(shape.tensors(fp8=fp8)), shards=shards, seed=seed)
+
+
+def write_moe(
+    directory: str | os.PathLike[str],
+    *,
+    num_tensors: int = 60_000,
+    tensor_bytes: int = 64 << 10,
+    shards: int = 8,
+    seed: int = 0,
+) -> list[Path]:
+    """Write a checkpoint of many small BF16 tensors of one size, named as the experts of an MoE model are.
+
+    Returns:
+        The shards, in order.
+    """
+    projections = ("gate_proj", "up_proj", "down_proj")
+    tensors = []
+    for index in range(num_tensors):
+        expert, projection = divmod(index, 3)
+        layer, expert = divmod(expert, 128)
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{projections[projection]}.weight"
+        rows = 128 if tensor_bytes % 256 == 0 else 1
+        tensors.append(_weight(name, (rows, tensor_bytes // 2 // rows), -6 - layer % 3))
+    return _write_sharded(Path(directory), tensors, shards=shards, seed=seed)
+
+
+def every_dtype(
+    path: str | os.PathLike[str], *, seed: int = 0, aligned: bool = True
+) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
+    """Write one file with every dtype of the format in every shape class: plain, odd, scalar, empty.
+
+    Args:
+        path: the file.
+        seed: other values, same shapes.
+        aligned: tensors ordered by the width of their elements, as safetensors writes them. False puts a one-byte
+            tensor first, so that every other tensor starts at an odd offset.
+
+    Returns:
+        By name: dtype, shape, and the bytes that a reader must give.
+    """
+    rng = np.random.default_rng(seed)
+    made: dict[str, tuple[DType, tuple[int, ...], bytes]] = {}
+    for dtype in DType:
+        # 4 elements of any type fill whole bytes; the packed types take no odd count.
+        odd = (3, 5, 4) if dtype.bits < 8 else (3, 5, 7)
+        shapes = {"matrix": (16, 24), "odd": odd, "empty": (0,), "empty_rows": (0, 8), "empty_columns": (8, 0)}
+        shapes |= {"one": (1, 1, 4 if dtype.bits < 8 else 1)} | ({} if dtype.bits < 8 else {"scalar": ()})
+        for shape_class, shape in shapes.items():
+            nbytes = bits_to_bytes(prod(shape), dtype)
+            high = 2 if dtype is DType.BOOL else 256
+            data = rng.integers(0, high, nbytes, dtype=np.uint8).tobytes()
+            made[f"{dtype.value.lower()}.{shape_class}"] = (dtype, shape, data)
+    order = sorted(made, key=lambda name: (-made[name][0].bits if aligned else 0, name))
+    if not aligned:
+        made = {"a.shift": (DType.U8, (1,), b"\x01"), **made}
+        order = ["a.shift", *order]
+    rows = [(name, made[name][0], made[name][1], len(made[name][2])) for name in order]
+    _write(Path(path), rows, lambda row: iter([made[rows[row][0]][2]]))
+    return made
+
+
+def _weight(name: str, shape: tuple[int, ...], exponent: int) -> Tensor:
+    return Tensor(name=name, dtype=DType.BF16, shape=shape, kind="weight", exponent=exponent)
+
+
+def _norm(name: str, width: int) -> Tensor:
+    return Tensor(name=name, dtype=DType.BF16, shape=(width,), kind="norm")
+
+
+def _fp8(name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
+    blocks = (-(-shape[0] // _FP8_BLOCK), -(-shape[1] // _FP8_BLOCK))
+    yield Tensor(name=name, dtype=DType.F8_E4M3, shape=shape, kind="fp8")
+    yield Tensor(name=f"{name}_scale_inv", dtype=DType.F32, shape=blocks, kind="scale")
+
+
+def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, seed: int) -> list[Path]:
+    """Tensors in their order, cut into `shards` runs of about equal bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ends = np.cumsum([tensor.nbytes for tensor in tensors])
+    # A tensor goes where its middle falls.
+    middles = ends - np.array([tensor.nbytes for tensor in tensors]) / 2
+    shard_of = np.minimum((middles * shards / ends[-1]).astype(np.int64), shards - 1)
+    names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    if shards == 1:
+        names = ["model.safetensors"]
+
+    def write_shard(shard: int) -> Path:
+        # Widest elements first, then by name: every offset is aligned, as safetensors lays files out.
+        at: list[int] = np.flatnonzero(shard_of == shard).tolist()
+        mine = sorted(at, key=lambda i: (-tensors[i].dtype.bits, tensors[i].name))
+        rows = [(tensors[i].name, tensors[i].dtype, tensors[i].shape, tensors[i].nbytes) for i in mine]
+        _write(directory / names[shard], rows, lambda row: _blocks(tensors[mine[row]], mine[row], seed))
+        return directory / names[shard]
+
+    with ThreadPoolExecutor(max_workers=min(shards, 4)) as pool:
+        paths = list(pool.map(write_shard, range(shards)))
+    index = directory / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    if shards > 1:
+        weight_map = {tensor.name: names[shard] for tensor, shard in zip(tensors, shard_of, strict=True)}
+        index.write_text(json.dumps({"metadata": {"total_size": int(ends[-1])}, "weight_map": weight_map}, indent=2))
+    return paths
+
+
+def _write(
+    path: Path,
+    rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
+    blocks: Callable[[int], Iterator[bytes | memoryview]],
+) -> None:
+    """One safetensors file: header from `rows`, then the blocks of each row. Renamed into place when whole."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, nbytes in rows:
+        header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        _write_rows(file, len(rows), blocks)
+    partial.replace(path)
+
+
+def _write_rows(file: BinaryIO, num_rows: int, blocks: Callable[[int], Iterator[bytes | memoryview]]) -> None:
+    for row in range(num_rows):
+        for block in blocks(row):
+            file.write(block)
+
+
+def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
+    """The tensor's bytes. No two tensors of a checkpoint start at the same place of their tile."""
+    if not tensor.nbytes:
+        return
+    start = (index * 104_729 + seed * 15_485_863) % _TILE
+    left = tensor.nbytes // (tensor.dtype.bits // 8)
+    bits = _tiles()[tensor.kind][start : start + min(left, _TILE)]
+    if tensor.kind == "weight":
+        # BF16 keeps its exponent from bit 7 on: adding there multiplies by a power of two, exactly.
+        bits = bits + np.uint16((tensor.exponent << 7) & 0xFFFF)
+    if left > _TILE:
+        # Several tiles at once: fewer, larger writes.
+        bits = np.tile(bits, max(1, min(_BLOCK_BYTES // bits.nbytes, left // _TILE)))
+    block = memoryview(bits.data).cast("B")
+    for at in range(0, tensor.nbytes, block.nbytes):
+        yield block[: tensor.nbytes - at]
+
+
+@cache
+def _tiles() -> Mapping[str, Bits]:
+    """Bit patterns of every kind of value, never zero, never NaN; each tile twice over, to be cut from any start."""
+    rng = np.random.default_rng(20_261_121)
+    normal = rng.standard_normal(_TILE, dtype=np.float32)
+    normal = np.where(np.abs(normal) < 2.0**-12, np.float32(2.0**-12), normal)
+    noise = rng.random(_TILE, dtype=np.float32)
+    # E4M3: 2^-9 steps below 2^-6, then 8 steps a power of two up to 448 (0x7e); 0x7f is NaN.
+    codes = np.arange(1, 0x7F)
+    exponents, mantissas = codes >> 3, codes & 7
+    values = np.where(exponents == 0, mantissas * 2.0**-9, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
+    nearest = np.clip(np.searchsorted(values, np.abs(normal) * 100), 0, len(codes) - 1)
+    fp8 = codes[nearest].astype(np.uint8) | (normal < 0).astype(np.uint8) << 7
+    tiles = {
+        "weight": _bf16(normal),
+        "norm": _bf16(1 + np.float32(0.02) * normal),
+        "fp8": fp8,
+        "scale": (np.float32(1e-4) * (1 + noise)).astype(np.float32).view(np.uint32),
+    }
+    return {kind: np.concatenate([tile, tile]) for kind, tile in tiles.items()}
+
+
+def _bf16(values: npt.NDArray[np.float32]) -> Bits:
+    """Upper halves of float32, as uint16."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
