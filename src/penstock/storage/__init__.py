@@ -8,10 +8,21 @@ Not here: what the bytes mean (`safetensors`, `manifest`), where they go (`engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+import os
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
-from penstock.errors import SourceTruncated
+from penstock.config import Settings
+from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, SourceTruncated, SourceUnavailable
+from penstock.types import GIB
+
+REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
+"""What `storage.objects` opens; everything else without `://` is a local path."""
+
+MAX_SMALL_BYTES = GIB
+"""Longest index, manifest or signature read whole. A manifest has 8 bytes a 256 KiB leaf: this is one of 35 TB."""
 
 
 class Source(Protocol):
@@ -24,11 +35,19 @@ class Source(Protocol):
     """
 
     @property
-    def uri(self) -> str: ...
+    def uri(self) -> str:
+        """See above."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """See above."""
+        ...
+
     @property
-    def identity(self) -> str: ...
+    def identity(self) -> str:
+        """See above."""
+        ...
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """Fill `buffers`, one after the other, with the bytes from `offset` on; return the path taken.
@@ -77,3 +96,91 @@ class MemorySource:
 
     def close(self) -> None:
         """See `Source.close`."""
+
+
+def is_remote(uri: str) -> bool:
+    """Whether `uri` names an object store or web server rather than a local path."""
+    scheme, separator, _ = uri.partition("://")
+    if not separator or scheme == "file":
+        return False
+    if scheme not in REMOTE_SCHEMES:
+        raise ConfigError(
+            f"no storage for {scheme}://", uri=uri, hint=f"one of {sorted(REMOTE_SCHEMES)}, file, or a path"
+        )
+    return True
+
+
+def local_path(uri: str) -> str:
+    """The path that a local `uri` (plain, or `file://`) names."""
+    return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
+
+
+def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
+    """Open one file or object; a remote one through the cache when `settings.cache_dir` is set.
+
+    Raises:
+        NotFound, PermissionDenied, SourceUnavailable: as their names say.
+        ConfigError: no storage has this scheme.
+    """
+    if not is_remote(uri):
+        from penstock.storage.files import FileSource
+
+        return FileSource(local_path(uri), settings=settings)
+    from penstock.storage.objects import open_object
+
+    source = open_object(uri, settings=settings, storage_options=storage_options)
+    if settings.cache_dir is None:
+        return source
+    from penstock.storage.cache import open_cached
+
+    return open_cached(source, settings=settings)
+
+
+def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
+    """Every file that `uri` names, sorted: those of a directory or prefix, those a glob matches, or the one file.
+
+    Raises:
+        NotFound: nothing is there.
+        PermissionDenied, SourceUnavailable: the place cannot be listed.
+    """
+    if is_remote(uri):
+        from penstock.storage.objects import list_objects
+
+        return list_objects(uri, settings=settings, storage_options=storage_options)
+    path = local_path(uri)
+    found: list[str]
+    try:
+        if os.path.isdir(path):
+            with os.scandir(path) as entries:
+                found = sorted(os.path.join(path, entry.name) for entry in entries if entry.is_file())
+        elif os.path.lexists(path):
+            found = [path]
+        else:
+            found = sorted(name for name in glob.iglob(path, recursive=True) if os.path.isfile(name))
+    except PermissionError as error:
+        raise PermissionDenied("directory cannot be listed", uri=uri) from error
+    except OSError as error:
+        raise SourceUnavailable(f"directory cannot be listed: {error.strerror}", uri=uri) from error
+    if not found:
+        raise NotFound("no such file, directory or match", uri=uri)
+    return found
+
+
+def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
+    """A whole small file or object (an index, a manifest); None when it is not there."""
+    if is_remote(uri):
+        from penstock.storage import objects
+
+        return objects.read_small(uri, settings=settings, storage_options=storage_options)
+    try:
+        with open(local_path(uri), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > MAX_SMALL_BYTES:
+                raise FormatError(f"{nbytes} bytes are too many for an index or a manifest", uri=uri)
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise PermissionDenied("file cannot be read", uri=uri) from error
+    except OSError as error:
+        raise SourceUnavailable(f"file cannot be read: {error.strerror}", uri=uri) from error

@@ -1,0 +1,386 @@
+"""The one reader of safetensors headers and index files, and a plain writer.
+
+In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
+Not here: the bodies (`engine`), sets of files (`manifest`).
+
+    8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
+
+As strict as the safetensors library, and stricter where the format's text is: no key twice, the JSON starts with `{`.
+Nothing is allocated from a number of the file before that number was checked against the file's size.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from penstock.errors import DestinationError, DiskFull, FormatError, SourceTruncated
+from penstock.storage import Source, strict_json
+from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header read. Source: the format's own cap (`MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format")."""
+
+MAX_TENSORS = 1 << 19
+"""Most tensors in one file: eight times the 60,000 of the largest mixture-of-experts checkpoint in one file, and few
+enough that a hostile header of them is parsed in about a second. Source: measured on a 2-core machine, 2026-11."""
+
+MAX_RANK = 64
+"""Most dimensions of a tensor: beyond it no array library holds one. Source: NPY_MAXDIMS of NumPy 2."""
+
+HEADER_GUESS_BYTES = MIB
+"""Read at once from an object's start, so that length and header arrive in one round trip. Covers about 8,000 tensors;
+a shard of a Llama-sized checkpoint has under 1,000. Source: 123 bytes an entry, measured on MoE names."""
+
+_INT64_MAX = 2**63 - 1
+_METADATA = "__metadata__"
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_LARGE_BYTES = 16 * MIB
+"""Headers from this length on are counted before they are decoded; a shorter one cannot exceed the caps by much."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Header:
+    """What one file says of itself, checked."""
+
+    tensors: TensorTable
+    """In file order; `file_index` is 0, offsets are absolute."""
+    metadata: Mapping[str, str]
+    data_offset: int
+    """Where the bodies begin, in bytes."""
+    nbytes: int
+    """Size of the whole file."""
+
+
+class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
+    start: int
+    stop: int
+
+
+class _Entry(msgspec.Struct, gc=False):
+    dtype: DType
+    shape: tuple[int, ...]
+    data_offsets: _Span
+
+
+class _MetadataOnly(msgspec.Struct, rename={"value": _METADATA}):
+    value: msgspec.Raw | None = None
+
+
+class _Index(msgspec.Struct):
+    weight_map: msgspec.Raw
+
+
+_ENTRY = msgspec.json.Decoder(_Entry)
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry | None])
+_RAW_ENTRIES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA_ONLY = msgspec.json.Decoder(_MetadataOnly)
+_STRINGS = msgspec.json.Decoder(dict[str, str])
+_INDEX = msgspec.json.Decoder(_Index)
+
+# Where writers put `__metadata__`: first, small, without braces or escapes. Finding it so saves a pass over the header.
+_LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
+
+
+def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES) -> Header:
+    """Read and check a file's header: one read when it fits in `guess_bytes`, else two.
+
+    Raises:
+        FormatError: the header is malformed or lies; names the tensor and the fault.
+        SourceTruncated: the file ends before the bodies its header promises.
+    """
+    if source.nbytes < 8:
+        raise FormatError(f"{source.nbytes} bytes are no safetensors file", uri=source.uri)
+    first = bytearray(min(max(guess_bytes, 8), source.nbytes))
+    source.readv(0, [memoryview(first)])
+    header_bytes = int.from_bytes(first[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FormatError(f"header of {header_bytes} bytes; the format allows {MAX_HEADER_BYTES}", uri=source.uri)
+    stop = 8 + header_bytes
+    if stop > source.nbytes:
+        raise FormatError(f"header of {header_bytes} bytes in a file of {source.nbytes}", uri=source.uri)
+    if stop > len(first):
+        rest = bytearray(stop - len(first))
+        source.readv(len(first), [memoryview(rest)])
+        first += rest
+    return parse_header(bytes(memoryview(first)[8:stop]), file_nbytes=source.nbytes, uri=source.uri)
+
+
+def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
+    """Check a header's JSON against the file's size.
+
+    Args:
+        raw: the JSON, without the 8 bytes of its length.
+        file_nbytes: size of the whole file.
+        uri: named in errors.
+
+    Raises:
+        FormatError: malformed, or it lies; names the tensor and the fault.
+        SourceTruncated: the bodies it promises end after the file does.
+    """
+    if len(raw) > MAX_HEADER_BYTES:
+        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
+    if not raw.startswith(b"{"):
+        raise FormatError("header does not begin with '{'", uri=uri)
+    strict_json.check_utf8(raw, uri=uri)
+    metadata, rest = _split_metadata(raw, uri)
+    entries = _decode_entries(rest, uri)
+    data_offset = 8 + len(raw)
+    tensors = _table(entries, data_offset=data_offset, data_nbytes=file_nbytes - data_offset, uri=uri)
+    return Header(tensors=tensors, metadata=metadata, data_offset=data_offset, nbytes=file_nbytes)
+
+
+def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
+    """The file's own metadata, and the header with `null` in its place."""
+    leading = _LEADING_METADATA.match(raw)
+    if leading is not None:
+        value, rest = leading[1], raw[: leading.start(1)] + b"null" + raw[leading.end(1) :]
+    else:
+        if b"__metadata__" not in raw and b"\\" not in raw:
+            return {}, raw
+        found = strict_json.decode(_METADATA_ONLY, raw, uri=uri).value
+        if found is None or bytes(found) == b"null":
+            return {}, raw
+        value, rest = bytes(found), strict_json.blank(raw, found)
+    try:
+        metadata = _STRINGS.decode(value)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{_METADATA} is not an object of strings: {error}", uri=uri) from error
+    if strict_json.num_strings(value) != 2 * len(metadata):
+        raise FormatError(f"duplicate key in {_METADATA}", uri=uri)
+    return metadata, rest
+
+
+def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
+    if len(rest) > _LARGE_BYTES:
+        objects = strict_json.count_byte(rest, b"{")
+        if objects > MAX_TENSORS + 1:
+            raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
+        if strict_json.count_byte(rest, b",") > (objects + 1) * (MAX_RANK + 4):
+            raise FormatError(f"lists too long for tensors of rank {MAX_RANK} or less", uri=uri)
+    try:
+        entries = _ENTRIES.decode(rest)
+    except RecursionError as error:
+        raise FormatError("JSON nested too deep", uri=uri) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _raise_for_entry(rest, error, uri)
+    # A tensor has five strings: its name, three keys and its dtype.
+    has_metadata = entries.pop(_METADATA, entries) is None
+    if strict_json.num_strings(rest) != 5 * len(entries) + has_metadata:
+        strict_json.refuse_duplicates(rest, uri=uri)
+    return entries  # type: ignore[return-value]  # a None that is left fails in _table, by name
+
+
+def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
+    """Raise FormatError for a header that did not decode, naming the tensor where one is to blame."""
+    for name, raw in strict_json.decode(_RAW_ENTRIES, rest, uri=uri).items():
+        if name == _METADATA and bytes(raw) == b"null":
+            continue
+        try:
+            _ENTRY.decode(raw)
+        except msgspec.DecodeError as fault:
+            raise FormatError(f"bad entry: {fault}", uri=uri, tensor=_clip(name)) from fault
+    # Every entry that is left is good: a key that stands twice hides the bad one.
+    raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
+
+
+class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
+    """Bytes of a tensor by (dtype, shape), computed once for each; -1 where there is no such tensor."""
+
+    def __missing__(self, kind: tuple[DType, tuple[int, ...]]) -> int:
+        self[kind] = -1 if _shape_fault(*kind) else bits_to_bytes(math.prod(kind[1]), kind[0])
+        return self[kind]
+
+
+def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
+    if len(shape) > MAX_RANK:
+        return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
+    if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
+        return f"dimension out of range in shape {_clip(list(shape))}"
+    # Counted without the zeros, as array libraries do for strides: [2**60, 2**60, 0] is empty and yet no tensor.
+    if math.prod(d for d in shape if d) * dtype.bits > _INT64_MAX:
+        return f"shape {_clip(list(shape))} of {dtype} overflows 64 bits"
+    if math.prod(shape) * dtype.bits % 8:
+        return f"shape {_clip(list(shape))} of {dtype} does not fill whole bytes"
+    return None
+
+
+def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> I64:
+    """Bytes of each tensor; -1 where dtype and shape make none (negative, overflowing, or not whole bytes)."""
+    kinds = _NbytesByKind()
+    return np.fromiter(map(kinds.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(dtypes))
+
+
+def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
+    names = tuple(entries)
+    try:
+        dtypes = [entry.dtype for entry in entries.values()]
+    except AttributeError:
+        name = next(name for name, entry in entries.items() if entry is None)
+        raise FormatError("entry is null", uri=uri, tensor=_clip(name)) from None
+    shapes = [entry.shape for entry in entries.values()]
+    nbytes = table_nbytes(dtypes, shapes)
+    if nbytes.size and nbytes.min() < 0:
+        row = int(nbytes.argmin())
+        raise FormatError(str(_shape_fault(dtypes[row], shapes[row])), uri=uri, tensor=_clip(names[row]))
+    start, stop = _offsets(entries, uri)
+    wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
+    if wrong.size:
+        row = int(wrong[0])
+        span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {_clip(list(shapes[row]))}"
+        fault = f"data_offsets {span}, but {kind} has {nbytes[row]} bytes"
+        raise FormatError(fault, uri=uri, tensor=_clip(names[row]))
+    order = _file_order(start, stop)
+    table = TensorTable(
+        names=names,
+        dtypes=tuple(dtypes),
+        shapes=tuple(shapes),
+        file_index=np.zeros(len(names), np.int64),
+        offset=start,
+        nbytes=nbytes,
+    )
+    if order is not None:
+        table = table.take(order.tolist())
+    end = _check_contiguous(table, uri)
+    if end > data_nbytes:
+        raise SourceTruncated(
+            "file ends before the bodies its header promises",
+            uri=uri,
+            byte_range=(data_offset + data_nbytes, data_offset + end),
+        )
+    if end < data_nbytes:
+        raise FormatError(f"{data_nbytes - end} bytes after the last tensor", uri=uri)
+    np.add(table.offset, data_offset, out=table.offset)
+    return table
+
+
+def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
+    spans = [entry.data_offsets for entry in entries.values()]
+    try:
+        return (
+            np.fromiter([span.start for span in spans], np.int64, len(spans)),
+            np.fromiter([span.stop for span in spans], np.int64, len(spans)),
+        )
+    except OverflowError:
+        row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
+        raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=_clip(list(entries)[row])) from None
+
+
+def _file_order(start: I64, stop: I64) -> I64 | None:
+    """Rows by (start, stop); None when they are so already, as every known writer leaves them."""
+    if bool(np.all(start[1:] >= start[:-1])) and bool(np.all(stop[1:] >= stop[:-1])):
+        return None
+    return np.lexsort((stop, start)).astype(np.int64)
+
+
+def _check_contiguous(table: TensorTable, uri: str) -> int:
+    """Bytes of all bodies. FormatError unless each begins where the one before it ends, the first at 0."""
+    stop = table.offset + table.nbytes
+    expected = np.concatenate((np.zeros(1, np.int64), stop))
+    wrong = np.flatnonzero(table.offset != expected[:-1])
+    if wrong.size:
+        row = int(wrong[0])
+        begins, expects = int(table.offset[row]), int(expected[row])
+        fault = (
+            f"gap of {begins - expects} bytes before it"
+            if begins > expects
+            else f"overlaps {_clip(table.names[row - 1])!r} by {expects - begins} bytes"
+        )
+        raise FormatError(fault, uri=uri, tensor=_clip(table.names[row]))
+    return int(expected[-1])
+
+
+def _clip(value: object) -> str:
+    """At most 200 characters: a hostile name may be a hundred megabytes."""
+    text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
+    """The `weight_map` of a `*.safetensors.index.json`: tensor name -> shard file name, relative, below the index.
+
+    Raises:
+        FormatError: malformed, a name twice, or a shard name that leaves the index's own directory.
+    """
+    if len(raw) > MAX_HEADER_BYTES:
+        raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
+    strict_json.check_utf8(raw, uri=uri)
+    found = strict_json.decode(_INDEX, raw, uri=uri).weight_map
+    weight_map = strict_json.decode(_STRINGS, found, uri=uri)
+    if strict_json.num_strings(bytes(found)) != 2 * len(weight_map):
+        raise FormatError("weight_map names a tensor twice", uri=uri)
+    strict_json.refuse_duplicates(strict_json.blank(raw, found), uri=uri)
+    for shard in dict.fromkeys(weight_map.values()):
+        if not _is_below(shard):
+            tensor = next(name for name, at in weight_map.items() if at == shard)
+            raise FormatError(f"shard {_clip(shard)!r} is not a file below the index", uri=uri, tensor=_clip(tensor))
+    return weight_map
+
+
+def _is_below(shard: str) -> bool:
+    parts = PurePosixPath(shard).parts
+    hostile = "\\" in shard or "\0" in shard or ":" in shard
+    return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[DType, Sequence[int], bytes | bytearray | memoryview]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, atomically, readable as the umask says.
+
+    Bodies keep the order of `tensors` where that leaves each aligned to its element; else the widest come first.
+
+    Args:
+        path: replaced if it exists.
+        tensors: name -> (dtype, shape, contiguous bytes of exactly that size).
+        metadata: the file's own `__metadata__`.
+
+    Raises:
+        FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
+        DiskFull, DestinationError: `path` is untouched.
+    """
+    views = {name: memoryview(data).cast("B") for name, (_, _, data) in tensors.items()}
+    names = list(tensors)
+    stops = np.cumsum([0, *(views[name].nbytes for name in names)])
+    widths = [max(tensors[name][0].bits // 8, 1) for name in names]
+    if any(int(start) % width for start, width in zip(stops, widths, strict=False)):
+        names.sort(key=lambda name: -tensors[name][0].bits)
+        stops = np.cumsum([0, *(views[name].nbytes for name in names)])
+    header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
+    for name, (start, stop) in zip(names, pairwise(stops.tolist()), strict=True):
+        dtype, shape, _ = tensors[name]
+        fault = _shape_fault(dtype, tuple(shape))
+        if fault is not None or bits_to_bytes(math.prod(shape), dtype) != stop - start:
+            raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=str(path), tensor=name)
+        header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
+    raw = msgspec.json.encode(header)
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER_BYTES:
+        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=str(path))
+    _replace(Path(path), [memoryview(len(raw).to_bytes(8, "little") + raw), *(views[name] for name in names)])
+
+
+def _replace(path: Path, parts: Sequence[memoryview]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            with open(partial, "wb") as file:
+                file.writelines(parts)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        kind = DiskFull if error.errno in _DISK_FULL else DestinationError
+        raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
