@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, from disk and over HTTP, compares bits
@@ -65,7 +65,7 @@ size: $(READY)  ## files, lines, longest functions; marks what is past the budge
 	@$(PY) scripts/size.py
 
 fuzz: $(READY)  ## coverage-guided fuzzing of the parsers (needs atheris; SECONDS=60 by default)
-	@$(PY) -m pip install --quiet --disable-pip-version-check atheris
+	@$(PY) -m pip install -qq --disable-pip-version-check atheris
 	@$(PY) scripts/fuzz.py $(ARGS)
 
 test-engines: $(READY)  ## vLLM and transformers in their own environments (gigabytes)

@@ -1,0 +1,224 @@
+"""`penstock doctor`: what this machine has, how fast its links are, what is installed, what is set.
+
+In: nothing, or a path whose disk is measured. Out: facts on stdout; each measurement takes about a second at most.
+Not here: a weight set (`inspect`), a loader's speed (`bench load`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import Format, FormatOption
+from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
+from penstock.config import environment
+from penstock.types import GB, GIB, MIB
+
+_COPY_BYTES = 256 * MIB
+_READ_CHUNK_BYTES = 8 * MIB
+_READ_S = 1.0
+"""Longest one disk measurement reads. Reason: a disk's first second is its rate, and doctor is to be quick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One line of the report: what, what was found, and why it is so."""
+
+    name: str
+    value: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One measured rate, in decimal GB/s; None where it could not be measured, and why."""
+
+    name: str
+    gb_per_s: float | None
+    why: str = ""
+
+
+def doctor(
+    path: Annotated[
+        Path | None,
+        typer.Option("--path", metavar="FILE", help="A large file on the disk to measure.", show_default=False),
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Report devices, measured limits, engines available and why not, and environment variables in force."""
+    devices, limits, engines = find_devices(), measure_limits(path), find_engines()
+    variables = environment()
+    if format is Format.json:
+        variables_json = [{"name": name, "value": value, "doc": doc} for name, value, doc in variables]
+        write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
+        return
+    write_lines("devices")
+    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in devices})
+    write_lines("", "limits, measured now")
+    write_fields(
+        {
+            f"  {limit.name}": f"not measured: {limit.why}" if limit.gb_per_s is None else f"{limit.gb_per_s:.2f} GB/s"
+            for limit in limits
+        }
+    )
+    write_lines("", "engines")
+    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in engines})
+    write_lines("", "environment")
+    write_columns(["  variable", "value", "what it is"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None when it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def importable(module: str) -> bool:
+    """Whether a module could be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def find_devices() -> list[Fact]:
+    """CPU cores, memory, and every CUDA device with the memory it has."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = [
+        Fact(name="cpu", value=f"{cores} cores usable of {os.cpu_count()}"),
+        Fact(name="memory", value=bytes_text(pages)),
+    ]
+    if not importable("torch"):
+        return [*found, Fact(name="cuda", value="no", why="torch is not installed: pip install 'penstock[torch]'")]
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "torch is a CPU build" if built is None else f"torch is built for CUDA {built} but finds no device"
+        return [*found, Fact(name="cuda", value="no", why=why)]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        value = f"{properties.name}, {bytes_text(total)}, {bytes_text(free)} free"
+        found.append(Fact(name=f"cuda:{index}", value=value))
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if pairs:
+        peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        found.append(Fact(name="peer access", value=f"{peers} of {len(pairs)} ordered pairs of devices"))
+    return found
+
+
+def find_engines() -> list[Fact]:
+    """What each way of moving or checking bytes needs, and whether it is here."""
+    kernel = os.uname().release
+    direct = "yes" if hasattr(os, "O_DIRECT") else "no"
+    nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"
+    found = [
+        Fact(name="direct I/O", value=direct, why="probed for each file system when a file is opened"),
+        Fact(name="RWF_NOWAIT", value=nowait, why=f"kernel {kernel}"),
+    ]
+    needs = {
+        "obstore": ("obstore", "s3:// gs:// az://"),
+        "torch": ("torch", "tensors; pip install 'penstock[torch]'"),
+        "triton": ("triton", "digests on the device; comes with torch's CUDA builds"),
+        "safetensors": ("safetensors", "only a baseline for penstock bench"),
+        "boto3": ("boto3", "AWS profiles and SSO; pip install 'penstock[aws]'"),
+        "transformers": ("transformers", "penstock.integrations.transformers"),
+        "vllm": ("vllm", "--load-format penstock"),
+    }
+    for name, (module, what) in needs.items():
+        version = package_version(name)
+        found.append(Fact(name=name, value=version or ("yes" if importable(module) else "not installed"), why=what))
+    return found
+
+
+def measure_limits(path: Path | None) -> list[Limit]:
+    """Host copy, disk reads of `path` (warm and direct) when given, host to device for every CUDA device."""
+    limits = [_host_copy(), *_disk(path)]
+    if not importable("torch"):
+        return limits
+    import torch
+
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [*limits, *(_host_to_device(index) for index in devices)]
+
+
+def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
+    """GB/s of the best of some runs of `work`, which returns the bytes it moved."""
+    best = 0.0
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        nbytes = work()
+        best = max(best, nbytes / (time.perf_counter() - begin) / GB)
+    return best
+
+
+def _host_copy() -> Limit:
+    import numpy as np
+
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.empty_like(source)
+
+    def copy() -> int:
+        target[:] = source
+        return _COPY_BYTES
+
+    return Limit(name="host memory copy, one thread", gb_per_s=_best_rate(copy))
+
+
+def _disk(path: Path | None) -> list[Limit]:
+    if path is None:
+        return [Limit(name="disk", gb_per_s=None, why="give --path FILE, a large file on it")]
+    named: Mapping[str, int] = {"buffered": 0, "direct": getattr(os, "O_DIRECT", 0)}
+    return [_read(path, how, flags) for how, flags in named.items()]
+
+
+def _read(path: Path, how: str, flags: int) -> Limit:
+    """Read `path` from its start for a second at most, by one thread, into one page-aligned buffer."""
+    name = f"disk read, {how}, one thread"
+    if how == "direct" and not flags:
+        return Limit(name=name, gb_per_s=None, why="this system has no direct I/O")
+    try:
+        file = os.open(path, os.O_RDONLY | flags)
+    except OSError as error:
+        return Limit(name=name, gb_per_s=None, why=f"{path}: {error.strerror}")
+    buffer = memoryview(mmap.mmap(-1, _READ_CHUNK_BYTES))
+    try:
+        offset, begin = 0, time.perf_counter()
+        while offset < 4 * GIB and time.perf_counter() - begin < _READ_S:
+            nbytes = os.preadv(file, [buffer], offset)
+            offset += nbytes
+            if nbytes < _READ_CHUNK_BYTES:
+                break
+        wall_s = time.perf_counter() - begin
+    except OSError as error:
+        return Limit(name=name, gb_per_s=None, why=f"{path}: {error.strerror}")
+    finally:
+        os.close(file)
+    if not offset:
+        return Limit(name=name, gb_per_s=None, why=f"{path} is empty")
+    return Limit(name=name, gb_per_s=offset / wall_s / GB)
+
+
+def _host_to_device(index: int) -> Limit:
+    import torch
+
+    pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+
+    def copy() -> int:
+        device.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize(index)
+        return _COPY_BYTES
+
+    return Limit(name=f"pinned memory to cuda:{index}", gb_per_s=_best_rate(copy))

@@ -1,0 +1,100 @@
+"""`penstock inspect`: what a weight set holds, read from its headers alone.
+
+In: a URI. Out: files, dtypes, tensors on stdout. No torch, no body is read.
+Not here: the reading (`api.inspect`), checking the bodies (`manifest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.options import Format, FormatOption, Uri
+from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
+
+if TYPE_CHECKING:
+    from penstock.types import Manifest
+
+_SHOWN = 40
+
+
+def inspect(
+    uri: Uri,
+    all_tensors: Annotated[bool, typer.Option("--all", help=f"Every tensor, not the first {_SHOWN}.")] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """List files, dtypes, sizes and tensors of a weight set."""
+    from penstock import api
+
+    found = api.inspect(uri)
+    manifest = found.manifest
+    per_file = tensors_per_file(manifest)
+    if format is Format.json:
+        write_json(
+            {
+                "uri": found.uri,
+                "num_tensors": found.num_tensors,
+                "nbytes": found.nbytes,
+                "dtypes": found.dtypes,
+                "revision": manifest.revision,
+                "digests": manifest.leaves is not None,
+                "files": [
+                    {
+                        "name": file.name,
+                        "nbytes": file.nbytes,
+                        "num_tensors": per_file[i],
+                        "metadata": file.metadata,
+                    }
+                    for i, file in enumerate(manifest.files)
+                ],
+                "tensors": [tensor_row(manifest, i) for i in range(len(manifest.tensors))],
+            }
+        )
+        return
+    write_fields(
+        {
+            "uri": found.uri,
+            "tensors": found.num_tensors,
+            "bytes": f"{bytes_text(found.nbytes)} ({found.nbytes})",
+            "revision": manifest.revision,
+            "digests": "yes" if manifest.leaves is not None else "no (penstock manifest writes them)",
+        }
+    )
+    dtypes = sorted(found.dtypes.items(), key=lambda item: -item[1])
+    write_lines("")
+    write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
+    write_lines("")
+    files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
+    write_columns(["file", "bytes", "tensors"], files)
+    write_lines("")
+    num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
+    rows = [tensor_row(manifest, i) for i in range(num_shown)]
+    write_columns(
+        ["tensor", "dtype", "shape", "bytes", "file"],
+        [[row["name"], row["dtype"], row["shape"], row["nbytes"], row["file"]] for row in rows],
+    )
+    if num_shown < len(manifest.tensors):
+        write_lines(f"... and {len(manifest.tensors) - num_shown} more (--all)")
+
+
+def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:
+    """One tensor as plain values."""
+    table = manifest.tensors
+    return {
+        "name": table.names[row],
+        "dtype": table.dtypes[row].value,
+        "shape": list(table.shapes[row]),
+        "nbytes": int(table.nbytes[row]),
+        "file": manifest.files[int(table.file_index[row])].name,
+        "offset": int(table.offset[row]),
+    }
+
+
+def tensors_per_file(manifest: Manifest) -> list[int]:
+    """Number of tensors in each of the manifest's files."""
+    counts = [0] * len(manifest.files)
+    for file in manifest.tensors.file_index.tolist():
+        counts[file] += 1
+    return counts

@@ -1,0 +1,134 @@
+"""`penstock manifest` and `penstock verify`: writing the digests of a weight set, and holding it to them.
+
+In: a URI, keys as PEM files. Out: the sidecar (and its detached signature), or the verdict.
+Not here: digests, encoding and signatures (`storage.manifest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import Format, FormatOption, Uri
+from penstock.cli.output import bytes_text, write_fields, write_json
+from penstock.errors import ConfigError, DestinationError
+
+SIGNATURE_SUFFIX = ".sig"
+
+
+def manifest(
+    uri: Uri,
+    sign: Annotated[
+        Path | None,
+        typer.Option("--sign", metavar="KEY", help="Ed25519 private key (PEM); adds FILE.sig.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write; default: beside the weights.", show_default=False),
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Read every body once and write the manifest with its digests, so that every later load is verified."""
+    from penstock.config import Settings
+    from penstock.storage import manifest as manifests
+
+    settings = Settings.read()
+    target = _target(uri, out)
+    key = None if sign is None else read_key(sign)
+    with manifests.open_weights(uri, settings=settings) as weights:
+        built = manifests.build(weights)
+    raw = manifests.encode(built)
+    written = [target]
+    replace_file(target, raw)
+    signature = target.with_name(target.name + SIGNATURE_SUFFIX)
+    if key is not None:
+        replace_file(signature, manifests.sign(raw, key))
+        written.append(signature)
+    facts = {
+        "uri": uri,
+        "revision": built.revision,
+        "num_tensors": len(built.tensors),
+        "nbytes": built.nbytes,
+        "num_leaves": 0 if built.leaves is None else len(built.leaves),
+        "written": [str(path) for path in written],
+    }
+    if format is Format.json:
+        write_json(facts)
+    else:
+        text = f"{facts['num_leaves']} of {bytes_text(built.leaf_bytes)}"
+        shown = facts | {"nbytes": bytes_text(built.nbytes), "num_leaves": text}
+        write_fields(shown | {"written": ", ".join(str(path) for path in written)})
+
+
+def verify(
+    uri: Uri,
+    public_key: Annotated[
+        Path | None,
+        typer.Option("--public-key", metavar="KEY", help="Ed25519 public key (PEM) to ask for.", show_default=False),
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Read every body and hold it to the manifest's digests, and the manifest to its signature."""
+    from penstock import api
+
+    verdict = api.verify(uri, public_key=None if public_key is None else read_key(public_key))
+    if format is Format.json:
+        write_json(verdict)
+    else:
+        write_fields(
+            {
+                "verified": "yes" if verdict.verified else "NO",
+                "why": verdict.why,
+                "leaves": verdict.num_leaves,
+                "bytes": bytes_text(verdict.nbytes),
+                "signature": verdict.signature,
+            }
+        )
+    if not verdict.verified:
+        raise typer.Exit(3)
+
+
+def read_key(path: Path) -> bytes:
+    """The bytes of a key file. ConfigError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
+
+
+def _target(uri: str, out: Path | None) -> Path:
+    """Where the sidecar goes. ConfigError for a remote place without `--out`."""
+    if out is not None:
+        return out
+    from penstock.storage.manifest import sidecar_uri
+
+    place = sidecar_uri(uri).removeprefix("file://")
+    if "://" in place:
+        raise ConfigError(
+            f"the manifest belongs at {place}, where this command does not write",
+            hint="give --out FILE and upload it there",
+        )
+    return Path(place)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write `data` beside `path` and rename it there: whole, or the one before it."""
+    try:
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(partial).chmod(0o644)
+            Path(partial).replace(path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                Path(partial).unlink()
+    except OSError as error:
+        raise DestinationError(f"cannot write the manifest: {error.strerror}", uri=str(path)) from error
