@@ -74,7 +74,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class _MetadataOnly(msgspec.Struct, rename={"value": _METADATA}):
-    value: msgspec.Raw | None = None
+    value: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Index(msgspec.Struct):
@@ -149,7 +149,7 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
         if b"__metadata__" not in raw and b"\\" not in raw:
             return {}, raw
         found = strict_json.decode(_METADATA_ONLY, raw, uri=uri).value
-        if found is None or bytes(found) == b"null":
+        if bytes(found) == b"null":
             return {}, raw
         value, rest = bytes(found), strict_json.blank(raw, found)
     try:
