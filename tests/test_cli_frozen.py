@@ -1,0 +1,55 @@
+"""Commands, options and environment variables are promises: adding one edits this list, which a reviewer sees."""
+
+from __future__ import annotations
+
+import typer.main
+
+from penstock.cli.main import app
+from penstock.config import environment
+
+COMMANDS = {
+    "load": "URI --device --names --memory-bytes --verify --no-verify --trace --dry-run --format",
+    "inspect": "URI --all --format",
+    "verify": "URI --public-key --format",
+    "manifest": "URI --sign --out --format",
+    "doctor": "--path --format",
+    "version": "--format",
+    "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
+}
+
+ENVIRONMENT = [
+    "PENSTOCK_MEMORY_BYTES",
+    "PENSTOCK_CHUNK_BYTES",
+    "PENSTOCK_FETCH_THREADS",
+    "PENSTOCK_STALL_S",
+    "PENSTOCK_RETRIES",
+    "PENSTOCK_CACHE_DIR",
+    "PENSTOCK_CACHE_BYTES",
+    "PENSTOCK_PROGRESS",
+    "PENSTOCK_CA_FILE",
+]
+
+
+def commands(command, prefix: str = "") -> dict[str, str]:
+    """Every command by its full name, with its arguments and options in order."""
+    found: dict[str, str] = {}
+    for name, child in command.commands.items():
+        if hasattr(child, "commands"):
+            found |= commands(child, f"{prefix}{name} ")
+            continue
+        spelt = []
+        for parameter in child.params:
+            if parameter.param_type_name == "argument":
+                spelt.append(parameter.name.upper())
+            else:
+                spelt += [*parameter.opts, *parameter.secondary_opts]
+        found[prefix + name] = " ".join(spelt)
+    return found
+
+
+def test_commands_and_options_are_these() -> None:
+    assert commands(typer.main.get_command(app)) == COMMANDS
+
+
+def test_environment_variables_are_these() -> None:
+    assert [name for name, _, _ in environment({})] == ENVIRONMENT
