@@ -151,9 +151,9 @@ def digest_kernel(device: str, *, nbytes: int = 8 << 30, rounds: int = 5) -> flo
     """The leaf digest kernel alone over `nbytes` of device memory, by CUDA events."""
     import numpy as np
     import torch
-    from penstock.digest.leaf import LEAF_BYTES
 
     from penstock.digest.cuda import leaf_digests_cuda
+    from penstock.digest.leaf import LEAF_BYTES
 
     body = torch.randint(0, 1 << 62, (nbytes // 8,), dtype=torch.int64, device=device)
     addresses = body.data_ptr() + np.arange(0, nbytes, LEAF_BYTES, dtype=np.int64)
