@@ -63,7 +63,8 @@ def executor_table(events: Sequence[dict[str, Any]]) -> list[str]:
             f"  {room:8s} {len({e['tid'] for e in mine}):2d} threads, {len(mine):6d} steps from"
             f" {min(a for a, _ in at) - first / 1e6:.3f} to {max(b for _, b in at) - first / 1e6:.3f} s;"
             f" busy {sum(times) / 1e3:.3f} s, covered {covered:.3f} s ({covered / wall:.0%})",
-            f"           {moved / GB / max(covered, 1e-9):.1f} GB/s while covered; a step: mean {sum(times) / len(times):.2f},"
+            f"           {moved / GB / max(covered, 1e-9):.1f} GB/s while covered;"
+            f" a step: mean {sum(times) / len(times):.2f},"
             f" p50 {times[len(times) // 2]:.2f}, p95 {times[len(times) * 95 // 100]:.2f} ms",
         ]
     return lines
