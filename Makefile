@@ -58,8 +58,8 @@ check: $(READY)  ## format, lint, types, layering, sizes
 	@$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py
 	@$(PY) scripts/size.py
 
-bench: $(READY)  ## every benchmark beside its peers on this machine (ARGS are passed on)
-	@for bench in benchmarks/bench_*.py; do [ -e "$$bench" ] || continue; echo "== $$bench"; $(PY) $$bench $(ARGS); done
+bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--help' tells more)
+	@$(PY) -m benchmarks.load $(ARGS)
 
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
 	@$(PY) scripts/size.py

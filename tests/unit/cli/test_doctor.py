@@ -1,0 +1,54 @@
+"""`penstock doctor` finds what is there, and says why something is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from penstock.cli import doctor
+from penstock.cli.main import app
+
+
+def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RETRIES", "9")
+    file = tmp_path / "disk"
+    file.write_bytes(b"x" * (4 << 20))
+    result = CliRunner().invoke(app, ["doctor", "--path", str(file), "--format", "json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert {fact["name"] for fact in found["devices"]} >= {"cpu", "memory"}
+    rates = {limit["name"]: limit["gb_per_s"] for limit in found["limits"]}
+    assert rates["host memory copy, one thread"] > 0
+    assert rates["disk read, buffered, one thread"] > 0
+    assert {fact["name"] for fact in found["engines"]} >= {"obstore", "torch", "vllm"}
+    values = {variable["name"]: variable["value"] for variable in found["environment"]}
+    assert values["PENSTOCK_RETRIES"] == "9"
+    assert values["PENSTOCK_CACHE_DIR"] is None
+
+
+def test_doctor_for_people_names_the_same_parts() -> None:
+    result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for part in ("devices", "limits, measured now", "engines", "environment", "give --path FILE"):
+        assert part in result.stdout
+
+
+def test_a_file_that_is_not_there_is_a_reason_not_a_failure(tmp_path: Path) -> None:
+    limits = doctor.measure_limits(tmp_path / "absent")
+    disk = [limit for limit in limits if limit.name.startswith("disk")]
+    assert disk
+    assert all(limit.gb_per_s is None and "No such file" in limit.why for limit in disk)
+
+
+def test_an_empty_file_has_no_rate(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    limits = doctor.measure_limits(tmp_path / "empty")
+    assert any("is empty" in limit.why for limit in limits)
+
+
+def test_a_package_that_is_absent_has_no_version() -> None:
+    assert doctor.package_version("no-such-distribution") is None
+    assert doctor.package_version("penstock")
+    assert not doctor.importable("no_such_module")

@@ -1,0 +1,65 @@
+"""Text and JSON of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json
+from penstock.types import DType
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    path: Path
+    dtype: DType
+    phases: dict[DType, float]
+    files: tuple[str, ...]
+    count: np.int64
+
+
+def test_plain_is_what_json_has() -> None:
+    report = Report(Path("/a"), DType.BF16, {DType.F4: 0.5}, ("x", "y"), np.int64(3))
+    expected = {"path": "/a", "dtype": "BF16", "phases": {"F4": 0.5}, "files": ["x", "y"], "count": 3}
+    assert plain(report) == expected
+    assert json.loads(json.dumps(plain(report))) == expected
+
+
+def test_json_is_one_document_on_stdout(capsys) -> None:
+    write_json({"a": [1, None, True]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1, None, True]}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (2_137_000_000, "2.14 GB"),
+        (3.5e12, "3.50 TB"),
+        (7e15, "7000.00 TB"),
+    ],
+)
+def test_bytes_are_told_in_decimal_units(nbytes: float, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+def test_columns_are_never_cut_and_numbers_stand_right(capsys) -> None:
+    write_columns(["name", "n"], [["x" * 300, 7], ["y", 1000]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{'name':<300}     n", f"{'x' * 300}     7", f"{'y':<300}  1000"]
+
+
+def test_columns_without_rows_are_the_header(capsys) -> None:
+    write_columns(["name", "n"], [])
+    assert capsys.readouterr().out == "name  n\n"
+
+
+def test_fields_are_aligned(capsys) -> None:
+    write_fields({"a": 1, "long": "x"})
+    assert capsys.readouterr().out == "a     1\nlong  x\n"
