@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from penstock.errors import DestinationError, DiskFull, FormatError, SourceTruncated
 from penstock.storage import Source, strict_json
@@ -60,6 +61,8 @@ class Header:
     """Where the bodies begin, in bytes."""
     nbytes: int
     """Size of the whole file."""
+    digest: bytes
+    """BLAKE3 of the JSON."""
 
 
 class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -137,7 +140,8 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
     entries = _decode_entries(rest, uri)
     data_offset = 8 + len(raw)
     tensors = _table(entries, data_offset=data_offset, data_nbytes=file_nbytes - data_offset, uri=uri)
-    return Header(tensors=tensors, metadata=metadata, data_offset=data_offset, nbytes=file_nbytes)
+    digest = blake3(raw).digest()
+    return Header(tensors=tensors, metadata=metadata, data_offset=data_offset, nbytes=file_nbytes, digest=digest)
 
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
@@ -189,7 +193,7 @@ def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
         try:
             _ENTRY.decode(raw)
         except msgspec.DecodeError as fault:
-            raise FormatError(f"bad entry: {fault}", uri=uri, tensor=_clip(name)) from fault
+            raise FormatError(f"bad entry: {fault}", uri=uri, tensor=strict_json.clip(name)) from fault
     # Every entry that is left is good: a key that stands twice hides the bad one.
     raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
 
@@ -206,12 +210,12 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
     if len(shape) > MAX_RANK:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
-        return f"dimension out of range in shape {_clip(list(shape))}"
+        return f"dimension out of range in shape {strict_json.clip(list(shape))}"
     # Counted without the zeros, as array libraries do for strides: [2**60, 2**60, 0] is empty and yet no tensor.
     if math.prod(d for d in shape if d) * dtype.bits > _INT64_MAX:
-        return f"shape {_clip(list(shape))} of {dtype} overflows 64 bits"
+        return f"shape {strict_json.clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
-        return f"shape {_clip(list(shape))} of {dtype} does not fill whole bytes"
+        return f"shape {strict_json.clip(list(shape))} of {dtype} does not fill whole bytes"
     return None
 
 
@@ -227,19 +231,19 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
         dtypes = [entry.dtype for entry in entries.values()]
     except AttributeError:
         name = next(name for name, entry in entries.items() if entry is None)
-        raise FormatError("entry is null", uri=uri, tensor=_clip(name)) from None
+        raise FormatError("entry is null", uri=uri, tensor=strict_json.clip(name)) from None
     shapes = [entry.shape for entry in entries.values()]
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:
         row = int(nbytes.argmin())
-        raise FormatError(str(_shape_fault(dtypes[row], shapes[row])), uri=uri, tensor=_clip(names[row]))
+        raise FormatError(str(_shape_fault(dtypes[row], shapes[row])), uri=uri, tensor=strict_json.clip(names[row]))
     start, stop = _offsets(entries, uri)
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
-        span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {_clip(list(shapes[row]))}"
+        span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {strict_json.clip(list(shapes[row]))}"
         fault = f"data_offsets {span}, but {kind} has {nbytes[row]} bytes"
-        raise FormatError(fault, uri=uri, tensor=_clip(names[row]))
+        raise FormatError(fault, uri=uri, tensor=strict_json.clip(names[row]))
     order = _file_order(start, stop)
     table = TensorTable(
         names=names,
@@ -273,7 +277,9 @@ def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
         )
     except OverflowError:
         row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
-        raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=_clip(list(entries)[row])) from None
+        raise FormatError(
+            "data_offsets overflow 64 bits", uri=uri, tensor=strict_json.clip(list(entries)[row])
+        ) from None
 
 
 def _file_order(start: I64, stop: I64) -> I64 | None:
@@ -294,16 +300,10 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
         fault = (
             f"gap of {begins - expects} bytes before it"
             if begins > expects
-            else f"overlaps {_clip(table.names[row - 1])!r} by {expects - begins} bytes"
+            else f"overlaps {strict_json.clip(table.names[row - 1])!r} by {expects - begins} bytes"
         )
-        raise FormatError(fault, uri=uri, tensor=_clip(table.names[row]))
+        raise FormatError(fault, uri=uri, tensor=strict_json.clip(table.names[row]))
     return int(expected[-1])
-
-
-def _clip(value: object) -> str:
-    """At most 200 characters: a hostile name may be a hundred megabytes."""
-    text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
@@ -323,7 +323,11 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
             tensor = next(name for name, at in weight_map.items() if at == shard)
-            raise FormatError(f"shard {_clip(shard)!r} is not a file below the index", uri=uri, tensor=_clip(tensor))
+            raise FormatError(
+                f"shard {strict_json.clip(shard)!r} is not a file below the index",
+                uri=uri,
+                tensor=strict_json.clip(tensor),
+            )
     return weight_map
 
 

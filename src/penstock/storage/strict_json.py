@@ -78,7 +78,7 @@ def refuse_duplicates(raw: bytes, *, uri: str) -> None:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise FormatError("duplicate JSON key", uri=uri, tensor=key[:200])
+                raise FormatError("duplicate JSON key", uri=uri, tensor=clip(key))
             seen.add(key)
 
     try:
@@ -102,3 +102,9 @@ def blank(raw: bytes, value: msgspec.Raw) -> bytes:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def clip(value: object) -> str:
+    """At most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
+    text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,123 @@
+"""Leaf digests on the CPU, and the root over them that is a weight set's revision.
+
+In: tensor bytes; a tensor table with its leaves. Out: XXH3-64 a leaf; `w1-` and 64 hex digits.
+Not here: the same leaves on a device (`digest.cuda`), manifests as files (`storage.manifest_file`).
+
+XXH3 finds faults, not forgers: who can choose bytes can make two leaves collide. Against forgery the manifest is signed
+and the weights come from a place only its signer writes.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import xxhash
+from blake3 import blake3
+
+from penstock.types import I64, U64, TensorTable
+
+LEAF_BYTES = 256 * 1024
+"""Bytes under one digest. Small enough that a device digests thousands at once and that a fault is found near where it
+is; large enough that the leaves of 1 TB are 32 MB. Source: docs/design/001-load-and-the-house.md."""
+
+_MAGIC = b"penstock weights 1\0"
+_HEADERS_MAGIC = b"penstock headers 1\0"
+
+
+def num_leaves(nbytes: I64, leaf_bytes: int) -> I64:
+    """Leaves of tensors of `nbytes`; none for a tensor of no bytes."""
+    return -(-nbytes // leaf_bytes)
+
+
+def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
+    """XXH3-64, seed 0, of every `leaf_bytes` run of `data`.
+
+    Args:
+        data: contiguous bytes; the last leaf may be shorter.
+        leaf_bytes: bytes of a leaf.
+        out: [num_leaves] uint64, filled.
+
+    Cost: no copy; the library releases the GIL during each leaf.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    for row, start in enumerate(range(0, data.nbytes, leaf_bytes)):
+        out[row] = digest(data[start : start + leaf_bytes])
+
+
+def name_order(table: TensorTable) -> list[int]:
+    """Rows sorted by name: the order of the root, whatever the files are."""
+    return sorted(range(len(table)), key=table.names.__getitem__)
+
+
+def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
+    """The leaves of `rows`, in that order.
+
+    Args:
+        leaves: [counts.sum()] row after row.
+        counts: leaves of each row.
+        rows: rows to take.
+    """
+    taken = counts[rows]
+    before = np.cumsum(taken) - taken
+    starts = (np.cumsum(counts) - counts)[rows]
+    return leaves[np.repeat(starts - before, taken) + np.arange(int(taken.sum()))]
+
+
+def canonical(table: TensorTable) -> bytes:
+    """Names, dtypes and shapes of `table`, row after row, in one unambiguous run of bytes.
+
+    Six blocks, little-endian, each after its own length (uint64): dtypes that occur (sorted ASCII, newline between);
+    then for each row the dtype's place among them (uint8), rank (uint8), dims (int64 each), bytes of its name (uint32),
+    and its name (UTF-8).
+    """
+    used = sorted(set(table.dtypes))
+    codes = {dtype: code for code, dtype in enumerate(used)}
+    names = [name.encode() for name in table.names]
+    blocks = (
+        b"\n".join(dtype.value.encode() for dtype in used),
+        bytes(map(codes.__getitem__, table.dtypes)),
+        bytes(map(len, table.shapes)),
+        np.fromiter(chain.from_iterable(table.shapes), "<i8").tobytes(),
+        np.fromiter(map(len, names), "<u4", len(names)).tobytes(),
+        b"".join(names),
+    )
+    return b"".join(part for block in blocks for part in (len(block).to_bytes(8, "little"), block))
+
+
+def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
+    """The revision of a weight set whose rows are sorted by name.
+
+    Args:
+        body: `canonical` of the sorted table.
+        leaf_bytes: bytes of a leaf.
+        leaves: all leaves, in the order of the rows.
+    """
+    hasher = blake3(_MAGIC)
+    hasher.update(leaf_bytes.to_bytes(8, "little"))
+    hasher.update(len(body).to_bytes(8, "little"))
+    hasher.update(body)
+    hasher.update(leaves.astype("<u8", copy=False).tobytes())
+    return f"w1-{hasher.hexdigest()}"
+
+
+def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
+    """`w1-...`: names the weights, not their packing into files.
+
+    Args:
+        table: any order; files and offsets do not count.
+        leaf_bytes: bytes of a leaf.
+        leaves: [num_leaves.sum()] in the order of `table`.
+    """
+    rows = name_order(table)
+    ordered = take_leaves(leaves, num_leaves(table.nbytes, leaf_bytes), np.asarray(rows, np.int64))
+    return root(canonical(table.take(rows)), leaf_bytes, ordered)
+
+
+def headers_revision(headers: list[bytes]) -> str:
+    """`h1-...`: names files by their headers alone; says nothing of the bodies, and changes with the packing.
+
+    Args:
+        headers: BLAKE3 of each file's header, in any order.
+    """
+    return f"h1-{blake3(_HEADERS_MAGIC + b''.join(sorted(headers))).hexdigest()}"
