@@ -92,3 +92,9 @@ def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str
     """Every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
     environ = os.environ if environ is None else environ
     return [(f.metadata["env"], environ.get(f.metadata["env"]), f.metadata["doc"]) for f in fields(Settings)]
+
+
+def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables in force of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`), by name; empty ones left out."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith(prefix) and value}

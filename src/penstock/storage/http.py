@@ -1,0 +1,190 @@
+"""Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
+
+In: an `Address` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
+Not here: one request and its checks (`exchange`), connections (`wire`), pauses (`retry`), signing (`objects`).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, SourceTruncated
+from penstock.storage.exchange import Address, Exchange, Failed, Validators
+from penstock.storage.retry import ATTEMPTS_PER_STALL, Patience
+from penstock.storage.wire import Pool, shared_pool
+
+
+class PlainAddress:
+    """A URL as the user wrote it; where it redirects to is remembered until that is refused.
+
+    Args:
+        uri: http:// or https://, with user and password or not.
+        options: `bearer_token`, or `username` and `password`; sent to the URL's own origin only.
+    """
+
+    def __init__(self, uri: str, options: Mapping[str, str]) -> None:
+        try:
+            self._origin = urlsplit(uri)
+            _ = self._origin.port
+        except ValueError as error:
+            raise ConfigError(f"{clean(uri)} is not a URL: {error}") from error
+        if self._origin.scheme not in {"http", "https"} or not self._origin.hostname:
+            raise ConfigError(f"{clean(uri)} is not an http(s) URL")
+        unknown = set(options) - {"bearer_token", "username", "password"}
+        if unknown:
+            raise ConfigError(f"storage_options {sorted(unknown)} mean nothing for http(s)")
+        self._headers: dict[str, str] = {}
+        user = options.get("username", unquote(self._origin.username or ""))
+        if "bearer_token" in options:
+            self._headers["Authorization"] = f"Bearer {options['bearer_token']}"
+        elif user:
+            pair = f"{user}:{options.get('password', unquote(self._origin.password or ''))}"
+            self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+        self._origin = self._origin._replace(netloc=self._origin.netloc.rpartition("@")[2], fragment="")
+        self._current = self._origin
+
+    def url(self) -> SplitResult:
+        """See `Address.url`."""
+        return self._current
+
+    def headers(self, url: SplitResult) -> Mapping[str, str]:
+        """See `Address.headers`."""
+        same = (url.scheme, url.netloc) == (self._origin.scheme, self._origin.netloc)
+        return self._headers if same else {}
+
+    def renew(self, status: int) -> bool:
+        """See `Address.renew`. What a redirect led to may have expired."""
+        redirected = self._current != self._origin
+        self._current = self._origin
+        return redirected and status in {400, 401, 403, 404, 410}
+
+    def moved(self, url: SplitResult, location: str) -> str | None:
+        """See `Address.moved`. Never from https to http, never to another scheme."""
+        try:
+            target = urlsplit(urljoin(url.geturl(), location))
+            _ = target.port
+        except ValueError:
+            return "it redirects to something that is no URL"
+        if target.scheme not in {"http", "https"} or not target.hostname:
+            return "it redirects to something that is no http(s) URL"
+        if url.scheme == "https" and target.scheme == "http":
+            return "it redirects from https to http"
+        self._current = target._replace(netloc=target.netloc.rpartition("@")[2], fragment="")
+        return None
+
+
+class HttpSource:
+    """A `Source` over HTTP(S). Opened by `open_http` or `objects.open_object`.
+
+    Args:
+        uri: what errors call it; without secrets.
+        address: where it is.
+        seen: what it was when first seen.
+        settings: `retries`, `stall_s`, `ca_file`.
+    """
+
+    def __init__(self, uri: str, address: Address, seen: Validators, *, settings: Settings) -> None:
+        self.uri = uri
+        self.nbytes = seen.nbytes
+        self.identity = seen.identity
+        self._address = address
+        self._seen = seen
+        self._settings = settings
+        self._pool = _hold_pool(settings)
+        self._open = True
+        self._lock = threading.Lock()
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        if offset < 0 or stop > self.nbytes:
+            raise SourceTruncated(f"it has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        patience = Patience(self.uri, self._settings)
+        renewed = False
+        while left:
+            before = offset
+            try:
+                with Exchange(
+                    self.uri, self._address, self._pool, byte_range=(offset, stop), seen=self._seen
+                ) as exchange:
+                    if not renewed and exchange.refused():
+                        renewed = True
+                        continue
+                    exchange.check()
+                    while offset < exchange.stop:
+                        got = exchange.readinto(left[0][: exchange.stop - offset])
+                        offset += got
+                        left[0] = left[0][got:]
+                        if not left[0].nbytes:
+                            del left[0]
+            except Failed as failed:
+                if offset > before:
+                    patience.progress()
+                    renewed = False
+                failed.ask(patience, (offset, stop))
+        return "http"
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        self._pool.drop()
+
+
+def _hold_pool(settings: Settings) -> Pool:
+    pool = shared_pool(ca_file=settings.ca_file, silence_s=settings.stall_s / ATTEMPTS_PER_STALL)
+    pool.hold()
+    return pool
+
+
+def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> HttpSource:
+    """Open a plain http(s) URL.
+
+    Args:
+        uri: the URL; user and password in it are sent, never shown.
+        settings: `retries`, `stall_s`, `ca_file`.
+        storage_options: `bearer_token`, or `username` and `password`.
+
+    Raises:
+        ConfigError, FormatError, and the SourceErrors: as their names say.
+    """
+    address, name = PlainAddress(uri, storage_options or {}), clean(uri)
+    pool = _hold_pool(settings)
+    try:
+        return HttpSource(name, address, _probe(name, address, pool, settings), settings=settings)
+    finally:
+        pool.drop()
+
+
+def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Validators:
+    """What is at `address`, by a GET of its first byte: signed URLs often allow no HEAD."""
+    patience, renewed = Patience(uri, settings), False
+    while True:
+        try:
+            with Exchange(uri, address, pool, byte_range=(0, 1), seen=None) as exchange:
+                if not renewed and exchange.refused():
+                    renewed = True
+                    continue
+                seen = exchange.first_seen()
+                if exchange.reply.status == 206:
+                    exchange.readinto(memoryview(bytearray(1)))
+                return seen
+        except Failed as failed:
+            failed.ask(patience, (0, 1))
+
+
+def clean(uri: str) -> str:
+    """`uri` without user information, query and fragment, fit to be shown. Object store URIs hold none."""
+    if not uri.lower().startswith(("http://", "https://")):
+        return uri
+    scheme, _, rest = uri.partition("://")
+    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"

@@ -1,0 +1,305 @@
+"""Objects in S3, Google Cloud Storage, Azure and behind plain HTTP(S): opened, listed, read whole, written whole.
+
+In: a URI. Out: a `Source`, a list of URIs, or bytes. Bytes come by signed URL straight into the caller's buffers
+(`http`); where URLs cannot be signed, through obstore and one copy, and the path taken says so.
+Not here: credentials and options (`stores`), the retries of ranged reads (`http`), the cache (`cache`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from email.utils import format_datetime
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
+from penstock.storage import MAX_SMALL_BYTES, Source
+from penstock.storage.exchange import Address, Validators
+from penstock.storage.http import HttpSource, clean, open_http
+from penstock.storage.retry import Patience
+from penstock.storage.stores import Place, Store, locate, mapped, twin_for_urls
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+FETCH_THREADS = 16
+"""Threads that read one remote checkpoint, unless the user says otherwise.
+
+Reason: a request waits for its first byte 20-200 ms, and one connection to S3 carries 85-90 MB/s.
+Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
+"""
+
+_SIGNED_S = 3600
+"""Seconds a signed URL is valid; a new one is made at half of that. Reason: session credentials last longer."""
+
+_GLOB = re.compile(r"[*?[]")
+
+
+class SignedAddress:
+    """An object's signed URL, made anew before it expires and after a refusal."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._current: tuple[SplitResult, float] | None = None
+
+    def url(self) -> SplitResult:
+        """See `Address.url`."""
+        current = self._current
+        if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
+            with mapped(self._place.uri):
+                signed = obstore.sign(self._place.store, "GET", self._place.key, timedelta(seconds=_SIGNED_S))
+            current = self._current = (urlsplit(signed), time.monotonic())
+        return current[0]
+
+    def headers(self, url: SplitResult) -> Mapping[str, str]:
+        """See `Address.headers`: all that is needed is in the URL."""
+        return {}
+
+    def renew(self, status: int) -> bool:
+        """See `Address.renew`. The credentials may have been replaced meanwhile."""
+        self._current = None
+        return status in {400, 401, 403}
+
+    def moved(self, url: SplitResult, location: str) -> str | None:
+        """See `Address.moved`: a signature holds for one host."""
+        return "it redirects a signed request; the bucket may be in another region: set AWS_REGION"
+
+
+class AnonymousAddress:
+    """An object's bare URL in a public bucket."""
+
+    def __init__(self, url: SplitResult) -> None:
+        self._url = url
+
+    def url(self) -> SplitResult:
+        """See `Address.url`."""
+        return self._url
+
+    def headers(self, url: SplitResult) -> Mapping[str, str]:
+        """See `Address.headers`."""
+        return {}
+
+    def renew(self, status: int) -> bool:
+        """See `Address.renew`."""
+        return False
+
+    def moved(self, url: SplitResult, location: str) -> str | None:
+        """See `Address.moved`."""
+        return "it redirects; the bucket may be in another region: set AWS_REGION"
+
+
+class StoreSource:
+    """A `Source` through obstore, with one copy: for stores whose URLs cannot be signed.
+
+    Attributes:
+        why: why not by signed URL.
+    """
+
+    def __init__(self, place: Place, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
+        self.uri = place.uri
+        self.nbytes = meta["size"]
+        self.identity = meta["e_tag"] or ""
+        self.why = why
+        self._place = place
+        self._settings = settings
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        """See `Source.readv`."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        if offset < 0 or stop > self.nbytes:
+            raise SourceTruncated(f"it has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        patience = Patience(self.uri, self._settings)
+        while left:
+            before = offset
+            try:
+                with mapped(self.uri, (offset, stop)):
+                    for piece in self._pieces(offset, stop):
+                        _scatter(piece, left)
+                        offset += piece.nbytes
+            except SourceUnavailable as error:  # obstore has retried; what arrived counts as progress
+                if offset > before:
+                    patience.progress()
+                patience.failed(error.message, byte_range=(offset, stop), cause=error)
+        return "obstore"
+
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        options: obstore.GetOptions = {"range": (start, stop)}
+        if self.identity and not self.identity.startswith("W/"):
+            options["if_match"] = self.identity
+        result = obstore.get(self._place.store, self._place.key, options=options)
+        if result.meta["size"] != self.nbytes or (result.meta["e_tag"] or "") != self.identity:
+            raise SourceChanged("the object is not the one first seen", uri=self.uri, byte_range=(start, stop))
+        if result.range != (start, stop):
+            raise SourceUnavailable(f"asked for a range, got {result.range}", uri=self.uri, byte_range=(start, stop))
+        for piece in result.stream(min_chunk_size=1 << 20):
+            yield memoryview(piece)
+
+    def close(self) -> None:
+        """See `Source.close`: the store is shared and keeps its connections."""
+
+
+def _scatter(piece: memoryview, left: list[memoryview]) -> None:
+    """Copy `piece` into the first of `left` on, dropping what is full."""
+    while piece.nbytes:
+        count = min(piece.nbytes, left[0].nbytes)
+        left[0][:count] = piece[:count]
+        piece, left[0] = piece[count:], left[0][count:]
+        if not left[0].nbytes:
+            del left[0]
+
+
+def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
+    """Open one object for ranged reads.
+
+    Args:
+        uri: s3://, gs://, az://, http:// or https://.
+        settings: `retries`, `stall_s`, `ca_file`.
+        storage_options: options of the store by obstore's names; they win over the environment.
+
+    Raises:
+        ConfigError: the URI or an option is wrong. MissingExtra: see `stores.locate`.
+        NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
+    """
+    options = storage_options or {}
+    if _is_http(uri):
+        return open_http(uri, settings=settings, storage_options=options)
+    place = locate(uri, settings=settings, options=options)
+    if not place.key or place.key.endswith("/"):
+        raise NotFound("names a bucket or prefix, not an object", uri=uri)
+    with mapped(uri):
+        meta = obstore.head(place.store, place.key)
+    address, why = _address(place, settings=settings, options=options)
+    if address is None:
+        return StoreSource(place, meta, settings=settings, why=why)
+    seen = Validators(
+        etag=meta["e_tag"] or "",
+        last_modified=format_datetime(meta["last_modified"], usegmt=True),
+        nbytes=meta["size"],
+    )
+    return HttpSource(uri, address, seen, settings=settings)
+
+
+def _is_http(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
+    """Where to read `place` by URL; or None, and why not."""
+    if place.unsignable:
+        return None, place.unsignable
+    if place.anonymous:
+        if not place.root.startswith("s3"):
+            return None, "anonymous"
+        with mapped(place.uri):
+            twin: Store = twin_for_urls(place, settings=settings, options=options)
+            url = obstore.sign(twin, "GET", place.key, timedelta(seconds=_SIGNED_S))
+        return AnonymousAddress(urlsplit(url)._replace(query="")), ""
+    address = SignedAddress(place)
+    if place.root.startswith("s3"):
+        return address, ""
+    try:  # other stores sign only with a key at hand, which a token or an instance's role is not
+        obstore.sign(place.store, "GET", place.key, timedelta(seconds=_SIGNED_S))
+    except BaseError as error:
+        return None, f"cannot sign URLs: {str(error).partition(chr(10))[0][:200]}"
+    return address, ""
+
+
+def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
+    """The objects that `uri` names, sorted: that one object, those directly under a prefix, or those a glob matches.
+
+    Args:
+        uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
+            across). Plain http(s) cannot be listed: the URL itself is returned, if something is there.
+
+    Raises:
+        NotFound: nothing is there. Others as `open_object`.
+    """
+    options = storage_options or {}
+    if _is_http(uri):
+        open_http(uri, settings=settings, storage_options=options).close()
+        return [uri]
+    place = locate(uri, settings=settings, options=options)
+    key = place.key
+    if key and not key.endswith("/") and _exists(place):
+        return [uri]
+    glob = _GLOB.search(key)
+    prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
+    nested = glob is not None and "/" in key[glob.start() :]
+    with mapped(uri):
+        if nested:
+            found = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]
+        else:
+            found = list(obstore.list_with_delimiter(place.store, prefix or None)["objects"])
+    keys = [meta["path"] for meta in found if meta["path"] != prefix]
+    if glob:
+        pattern = _pattern(key)
+        keys = [name for name in keys if pattern.fullmatch(name)]
+    if not keys:
+        raise NotFound("no such object, prefix or match", uri=uri)
+    return sorted(place.root + name for name in keys)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """A glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
+    text = ""
+    for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
+        whole = at.group()
+        if at[1] is not None:
+            text += "(?:[^/]+/)*" if at[1] else ".*"
+        elif at[3]:
+            text += f"(?!/)[{'^' if at[2] else ''}{re.escape(at[3]).replace(chr(92) + '-', '-')}]"
+        else:
+            text += re.escape(whole) if at[4] else "[^/]" if whole == "?" else "[^/]*"
+    return re.compile(text, re.DOTALL)
+
+
+def _exists(place: Place) -> bool:
+    try:
+        with mapped(place.uri):
+            obstore.head(place.store, place.key)
+    except NotFound:
+        return False
+    return True
+
+
+def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
+    """A whole small object; None when it is not there.
+
+    A bucket that may be read but not listed answers "forbidden" for what is not there: that is PermissionDenied here.
+
+    Raises:
+        FormatError: it is larger than `MAX_SMALL_BYTES`. Others as `open_object`.
+    """
+    try:
+        source = open_object(uri, settings=settings, storage_options=storage_options)
+    except NotFound:
+        return None
+    try:
+        if source.nbytes > MAX_SMALL_BYTES:
+            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
+        data = bytearray(source.nbytes)
+        source.readv(0, [memoryview(data)])
+        return bytes(data)
+    finally:
+        source.close()
+
+
+def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
+    """Write a whole small object (a manifest, a signature); it appears at once or not at all.
+
+    Raises:
+        ConfigError: plain http(s) cannot be written. Others as `open_object`.
+    """
+    if _is_http(uri):
+        raise ConfigError("plain http(s) cannot be written", uri=clean(uri))
+    place = locate(uri, settings=settings, options=storage_options or {})
+    with mapped(uri):
+        obstore.put(place.store, place.key, data, use_multipart=False)

@@ -1,0 +1,92 @@
+"""Patience with a remote source: retries with back-off, counted by progress, never by total time.
+
+In: failures and bytes received. Out: a pause, or the typed error that ends the wait.
+Not here: what counts as a failure (`http`, `objects`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from penstock.config import Settings
+from penstock.errors import SourceStalled, SourceUnavailable
+
+_FIRST_PAUSE_S = 0.1
+"""Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
+
+_LONGEST_PAUSE_S = 5.0
+"""Seconds one pause may last. Reason: five retries reach 1.6 s; this bounds larger counts."""
+
+ATTEMPTS_PER_STALL = 3
+"""A silent connection is replaced after `stall_s` over this, so that one bad connection is not yet a stalled source."""
+
+
+class Patience:
+    """What is left of the patience with one range of one source; a received byte restores it whole.
+
+    Args:
+        uri: the source, for the error.
+        settings: `retries` failures, or `stall_s` seconds of silence, without a byte between them are too many.
+        clock, sleep: seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._uri = uri
+        self._retries = settings.retries
+        self._stall_s = settings.stall_s
+        self._clock = clock
+        self._sleep = sleep
+        self._failures = 0
+        self._last_byte_s = clock()
+
+    def progress(self) -> None:
+        """Bytes arrived: count from here."""
+        self._failures = 0
+        self._last_byte_s = self._clock()
+
+    def failed(
+        self,
+        why: str,
+        *,
+        byte_range: tuple[int, int],
+        silent: bool = False,
+        wait_s: float = 0.0,
+        cause: Exception | None,
+    ) -> None:
+        """Pause before the next attempt.
+
+        Args:
+            why: one sentence for the error.
+            byte_range: what is still missing, `[start, stop)`.
+            silent: the failure was a timeout.
+            wait_s: seconds the server asked for; honoured up to `stall_s`.
+            cause: the library's error, chained.
+
+        Raises:
+            SourceStalled: silence for `stall_s`, or too many timeouts in a row.
+            SourceUnavailable: too many failures in a row.
+        """
+        self._failures += 1
+        silent_s = self._clock() - self._last_byte_s
+        if silent and (silent_s >= 0.99 * self._stall_s or self._failures > self._retries):
+            raise SourceStalled(
+                f"no byte for {silent_s:.1f} s ({why})",
+                uri=self._uri,
+                byte_range=byte_range,
+                hint="raise stall_s if the source is only slow",
+            ) from cause
+        if self._failures > self._retries:
+            raise SourceUnavailable(
+                f"{self._failures} attempts without progress, the last: {why}", uri=self._uri, byte_range=byte_range
+            ) from cause
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0)
+        self._sleep(max(pause_s, min(wait_s, self._stall_s)))

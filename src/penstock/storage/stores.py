@@ -1,0 +1,250 @@
+"""obstore's stores for s3://, gs:// and az:// URIs, with the ecosystem's own credentials, and its errors as ours.
+
+In: a URI, `storage_options`, the environment by the ecosystem's names. Out: a `Place`: a store and a key in it.
+Not here: what is done with them (`objects`), plain http(s) (`http`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from penstock.config import Settings, ecosystem
+from penstock.errors import (
+    ConfigError,
+    MissingExtra,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    SourceChanged,
+    SourceUnavailable,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3CredentialProvider
+
+Store = S3Store | GCSStore | AzureStore
+
+_SCHEMES = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
+
+_STORES = 32
+"""Stores kept, with their connections and credentials. Reason: more buckets than one process reads from at a time."""
+
+_NO_CREDENTIALS = "169.254.169.254"
+"""In an error's text: the last place credentials are looked for, the instance's metadata, has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A key in a store. `root` + a key is the URI of that key."""
+
+    uri: str
+    store: Store
+    root: str
+    key: str
+    anonymous: bool
+    unsignable: str | None
+    """Why reads cannot go by signed URL, if so."""
+
+
+def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place:
+    """The store and key that `uri` names. No network.
+
+    Args:
+        uri: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `abfs[s]://container[@account.host]/key`.
+        settings: bounds on retries and silence; `ca_file`.
+        options: the store's own names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and `profile`
+            for s3; they win over the environment.
+
+    Raises:
+        ConfigError: the URI or an option is wrong.
+        MissingExtra: a profile is asked for and boto3 is not installed.
+    """
+    _check_process()
+    scheme, _, rest = uri.partition("://")
+    prefix = _SCHEMES.get(scheme)
+    bucket, _, key = rest.partition("/")
+    if prefix is None or not bucket:
+        raise ConfigError("not an object's URI", uri=uri, hint="write it as s3://bucket/key")
+    root = f"{scheme}://{bucket}/"
+    account = ""
+    if "@" in bucket:
+        bucket, _, account = bucket.partition("@")
+        account = account.partition(".")[0]
+    environ = ecosystem(prefix)
+    client = (settings.ca_file, settings.stall_s, settings.retries)
+    with mapped(uri):
+        store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
+    anonymous = _is_on(
+        options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
+    )
+    return Place(
+        uri=uri, store=store, root=root, key=key, anonymous=anonymous, unsignable=_unsignable(prefix, options, environ)
+    )
+
+
+def twin_for_urls(place: Place, *, settings: Settings, options: Mapping[str, str]) -> Store:
+    """A store that signs with made-up credentials: its URLs, without their query, are an anonymous reader's URLs."""
+    named = {name: value for name, value in options.items() if not name.endswith("skip_signature")}
+    named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
+    environ = {name: value for name, value in ecosystem("AWS_").items() if name != "AWS_PROFILE"}
+    bucket = place.root.removesuffix("/").rpartition("/")[2]
+    client = (settings.ca_file, settings.stall_s, settings.retries)
+    with mapped(place.uri):
+        return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client)
+
+
+def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(options.items()))
+
+
+def _is_on(value: str | None) -> bool:
+    return str(value).lower() in {"1", "true", "yes", "on"}
+
+
+def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
+    names = {name.lower() for name in (*options, *environ)}
+    for word in ("request_payer", "sse_customer_key", "s3_express"):
+        if prefix == "AWS_" and any(word in name for name in names):
+            return f"{word} needs signed headers"
+    return None
+
+
+@functools.lru_cache(maxsize=_STORES)
+def _store(
+    prefix: str,
+    bucket: str,
+    account: str,
+    options: tuple[tuple[str, str], ...],
+    environ: tuple[tuple[str, str], ...],
+    client: tuple[Path | None, float, int],
+) -> Store:
+    config: dict[str, Any] = dict(options)
+    ca_file, stall_s, retries = client
+    endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
+    client_options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=stall_s),
+        "read_timeout": timedelta(seconds=stall_s),
+        "timeout": timedelta(days=1),  # of a whole answer; silence is what is bounded
+        "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
+    }
+    if ca_file is not None:
+        try:
+            client_options["root_certificate"] = ca_file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"ca_file {ca_file} does not load: {error.strerror}") from error
+    retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=stall_s)}
+    if prefix == "GOOGLE_":
+        return GCSStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
+    if prefix == "AZURE_":
+        if account:
+            config.setdefault("account_name", account)
+        return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
+    profile = config.pop("profile", None)
+    provider = None
+    if not _has_keys(config, dict(environ)):
+        provider = _profile_credentials(profile or dict(environ).get("AWS_PROFILE"), config)
+    return S3Store(
+        bucket,
+        config=config,  # type: ignore[arg-type]
+        client_options=client_options,
+        retry_config=retry,
+        credential_provider=provider,
+    )
+
+
+def _has_keys(config: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Whether credentials, or the will to go without, are named explicitly; a profile is then not looked at."""
+    given = {name.lower().removeprefix("aws_") for name in config}
+    if {"access_key_id", "skip_signature"} & given:
+        return True
+    if "AWS_PROFILE" in environ and "AWS_ACCESS_KEY_ID" not in environ:
+        return _is_on(environ.get("AWS_SKIP_SIGNATURE"))
+    return True
+
+
+def _profile_credentials(profile: str | None, config: dict[str, Any]) -> S3CredentialProvider | None:
+    """Credentials, region and endpoint of an AWS profile, through boto3; None without a profile."""
+    if profile is None:
+        return None
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise MissingExtra(f"AWS profile {profile!r} needs boto3", hint="pip install 'penstock[aws]'") from error
+    boto_error: type[Exception] = importlib.import_module("botocore.exceptions").BotoCoreError
+    try:
+        session = boto3.Session(profile_name=profile)
+        provider = Boto3CredentialProvider(session)
+        endpoint = session.client("s3").meta.endpoint_url
+    except (boto_error, ValueError) as error:
+        raise ConfigError(f"AWS profile {profile!r} gives no credentials: {error}") from error
+    if session.region_name:
+        config.setdefault("region", session.region_name)
+    if ".amazonaws.com" not in endpoint:
+        config.setdefault("endpoint", endpoint)
+    return provider
+
+
+_first_pid: int | None = None
+
+
+def _check_process() -> None:
+    """obstore's threads do not survive a fork: say so instead of failing inside it."""
+    global _first_pid
+    if _first_pid is None:
+        _first_pid = os.getpid()
+    elif _first_pid != os.getpid():
+        raise ConfigError(
+            "object stores were used before this process was forked",
+            hint="start workers with 'spawn', or open object stores first in the children",
+        )
+
+
+@contextlib.contextmanager
+def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None]:
+    """Raise obstore's errors as ours."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except FileNotFoundError as error:
+        raise NotFound("no such object or bucket", uri=uri, byte_range=byte_range) from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise PermissionDenied(_brief(error), uri=uri, hint="check the credentials and what they may read") from error
+    except exceptions.PreconditionError as error:
+        raise SourceChanged("the object is not the one first seen", uri=uri, byte_range=byte_range) from error
+    except (
+        exceptions.UnknownConfigurationKeyError,
+        exceptions.InvalidPathError,
+        exceptions.NotSupportedError,
+        ValueError,
+        TypeError,
+    ) as error:
+        raise ConfigError(_brief(error), uri=uri) from error
+    except (exceptions.BaseError, OSError) as error:
+        if _NO_CREDENTIALS in str(error):
+            raise PermissionDenied(
+                "no credentials found",
+                uri=uri,
+                hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
+                "skip_signature=true reads public buckets",
+            ) from error
+        raise SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range) from error
+
+
+def _brief(error: Exception) -> str:
+    """The first paragraph of a library's message, without the queries of URLs, which may hold signatures."""
+    text = str(error).partition("\n\n")[0]
+    return re.sub(r"\?\S+", "", text)[:300]
