@@ -187,7 +187,8 @@ def as_array(buffer: memoryview, dtype: DType, shape: Sequence[int]) -> npt.NDAr
 
     Ownership: a view of `buffer`, which it keeps alive.
     """
-    return np.frombuffer(buffer, dtype=numpy_dtype(dtype)).reshape(tuple(shape))
+    kind = numpy_dtype(dtype)
+    return np.frombuffer(buffer, kind).reshape(tuple(shape)) if buffer.nbytes else np.empty(tuple(shape), kind)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,123 @@
+"""What an index into a tensor needs to be read, and what is left to apply to what was read.
+
+In: an index as `x[index]` takes it, the shape it applies to. Out: the bounding `Box`, and the index to apply to it.
+Not here: reading (`safe_open`), which index forms a framework allows (torch decides its own; numpy's are below).
+
+    shape (8, 6), index [2:7:2, -1]  ->  box rows 2..7, column 5..6;  left: [::2, 0]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.types import Box
+
+
+class IndexRefused(PlanError, IndexError):
+    """An index is not of a form that can be read, or lies outside the tensor."""
+
+
+def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
+    """The least box that holds everything `index` selects, and the index that selects it from that box.
+
+    Integers, slices of positive step, `...` and `None` narrow the box. From the first other entry on (lists, arrays,
+    masks, booleans) dims are taken whole. Indices that do not fit the shape give some box inside it: applying the
+    rest, or the index itself, to a tensor of the shape is what reports them.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    start, stop = [0] * len(shape), list(shape)
+    rest: list[Any] = []
+    dim = 0
+    for at, entry in enumerate(entries):
+        if entry is None:
+            rest.append(None)
+            continue
+        if isinstance(entry, EllipsisType):
+            after = entries[at + 1 :]
+            rest.append(entry)
+            if not all(_is_basic(e) for e in after):
+                rest.extend(after)
+                break
+            dim = max(dim, len(shape) - sum(e is not None for e in after))
+            continue
+        if dim >= len(shape) or not _is_basic(entry):
+            rest.extend(entries[at:])
+            break
+        size = shape[dim]
+        if isinstance(entry, slice):
+            first, last, step = entry.indices(size)
+            count = len(range(first, last, step)) if step > 0 else 0
+            start[dim], stop[dim] = (first, first + (count - 1) * step + 1) if count else (0, 0)
+            rest.append(slice(None, None, step))
+        else:
+            number = operator.index(entry)
+            if not -size <= number < size:
+                rest.extend(entries[at:])
+                break
+            start[dim] = number % size
+            stop[dim] = start[dim] + 1
+            rest.append(0)
+        dim += 1
+    return Box(start=tuple(start), stop=tuple(stop)), tuple(rest)
+
+
+def is_basic(index: Any) -> bool:
+    """Whether `index` is made of integers, slices, `...` and `None` alone: selecting by it makes no copy."""
+    return all(_is_basic(entry) for entry in (index if isinstance(index, tuple) else (index,)))
+
+
+def _is_basic(entry: Any) -> bool:
+    if entry is None or isinstance(entry, slice | EllipsisType):
+        return True
+    return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
+
+
+def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """`index` by the rules of safetensors' numpy framework, as one int or slice a dim.
+
+    Integers (and what has `__index__`, booleans too), slices of positive step, one `...`, a tuple of these, an empty
+    list (which selects nothing). Negative, reversed and overlong slices mean what they mean to numpy.
+
+    Raises:
+        IndexRefused: another form, an integer outside its dim, or more entries than dims.
+    """
+    if isinstance(index, list):
+        if index:
+            raise IndexRefused("an index by a list is not supported", hint='use framework="pt" for it')
+        return (slice(0, 0),)
+    entries = index if isinstance(index, tuple) else (index,)
+    if sum(isinstance(entry, EllipsisType) for entry in entries) > 1:
+        raise IndexRefused("only one ellipsis (...) is allowed in an index")
+    num_given = sum(not isinstance(entry, EllipsisType) for entry in entries)
+    if num_given > len(shape):
+        raise IndexRefused(f"{num_given} indices for a tensor of {len(shape)} dims")
+    found: list[int | slice] = []
+    for position, entry in enumerate(entries):
+        if isinstance(entry, EllipsisType):
+            found.extend([slice(None)] * (len(shape) - num_given))
+        else:
+            found.append(_numpy_entry(entry, shape[len(found)], position))
+    return tuple(found)
+
+
+def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:
+    if isinstance(entry, slice):
+        bounds = [None if b is None else operator.index(b) for b in (entry.start, entry.stop, entry.step)]
+        if bounds[2] is not None and bounds[2] <= 0:
+            raise IndexRefused(f"a slice's step must be positive, not {bounds[2]}")
+        return slice(*bounds)
+    try:
+        number = operator.index(entry)
+    except TypeError:
+        kind = type(entry).__name__
+        hint = 'use framework="pt" for it'
+        raise IndexRefused(f"index {position}: expected slice, int or ellipsis, not {kind}", hint=hint) from None
+    if not -size <= number < size:
+        raise IndexRefused(f"index {number} is out of bounds for dim {position} of size {size}")
+    return number

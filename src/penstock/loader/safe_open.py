@@ -1,0 +1,335 @@
+"""safetensors' own reading interface: `safe_open` and `load_file`, over any source Penstock can open.
+
+In: a path or URI, a framework, a device. Out: tensors and arrays, whole or sliced, reading only what a slice needs.
+Not here: whole checkpoints (`load`), what an index means (`index`), the format's header (`storage.safetensors`).
+
+A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay the caller's own. Every
+tensor has a mapping of its own, so dropping it frees it. Elsewhere the bytes are read into fresh memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied, SourceError
+from penstock.loader.index import bounding_box, is_basic, numpy_index
+from penstock.loader.read import read_slabs
+from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
+from penstock.plan.schedule import LoadPlan, plan_load
+from penstock.storage import Source, is_remote, local_path, open_source
+from penstock.storage.files import MappedFile
+from penstock.storage.safetensors import Header, read_header
+from penstock.types import MIB, Box, DType, TensorTable
+
+_TORCH = {"pt", "torch", "pytorch"}
+_NUMPY = {"np", "numpy"}
+_BACKENDS = {"mmap", "pread"}
+
+_GAP_BYTES = 64 * 1024
+"""Unwanted bytes between two runs of a slice that are read rather than skipped: a request costs more than they do.
+Source: at 1 GB/s they take 65 us, less than one round trip to an object store in the same region."""
+
+_STAGING_BYTES = 8 * MIB
+"""Pinned buffer on the way to a device. Source: docs/design/001, decision 8."""
+
+
+class safe_open:
+    """Open one safetensors file and give its tensors as asked; signature and behaviour of safetensors 0.8.
+
+    Args:
+        filename: a path, or a URI of an object (`s3://`, `gs://`, `az://`, `http(s)://`).
+        framework: `pt` (`torch`, `pytorch`) or `np` (`numpy`).
+        device: `cpu`, `cuda`, `cuda:1`, an index of a CUDA device, or a torch.device; numpy takes the CPU only.
+        backend: `mmap` maps a local file, `pread` reads it into memory of the caller's own; both give the same tensors.
+        storage_options: credentials and endpoint of an object store.
+
+    Raises:
+        FormatError: it is no safetensors file, or its header lies.
+        NotFound, PermissionDenied, SourceError: it cannot be read.
+        ConfigError: unknown framework, device or backend; or it is used after `with` has closed it.
+
+    Every error is also of the class safetensors or Python raises there: `SafetensorError` where the program has
+    imported safetensors, `FileNotFoundError`, `PermissionError`, `OSError`.
+
+    It goes beyond safetensors where that refuses: F4 can be sliced (by the packed shape that `get_tensor` shows),
+    numpy slices may be negative, empty or overlong, and numpy gets BF16 and F8 where `ml_dtypes` is installed.
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: str = "pt",
+        device: str | int | torch.device | None = "cpu",
+        *,
+        backend: str = "mmap",
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if not isinstance(framework, str):
+            raise TypeError(f"argument 'framework': expected str, not {type(framework).__name__}")
+        with _as_safetensors_raises():
+            if framework not in _TORCH | _NUMPY:
+                raise ConfigError(f"framework {framework} is invalid", hint='use "pt" or "np"')
+            if backend not in _BACKENDS:
+                raise ConfigError(f"backend {backend!r} is invalid", hint='use "mmap" or "pread"')
+            place = _device(device)
+            if framework in _NUMPY and place.type != "cpu":
+                raise ConfigError(f"device {device} is not supported for framework numpy")
+            self._file: _File | None = _File(
+                os.fspath(filename), place, mapped=backend == "mmap", storage_options=storage_options
+            )
+        self._numpy = framework in _NUMPY
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file = None  # slices taken before go on working; the last of them closes the file
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._open().header.tensors.names)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors, in the order of their bytes in the file."""
+        return list(self._open().table.names)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The header's `__metadata__`; None where it has none."""
+        return dict(self._open().header.metadata) or None
+
+    def get_tensor(self, name: str) -> Any:
+        """The whole of a tensor: `torch.Tensor` on the device, or `numpy.ndarray`.
+
+        Raises:
+            NotFound: the file has no tensor of that name.
+            PlanError: the framework has no such dtype (F6; for numpy F4). MissingExtra: numpy needs `ml_dtypes`.
+
+        Ownership: the caller's, writable, also after `with`. Cost: none on the CPU until it is touched.
+        """
+        with _as_safetensors_raises():
+            file = self._open()
+            row = file.row(name)
+            return file.array(row, ()) if self._numpy else file.tensor(row, ())
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """A handle that gives parts of a tensor by index, reading only what they need. NotFound as `get_tensor`."""
+        with _as_safetensors_raises():
+            file = self._open()
+            return SafeSlice(file, file.row(name), is_numpy=self._numpy)
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Every tensor by name, in the order of the file; as `get_tensor` gives each."""
+        with _as_safetensors_raises():
+            file = self._open()
+            if self._numpy:
+                return {name: file.array(file.row(name), ()) for name in file.table.names}
+            return file.tensors()
+
+    def _open(self) -> _File:
+        if self._file is None:
+            raise _compatible(ConfigError("file is closed", hint="keep it inside its `with` block"))
+        return self._file
+
+
+class SafeSlice:
+    """One tensor of an open file, to be indexed as a tensor is; lives on after the file's `with` block.
+
+    For `pt`, `s[index]` is `get_tensor(name)[index]`, for every index torch takes. For `np` an index is made of
+    integers, slices of positive step and `...`. Ownership: the caller's; a view of the mapping on the CPU.
+    """
+
+    def __init__(self, file: _File, row: int, *, is_numpy: bool) -> None:
+        self._file, self._row, self._numpy = file, row, is_numpy
+
+    def get_shape(self) -> list[int]:
+        """The shape in the header, in elements of the format (an F4 tensor's last dim is twice torch's)."""
+        return list(self._file.table.shapes[self._row])
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the format, such as `BF16`."""
+        return str(self._file.table.dtypes[self._row])
+
+    def __getitem__(self, index: Any) -> Any:
+        """The part that `index` selects.
+
+        Raises:
+            IndexError: it does not fit the tensor. For `np` also any other form (`IndexRefused`).
+            PlanError, MissingExtra: as `safe_open.get_tensor`. SourceError: the bytes could not be read.
+        """
+        with _as_safetensors_raises():
+            if self._numpy:
+                return self._file.array(self._row, numpy_index(index, self._file.table.shapes[self._row]))
+            return self._file.tensor(self._row, index)
+
+
+def load_file(
+    filename: str | os.PathLike[str], device: str | int | torch.device | None = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
+    """Every tensor of one safetensors file, by name, in the order of the file; `safetensors.torch.load_file`'s call.
+
+    Raises:
+        As `safe_open`.
+
+    Ownership: the caller's. On the CPU, tensors of a local file are mapped and small neighbours share a mapping.
+    """
+    with safe_open(filename, framework="pt", device=device, backend=backend) as file:
+        found: dict[str, torch.Tensor] = file.get_tensors()
+    return found
+
+
+class _File:
+    """An open file: header, source, and the reading of rows and boxes. Closed with its last reference."""
+
+    def __init__(
+        self, path: str, device: torch.device, *, mapped: bool, storage_options: Mapping[str, str] | None
+    ) -> None:
+        self.device = device
+        self.source: Source = open_source(path, settings=Settings.read(), storage_options=storage_options)
+        self.header: Header = read_header(self.source)
+        self.table: TensorTable = self.header.tensors  # in file order
+        self._rows = {name: row for row, name in enumerate(self.table.names)}
+        is_mapped = mapped and device.type == "cpu" and not is_remote(path)
+        self._mapping = MappedFile(local_path(path), identity=self.source.identity) if is_mapped else None
+
+    def __del__(self) -> None:
+        source = getattr(self, "source", None)
+        if source is not None:
+            source.close()
+
+    def row(self, name: str) -> int:
+        """Row of a tensor. NotFound; TypeError if `name` is no string."""
+        if not isinstance(name, str):
+            raise TypeError(f"argument 'name': expected str, not {type(name).__name__}")
+        try:
+            return self._rows[name]
+        except KeyError:
+            raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
+
+    def tensor(self, row: int, index: Any) -> torch.Tensor:
+        """The part of a row that torch's `index` (all of it: a tuple of none) selects, on the device."""
+        dtype, shape = self.table.dtypes[row], self.table.shapes[row]
+        kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
+        if self._mapping is not None:
+            whole = as_tensor(self._slabs(self._plan([row]))[0], dtype, shape)
+            return whole[index]
+        if is_basic(index):
+            torch.empty(extent, dtype=kind, device="meta")[index]  # torch's own error, before anything is read
+        box, rest = bounding_box(index, extent)
+        if dtype is DType.F4:
+            box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
+        part = as_tensor(self._slabs(self._plan([row], box))[0], dtype, box.shape)
+        return part[rest]
+
+    def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
+        """The part of a row that numpy's `index` selects."""
+        dtype, shape = self.table.dtypes[row], self.table.shapes[row]
+        numpy_dtype(dtype)
+        box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
+        found = as_array(self._slabs(self._plan([row], box))[0].numpy().data, dtype, box.shape)
+        return found[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor, in the order of the file; small neighbours share one piece of memory."""
+        plan = self._plan(range(len(self.table)))
+        slabs = self._slabs(plan)
+        rows: dict[int, list[int]] = {}
+        for row, slab in enumerate(plan.row_slab.tolist()):
+            rows.setdefault(slab, []).append(row)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        found: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
+        for slab, members in rows.items():
+            part = plan.table.take(members)
+            offsets = plan.row_offset[members].tolist()
+            buffer = slabs[slab] if slab >= 0 else nothing
+            found |= zip(part.names, as_tensors(buffer, part.dtypes, part.shapes, offsets), strict=True)
+        return found
+
+    def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
+        sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
+        boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
+        table = self.table.take(rows)
+        return plan_load(table, file_nbytes=sizes, chunk_bytes=_STAGING_BYTES, boxes=boxes, max_gap_bytes=_GAP_BYTES)
+
+    def _slabs(self, plan: LoadPlan) -> list[torch.Tensor]:
+        """The plan's slabs, at least one: mapped where the file is, else read."""
+        if self._mapping is None:
+            slabs = read_slabs(plan, self.source, self.device)
+        else:
+            starts = np.zeros(len(plan.slab_nbytes), np.int64)
+            held = plan.row_slab >= 0
+            starts[plan.row_slab[held]] = plan.table.offset[held] - plan.row_offset[held]
+            places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
+            slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
+        return slabs or [torch.empty(0, dtype=torch.uint8, device=self.device)]
+
+
+def _device(device: str | int | torch.device | None) -> torch.device:
+    """A device as safetensors spells it. ConfigError for one that torch does not know or that holds no bytes."""
+    if device is None:
+        return torch.device("cpu")
+    try:
+        if isinstance(device, int):
+            place = torch.device("cuda", device)
+        elif isinstance(device, str | torch.device):
+            place = torch.device(device)
+        else:
+            raise ConfigError(f"device {device} is invalid")
+    except RuntimeError as error:
+        raise ConfigError(f"device {device} is invalid") from error
+    if place.type == "meta":
+        raise ConfigError(f"device {device} is invalid", hint="a meta tensor has no bytes; `inspect` gives its shape")
+    return place
+
+
+@contextmanager
+def _as_safetensors_raises() -> Iterator[None]:
+    """Let Penstock's errors through also as what safetensors raises in their place."""
+    try:
+        yield
+    except PenstockError as error:
+        raise _compatible(error) from error.__cause__
+
+
+def _compatible(error: PenstockError) -> PenstockError:
+    """`error` as a class that is its own and that of the error safetensors raises for the same fault."""
+    others: list[type[Exception]] = []
+    theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
+    if theirs is not None:
+        others.append(theirs)
+    if isinstance(error, PermissionDenied):
+        others.append(PermissionError)
+    elif isinstance(error, SourceError) and error.tensor is None:
+        others.append(FileNotFoundError if isinstance(error, NotFound) else OSError)
+    ours = type(error)
+    missing = tuple(other for other in others if not issubclass(ours, other))
+    return (_both(ours, missing) if missing else ours)(
+        error.message,
+        mutated=error.mutated,
+        uri=error.uri,
+        tensor=error.tensor,
+        byte_range=error.byte_range,
+        hint=error.hint,
+    )
+
+
+_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
+
+
+def _both(ours: type[PenstockError], others: tuple[type[Exception], ...]) -> type[PenstockError]:
+    """The class that is `ours` and `others`, made once; it goes by the name of `ours`."""
+    key = (ours, *others)
+    if key not in _classes:
+        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
+        _classes[key] = type(ours.__name__, key, body)
+    return _classes[key]
