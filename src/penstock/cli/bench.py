@@ -18,7 +18,7 @@ import typer
 from penstock.cli.doctor import importable
 from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri
 from penstock.cli.output import note, write_columns, write_json
-from penstock.config import parse_bytes
+from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,11 +140,9 @@ def drop_cached(files: Sequence[str]) -> None:
 
 def _local_files(uri: str) -> list[str]:
     """The files behind a URI when they are local; none otherwise."""
-    from penstock.config import Settings
-    from penstock.storage import list_uris
+    from penstock.storage import is_remote, local_path
+    from penstock.storage.place import resolve
 
-    place = uri.removeprefix("file://")
-    if "://" in place:
+    if is_remote(uri):
         return []
-    found = [file.removeprefix("file://") for file in list_uris(place, settings=Settings.read())]
-    return [file for file in found if file.endswith(".safetensors")]
+    return [local_path(file) for _, file in resolve(uri, settings=Settings.read()).files]

@@ -6,7 +6,6 @@ Not here: digests, encoding and signatures (`storage.manifest`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -16,9 +15,8 @@ import typer
 
 from penstock.cli.options import Format, FormatOption, Uri
 from penstock.cli.output import bytes_text, write_fields, write_json
+from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError
-
-SIGNATURE_SUFFIX = ".sig"
 
 
 def manifest(
@@ -28,41 +26,39 @@ def manifest(
         typer.Option("--sign", metavar="KEY", help="Ed25519 private key (PEM); adds FILE.sig.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write; default: beside the weights.", show_default=False),
+        str | None,
+        typer.Option("--out", metavar="URI", help="Where to write; default: beside the weights.", show_default=False),
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Read every body once and write the manifest with its digests, so that every later load is verified."""
-    from penstock.config import Settings
     from penstock.storage import manifest as manifests
 
     settings = Settings.read()
-    target = _target(uri, out)
+    target = manifests.sidecar_uri(uri) if out is None else out
+    if target.startswith(("http://", "https://")):
+        raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
     key = None if sign is None else read_key(sign)
     with manifests.open_weights(uri, settings=settings) as weights:
         built = manifests.build(weights)
     raw = manifests.encode(built)
-    written = [target]
-    replace_file(target, raw)
-    signature = target.with_name(target.name + SIGNATURE_SUFFIX)
-    if key is not None:
-        replace_file(signature, manifests.sign(raw, key))
-        written.append(signature)
+    files = {target: raw} if key is None else {f"{target}.sig": manifests.sign(raw, key), target: raw}
+    for place, data in files.items():
+        write_whole(place, data, settings)
     facts = {
         "uri": uri,
         "revision": built.revision,
         "num_tensors": len(built.tensors),
         "nbytes": built.nbytes,
         "num_leaves": 0 if built.leaves is None else len(built.leaves),
-        "written": [str(path) for path in written],
+        "written": list(files),
     }
     if format is Format.json:
         write_json(facts)
     else:
-        text = f"{facts['num_leaves']} of {bytes_text(built.leaf_bytes)}"
+        text = f"{facts['num_leaves']} of at most {built.leaf_bytes} bytes"
         shown = facts | {"nbytes": bytes_text(built.nbytes), "num_leaves": text}
-        write_fields(shown | {"written": ", ".join(str(path) for path in written)})
+        write_fields(shown | {"written": ", ".join(files)})
 
 
 def verify(
@@ -101,23 +97,20 @@ def read_key(path: Path) -> bytes:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
 
 
-def _target(uri: str, out: Path | None) -> Path:
-    """Where the sidecar goes. ConfigError for a remote place without `--out`."""
-    if out is not None:
-        return out
-    from penstock.storage.manifest import sidecar_uri
+def write_whole(uri: str, data: bytes, settings: Settings) -> None:
+    """Write a small file or object that appears whole, or leaves the one before it.
 
-    place = sidecar_uri(uri).removeprefix("file://")
-    if "://" in place:
-        raise ConfigError(
-            f"the manifest belongs at {place}, where this command does not write",
-            hint="give --out FILE and upload it there",
-        )
-    return Path(place)
+    Raises:
+        DestinationError: the file cannot be written; nothing was touched. Others as the object store's.
+    """
+    from penstock.storage import is_remote, local_path
 
+    if is_remote(uri):
+        from penstock.storage.objects import write_small
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` beside `path` and rename it there: whole, or the one before it."""
+        write_small(uri, data, settings=settings)
+        return
+    path = Path(local_path(uri))
     try:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -128,7 +121,6 @@ def replace_file(path: Path, data: bytes) -> None:
             Path(partial).chmod(0o644)
             Path(partial).replace(path)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                Path(partial).unlink()
+            Path(partial).unlink(missing_ok=True)
     except OSError as error:
-        raise DestinationError(f"cannot write the manifest: {error.strerror}", uri=str(path)) from error
+        raise DestinationError(f"cannot write the manifest: {error.strerror}", uri=uri) from error

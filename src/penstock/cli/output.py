@@ -1,6 +1,6 @@
 """How commands write: one JSON document or plain columns on stdout; errors on stderr.
 
-In: plain values, frozen dataclasses. Out: text; for people in decimal units (GB = 10^9 bytes), in JSON bytes and seconds.
+In: plain values, frozen dataclasses. Out: text; decimal units for people (GB = 10^9 bytes), bytes and seconds in JSON.
 Not here: what is written (each command's file).
 """
 
