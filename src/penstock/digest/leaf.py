@@ -9,13 +9,18 @@ and the weights come from a place only its signer writes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 from blake3 import blake3
 
 from penstock.types import I64, U64, TensorTable
+
+T = TypeVar("T")
 
 LEAF_BYTES = 256 * 1024
 """Bytes under one digest. Small enough that a device digests thousands at once and that a fault is found near where it
@@ -64,25 +69,35 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
     return leaves[np.repeat(starts - before, taken) + np.arange(int(taken.sum()))]
 
 
-def canonical(table: TensorTable) -> bytes:
-    """Names, dtypes and shapes of `table`, row after row, in one unambiguous run of bytes.
+def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
+    """Names, dtypes and shapes of these rows, in this order, in one unambiguous run of bytes.
 
     Six blocks, little-endian, each after its own length (uint64): dtypes that occur (sorted ASCII, newline between);
     then for each row the dtype's place among them (uint8), rank (uint8), dims (int64 each), bytes of its name (uint32),
     and its name (UTF-8).
     """
-    used = sorted(set(table.dtypes))
+    names = _pick(table.names, rows)
+    dtypes = _pick(table.dtypes, rows)
+    shapes = _pick(table.shapes, rows)
+    used = sorted(set(dtypes))
     codes = {dtype: code for code, dtype in enumerate(used)}
-    names = [name.encode() for name in table.names]
+    text = "".join(names).encode()
+    ascii_only = text.isascii()
+    lengths = map(len, names) if ascii_only else (len(name.encode()) for name in names)
     blocks = (
         b"\n".join(dtype.value.encode() for dtype in used),
-        bytes(map(codes.__getitem__, table.dtypes)),
-        bytes(map(len, table.shapes)),
-        np.fromiter(chain.from_iterable(table.shapes), "<i8").tobytes(),
-        np.fromiter(map(len, names), "<u4", len(names)).tobytes(),
-        b"".join(names),
+        bytes(map(codes.__getitem__, dtypes)),
+        bytes(map(len, shapes)),
+        np.fromiter(chain.from_iterable(shapes), "<i8").tobytes(),
+        np.fromiter(lengths, "<u4", len(names)).tobytes(),
+        text,
     )
     return b"".join(part for block in blocks for part in (len(block).to_bytes(8, "little"), block))
+
+
+def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
+    # itemgetter picks 60,000 values in a fifth of a comprehension's time, but gives a bare value for one row.
+    return itemgetter(*rows)(column) if len(rows) > 1 else tuple(column[row] for row in rows)
 
 
 def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
@@ -111,7 +126,7 @@ def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
     """
     rows = name_order(table)
     ordered = take_leaves(leaves, num_leaves(table.nbytes, leaf_bytes), np.asarray(rows, np.int64))
-    return root(canonical(table.take(rows)), leaf_bytes, ordered)
+    return root(canonical(table, rows), leaf_bytes, ordered)
 
 
 def headers_revision(headers: list[bytes]) -> str:

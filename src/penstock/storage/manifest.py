@@ -263,11 +263,28 @@ def _manifest(
 
 
 def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Leaves in the order of `table`. FormatError where sidecar and headers differ; names the first difference.
+    """Leaves in the order of `table`. FormatError where sidecar and headers differ; names the first difference."""
+    rows = leaf.name_order(table)
+    order = np.asarray(rows, np.int64)
+    same = sidecar.body == leaf.canonical(table, rows)
+    same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
+    same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
+    same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
+    if not same:
+        return _match_part(unpack(sidecar, uri=uri), table, files, uri)
+    if sidecar.leaves is None:
+        return None
+    back = np.empty_like(order)
+    back[order] = np.arange(len(rows))
+    leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
+    counts = leaf.num_leaves(table.nbytes, sidecar.leaf_bytes)
+    if leaves.size != int(counts.sum()):
+        raise FormatError(f"{leaves.size} leaves; the tensors have {int(counts.sum())}", uri=uri)
+    return leaf.take_leaves(leaves, counts[order], back)
 
-    The files may be some of the sidecar's; of each, every tensor must agree.
-    """
-    stated = unpack(sidecar, uri=uri)
+
+def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
+    """`_match` for some of the manifest's files; of each, every tensor must agree. Or the difference, named."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:
@@ -278,14 +295,13 @@ def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri
     row_of = dict(zip(stated.tensors.names, range(len(stated.tensors)), strict=True))
     rows = np.fromiter((row_of.get(name, -1) for name in table.names), np.int64, len(table))
     if rows.size and rows.min() < 0:
-        raise FormatError(
-            "the manifest does not know the tensor", uri=uri, tensor=clip(table.names[int(rows.argmin())])
-        )
+        unknown = clip(table.names[int(rows.argmin())])
+        raise FormatError("the manifest does not know the tensor", uri=uri, tensor=unknown)
     places = np.array([at[file.name] for file in files], np.int64)
     if len(table) < int(np.isin(stated.tensors.file_index, places).sum()):
-        there = set(table.names)
+        there, opened = set(table.names), set(places.tolist())
         held = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
-        name = next(name for name, file in held if file in set(places.tolist()) and name not in there)
+        name = next(name for name, file in held if file in opened and name not in there)
         raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
     _compare(table, stated.tensors.take(rows.tolist()), places, uri)
     return leaves_of(stated, rows)

@@ -58,11 +58,8 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as bytes; the same manifest always gives the same bytes."""
     table = manifest.tensors
     rows = leaf.name_order(table)
-    ordered = table.take(rows)
-    leaves = None
-    if manifest.leaves is not None:
-        counts = leaf.num_leaves(table.nbytes, manifest.leaf_bytes)
-        leaves = leaf.take_leaves(manifest.leaves, counts, np.asarray(rows, np.int64)).astype("<u8").tobytes()
+    order = np.asarray(rows, np.int64)
+    leaves = leaves_of(manifest, order)
     sidecar = Sidecar(
         leaf_bytes=manifest.leaf_bytes,
         revision=manifest.revision,
@@ -70,10 +67,10 @@ def encode(manifest: Manifest) -> bytes:
             _File(name=f.name, nbytes=f.nbytes, identity=f.identity, metadata=dict(sorted(f.metadata.items())))
             for f in manifest.files
         ],
-        body=leaf.canonical(ordered),
-        file_index=ordered.file_index.astype("<i8").tobytes(),
-        offset=ordered.offset.astype("<i8").tobytes(),
-        leaves=leaves,
+        body=leaf.canonical(table, rows),
+        file_index=table.file_index[order].astype("<i8").tobytes(),
+        offset=table.offset[order].astype("<i8").tobytes(),
+        leaves=None if leaves is None else leaves.astype("<u8").tobytes(),
     )
     return MAGIC + msgspec.msgpack.encode(sidecar)
 
