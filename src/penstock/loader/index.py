@@ -27,7 +27,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
     """The least box that holds everything `index` selects, and the index that selects it from that box.
 
     Integers, slices of positive step, `...` and `None` narrow the box. From the first other entry on (lists, arrays,
-    masks, booleans) dims are taken whole. Indices that do not fit the shape give some box inside it: applying the
+    masks, booleans, a second `...`) dims are taken whole. Indices that do not fit the shape give some box inside it: applying the
     rest, or the index itself, to a tensor of the shape is what reports them.
     """
     entries = index if isinstance(index, tuple) else (index,)
@@ -41,7 +41,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
         if isinstance(entry, EllipsisType):
             after = entries[at + 1 :]
             rest.append(entry)
-            if not all(_is_basic(e) for e in after):
+            if not all(_is_basic(e) for e in after) or any(e is Ellipsis for e in after):
                 rest.extend(after)
                 break
             dim = max(dim, len(shape) - sum(e is not None for e in after))

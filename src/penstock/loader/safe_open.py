@@ -224,7 +224,7 @@ class _File:
             whole = as_tensor(self._slabs(self._plan([row]))[0], dtype, shape)
             return whole[index]
         if is_basic(index):
-            torch.empty(extent, dtype=kind, device="meta")[index]  # torch's own error, before anything is read
+            torch.empty((), dtype=kind).expand(extent)[index]  # torch's own error, before anything is read
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
