@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.load import cache, checkpoints, measure
 from benchmarks.load.checkpoints import Checkpoint
-from benchmarks.load.loaders import LOADERS
+from benchmarks.load.loaders import LOADERS, missing
 from benchmarks.load.report import render
 from benchmarks.load.rows import ROWS, Row
 
@@ -33,18 +33,22 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default="a,b,c,e,f,g", help="letters of benchmarks/load/rows.py")
     parser.add_argument("--loaders", default="", help="only these (default: each row's own); limits always run")
     parser.add_argument("--also", default="", help="these beside each row's own, e.g. prototype")
-    parser.add_argument("--total-gb", type=float, default=14.0, help="dense checkpoint of rows a, b, c, f, g")
+    parser.add_argument("--total-gb", type=float, default=0.0, help="rows a, b, c, f, g (default 14; 2 on a CPU)")
     parser.add_argument("--group-gb", type=float, default=26.0, help="dense checkpoint of row d")
     parser.add_argument("--moe-tensors", type=int, default=60_000, help="tensors of 64 KiB of row e")
     parser.add_argument("--world-size", type=int, default=0, help="ranks of row d (default 4)")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=500.0, help="no measurement starts that would end after it")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--shm-dir", default="/dev/shm")
     parser.add_argument("--disk-dir", default=tempfile.gettempdir())
     parser.add_argument("--out", default="benchmarks/results/local")
     parser.add_argument("--render", nargs="+", metavar="JSONL", help="only print the page of earlier runs")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "auto":
+        arguments.device = "cuda" if _shell("nvidia-smi -L") else "cpu"
+    arguments.total_gb = arguments.total_gb or (14.0 if arguments.device == "cuda" else 2.0)
+    return arguments
 
 
 class Run:
@@ -142,7 +146,10 @@ class Run:
         loaders = [name for name in row.loaders if not asked or name in asked]
         if row.world_size == 1 and row.model != "digested":
             loaders += [name for name in arguments.also.split(",") if name]
-        contestants = [*row.limits, *loaders]
+        reasons = {name: missing(name, arguments.device) for name in loaders}
+        self.skipped += [f"row {row.key}, {name}: {reason}" for name, reason in reasons.items() if reason]
+        limits = [name for name in row.limits if arguments.device == "cuda" or name != "limit:digest"]
+        contestants = [*limits, *(name for name in loaders if not reasons[name])]
         at = self.checkpoint(row)
         if not self.references.get(at.directory):
             self.one(replace(row, world_size=1), "reference", at, 0)

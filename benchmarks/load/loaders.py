@@ -7,6 +7,7 @@ Not here: what is timed and checked (`measure`).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import struct
@@ -36,7 +37,7 @@ class Loader:
     run: Callable[[Call], dict[str, Any]]
     modules: Sequence[str] = ()
     package: str = ""
-    groups: bool = False
+    devices: tuple[str, ...] = ("cuda", "cpu")
     environ: dict[str, str] = field(default_factory=dict)
 
 
@@ -145,31 +146,33 @@ def _prototype(call: Call, *, num_threads: int = 12, chunk_bytes: int = 8 * MIB)
 
 _PENSTOCK = ("penstock", "penstock.api")
 LOADERS: dict[str, Loader] = {
-    "penstock": Loader(run=_penstock, modules=_PENSTOCK, package="penstock", groups=True),
-    "penstock-noverify": Loader(
-        run=lambda call: _penstock(call, verify=False), modules=_PENSTOCK, package="penstock", groups=True
-    ),
-    "penstock-verify": Loader(
-        run=lambda call: _penstock(call, verify=True), modules=_PENSTOCK, package="penstock", groups=True
-    ),
-    "safetensors": Loader(run=_safetensors, modules=("safetensors.torch",), package="safetensors", groups=True),
+    "penstock": Loader(run=_penstock, modules=_PENSTOCK, package="penstock"),
+    "penstock-noverify": Loader(run=lambda call: _penstock(call, verify=False), modules=_PENSTOCK, package="penstock"),
+    "penstock-verify": Loader(run=lambda call: _penstock(call, verify=True), modules=_PENSTOCK, package="penstock"),
+    "safetensors": Loader(run=_safetensors, modules=("safetensors.torch",), package="safetensors"),
     "runai": Loader(
         run=_runai,
         modules=("runai_model_streamer",),
         package="runai-model-streamer",
-        groups=True,
         environ={"RUNAI_STREAMER_LOG_LEVEL": "ERROR"},
     ),
-    "fastsafetensors": Loader(
-        run=_fastsafetensors, modules=("fastsafetensors",), package="fastsafetensors", groups=True
-    ),
-    "instanttensor": Loader(run=_instanttensor, modules=("instanttensor",), package="instanttensor", groups=True),
+    "fastsafetensors": Loader(run=_fastsafetensors, modules=("fastsafetensors",), package="fastsafetensors"),
+    "instanttensor": Loader(run=_instanttensor, modules=("instanttensor",), package="instanttensor", devices=("cuda",)),
     "instanttensor-buffered": Loader(
-        run=_instanttensor_buffered, modules=("instanttensor",), package="instanttensor", groups=True
+        run=_instanttensor_buffered, modules=("instanttensor",), package="instanttensor", devices=("cuda",)
     ),
     "prototype": Loader(run=_prototype),
 }
 PEERS = ("safetensors", "runai", "fastsafetensors", "instanttensor", "instanttensor-buffered")
+
+
+def missing(name: str, device: str) -> str:
+    """Why `name` cannot be measured here; empty if it can."""
+    loader = LOADERS[name]
+    if device not in loader.devices:
+        return f"it does not load to {device}"
+    absent = [module for module in loader.modules if importlib.util.find_spec(module.split(".")[0]) is None]
+    return f"{loader.package} is not installed" if absent else ""
 
 
 def prepare(name: str) -> None:
