@@ -1,0 +1,308 @@
+"""Local files: read into the caller's buffers by the cheapest path, or mapped.
+
+In: a path. Out: a `Source`. Also the door to `MappedFile` (`mapped`).
+Not here: URIs and the choice of a store (`storage`), what the bytes mean (`safetensors`).
+
+    readv -> known resident? -> preadv, no questions
+             else ask: cachestat -> resident -> preadv;  absent -> O_DIRECT of the aligned middle;  mixed -> by sub-run
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+
+from penstock.config import Settings
+from penstock.errors import (
+    SourceChanged,
+    SourceError,
+    SourceTruncated,
+    SourceUnavailable,
+)
+from penstock.storage.kernel import address_of, direct_alignment, num_pages, resident_pages
+from penstock.storage.local import identity_of, open_regular, require_unchanged, typed_error
+from penstock.storage.mapped import MappedFile
+from penstock.types import MIB
+
+__all__ = ["FileSource", "MappedFile"]
+
+# 64 MiB: what one residency question covers; a question costs about as much as 30 KiB of copying.
+_WINDOW_SHIFT = 26
+# 1 MiB: granule by which a half-resident request is split; below it a seek costs more than the copy it saves.
+_GRANULE_BYTES = MIB
+# 64 KiB: absent runs shorter than this are read buffered: the head and tail reads would outnumber the middle.
+_DIRECT_MIN_BYTES = 64 << 10
+# 4096: every device and file system of today takes it. Used where statx does not say (before Linux 6.1).
+_DIRECT_ALIGNMENT = (4096, 4096)
+# 1024: UIO_MAXIOV, include/uapi/linux/uio.h.
+_MAX_BUFFERS = 1024
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+_UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
+
+
+class FileSource:
+    """A local file as a `Source`; opened by the constructor, which is the one that does I/O (open, fstat).
+
+    Attributes:
+        uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
+        why: why bytes that were not in the page cache did not go by direct I/O; "" while they may.
+
+    For direct I/O put the bytes of file offset `o` at an address equal to `o` modulo 4096: all but the head and tail
+    of the request then goes straight to the buffer. Memory in huge pages is read 2.5 times as fast as scattered 4 KiB
+    pages on a device that takes few segments a request. Source: benchmarks/results/cpu2_202611/files.md.
+
+    Raises:
+        NotFound, PermissionDenied: as their names say.
+        SourceUnavailable: the path is a directory, pipe, socket or device, or opening failed.
+    """
+
+    def __init__(self, path: str, *, settings: Settings) -> None:
+        self.uri = path
+        self._path = os.path.abspath(path)
+        self._settings = settings
+        self._fd, found = open_regular(path)
+        self.nbytes = found.st_size
+        self.identity = identity_of(found)
+        self.why = "" if _DIRECT else "this system has no direct I/O"
+        self._nowait = _NOWAIT
+        if not self.why:
+            # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
+        self._lock = threading.Lock()
+        self._direct_fd = -1
+        self._alignment = _DIRECT_ALIGNMENT
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        """See `Source.readv`. Paths: `page-cache`, `direct`, `buffered`.
+
+        Cost: what is known to be cached is one preadv(2); the rest asks once per 64 MiB, and once per request where
+        a 64 MiB window is not wholly cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
+        """
+        nbytes = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
+        stop = offset + nbytes
+        if stop > self.nbytes or offset < 0:
+            raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+        first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
+        if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= _MAX_BUFFERS:
+            try:
+                if os.preadv(self._fd, buffers, offset, self._nowait) == nbytes:
+                    return "page-cache"
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP:  # tmpfs has no RWF_NOWAIT and no need of it
+                    self._nowait = 0
+            self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
+        return self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
+
+    def check_unchanged(self) -> None:
+        """Raise unless the path still names the file that was opened, unmodified. Two system calls.
+
+        Raises:
+            SourceChanged: modified, replaced or removed since it was opened. SourceTruncated: now shorter.
+        """
+        require_unchanged(self._fd, self._path, self.uri, self.identity, self.nbytes)
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        fds, self._fd, self._direct_fd = {self._fd, self._direct_fd} - {-1}, -1, -1
+        for fd in fds:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_direct_fd"):
+            self.close()
+
+    def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
+        """Ask where the range is, read each run of it by its own path; the word of the costliest path taken."""
+        taken = set()
+        for start, stop, path in self._ask(offset, nbytes):
+            part = _cut(buffers, start - offset, stop - start)
+            if path == "direct":
+                path = self._read_absent(start, part)
+            else:
+                self._read_buffered(start, part)
+            taken.add(path)
+        return next((path for path in ("direct", "buffered") if path in taken), "page-cache")
+
+    def _ask(self, offset: int, nbytes: int) -> list[tuple[int, int, str]]:
+        """The range as runs `(start, stop, path to take)`."""
+        stop = offset + nbytes
+        if not nbytes:
+            return []
+        cached = resident_pages(self._fd, offset, nbytes)
+        if cached is None:
+            return [(offset, stop, self._sample(offset, stop))]
+        if cached == 0:
+            return [(offset, stop, "direct")]
+        if cached >= num_pages(offset, nbytes) and self._arrived(stop - 1):
+            self._ask_windows(offset, stop)
+            return [(offset, stop, "page-cache")]
+        runs: list[tuple[int, int, str]] = []
+        for start in range(offset - offset % _GRANULE_BYTES, stop, _GRANULE_BYTES):
+            a, b = max(start, offset), min(start + _GRANULE_BYTES, stop)
+            mostly = (resident_pages(self._fd, a, b - a) or 0) * 2 > num_pages(a, b - a)
+            path = "page-cache" if mostly and self._arrived(b - 1) else "direct"
+            if runs and runs[-1][2] == path:
+                a = runs.pop()[0]
+            runs.append((a, b, path))
+        return runs
+
+    def _arrived(self, position: int) -> bool:
+        """Whether the byte is in the page cache and its page filled, by RWF_NOWAIT; True where that is not supported.
+
+        cachestat counts pages that readahead has only asked for. Reading those buffered asks for the next ones, so a
+        file with a cached head would be read whole at the pace of readahead, a half or third of direct I/O's.
+        """
+        if not self._nowait:
+            return True
+        try:
+            return os.preadv(self._fd, [bytearray(1)], position, self._nowait) == 1
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise self._failed(error, position, position + 1) from error
+            self._nowait = 0
+            return True
+
+    def _ask_windows(self, offset: int, stop: int) -> None:
+        """Learn whether the windows of a cached range are cached whole, so that the next request need not ask."""
+        for window in range(offset >> _WINDOW_SHIFT, (stop >> _WINDOW_SHIFT) + 1):
+            if self._windows[window] == _UNKNOWN:
+                start = window << _WINDOW_SHIFT
+                nbytes = min(1 << _WINDOW_SHIFT, self.nbytes - start)
+                whole = (resident_pages(self._fd, start, nbytes) or 0) >= num_pages(start, nbytes) if nbytes else True
+                self._windows[window] = _RESIDENT if whole else _MIXED
+
+    def _sample(self, offset: int, stop: int) -> str:
+        """The path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte.
+
+        Not on all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them a second time.
+        """
+        arrived = self._arrived(offset) and self._arrived(stop - 1)
+        if not self._nowait:
+            return "buffered"
+        if not arrived:
+            return "direct"
+        for window in range(offset >> _WINDOW_SHIFT, (stop >> _WINDOW_SHIFT) + 1):
+            if self._windows[window] == _UNKNOWN:
+                self._windows[window] = _RESIDENT
+        return "page-cache"
+
+    def _read_buffered(self, offset: int, buffers: list[memoryview]) -> None:
+        while buffers:
+            try:
+                got = os.preadv(self._fd, buffers[:_MAX_BUFFERS], offset)
+            except OSError as error:
+                raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
+            if got == 0:
+                raise self._ended(offset)
+            buffers = _cut(buffers, got)
+            offset += got
+
+    def _read_absent(self, offset: int, buffers: list[memoryview]) -> str:
+        """Direct I/O of what is aligned, buffered heads and tails; buffered altogether where it is refused."""
+        fd = self._open_direct()
+        if fd < 0:
+            self._read_buffered(offset, buffers)
+            return "buffered"
+        path = "buffered"
+        for start, direct, part in _align(offset, buffers, self._alignment):
+            if direct and not self.why:
+                part, start = self._read_direct(fd, start, part)
+                path = "buffered" if self.why else "direct"
+            self._read_buffered(start, part)
+        return path
+
+    def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
+        """Read what direct I/O gives; what is left (after a refusal or a short read), and its offset."""
+        while buffers and offset % self._alignment[1] == 0:
+            try:
+                got = os.preadv(fd, buffers[:_MAX_BUFFERS], offset)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
+                self.why = f"direct I/O refused at the first read ({errno.errorcode[error.errno]})"
+                break
+            if got == 0:
+                raise self._ended(offset)
+            buffers = _cut(buffers, got)
+            offset += got
+        return buffers, offset
+
+    def _open_direct(self) -> int:
+        """The descriptor for direct I/O, opened when the first absent range is read; -1: refused, `why` says why."""
+        if self._direct_fd >= 0 or self.why:
+            return -1 if self.why else self._direct_fd
+        with self._lock:
+            if self._direct_fd >= 0 or self.why:
+                return -1 if self.why else self._direct_fd
+            alignment = direct_alignment(self._fd)
+            if alignment == (0, 0):
+                self.why = "no direct I/O on this file (statx)"
+                return -1
+            try:
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _DIRECT)
+            except OSError as error:
+                self.why = f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
+                return -1
+            if identity_of(os.fstat(fd)) != self.identity:
+                os.close(fd)
+                raise SourceChanged("file was replaced or modified since it was opened", uri=self.uri)
+            self._alignment = alignment or _DIRECT_ALIGNMENT
+            self._direct_fd = fd
+            return fd
+
+    def _ended(self, offset: int) -> SourceError:
+        """The error for a read that returned nothing before the size seen at open."""
+        try:
+            require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
+        except SourceError as error:
+            return error
+        return SourceUnavailable(f"read returned nothing at byte {offset} of {self.nbytes}", uri=self.uri)
+
+    def _failed(self, error: OSError, start: int, stop: int) -> SourceError:
+        return typed_error(error, self.uri, (start, stop))
+
+
+def _cut(buffers: list[memoryview], skip: int, nbytes: int | None = None) -> list[memoryview]:
+    """The buffers without their first `skip` bytes, up to `nbytes` of them."""
+    found = []
+    for buffer in buffers:
+        part = buffer[skip:] if nbytes is None else buffer[skip : skip + nbytes]
+        skip = max(skip - buffer.nbytes, 0)
+        if part.nbytes:
+            found.append(part)
+            nbytes = None if nbytes is None else nbytes - part.nbytes
+    return found
+
+
+def _align(
+    offset: int, buffers: list[memoryview], alignment: tuple[int, int]
+) -> list[tuple[int, bool, list[memoryview]]]:
+    """The request as runs `(offset, fit for direct I/O, buffers)`; neighbours of one kind are one run."""
+    address_step, offset_step = alignment
+    runs: list[tuple[int, bool, list[memoryview]]] = []
+    for buffer in buffers:
+        head = -offset % offset_step
+        middle = (buffer.nbytes - head) // offset_step * offset_step
+        if middle < _DIRECT_MIN_BYTES or (address_of(buffer) + head) % address_step:
+            head, middle = buffer.nbytes, 0
+        for start, stop, direct in (
+            (0, head, False),
+            (head, head + middle, True),
+            (head + middle, buffer.nbytes, False),
+        ):
+            if start == stop:
+                continue
+            if runs and runs[-1][1] == direct:
+                runs[-1][2].append(buffer[start:stop])
+            else:
+                runs.append((offset + start, direct, [buffer[start:stop]]))
+        offset += buffer.nbytes
+    return runs
