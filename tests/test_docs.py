@@ -1,0 +1,111 @@
+"""What the documents say is so: their Python and console blocks run, their links lead somewhere.
+
+A block runs unless `<!-- not run: reason -->` stands on the line before it. The blocks of one file share a directory,
+which holds a small checkpoint, `llama`; its Python blocks share their names. `$ command  # exit 3` expects that code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from penstock import errors
+from penstock.cli.main import app
+from penstock.config import environment
+from penstock.testing.checkpoints import write_llama
+from penstock.types import MIB
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>.+?) -->\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block that runs."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(kind=found["kind"], text=found["text"], line=text[: found.start("text")].count("\n") + 1)
+        for found in FENCE.finditer(text)
+        if not found["reason"]
+    ]
+
+
+def run_console(block: Block, page: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in block.text.splitlines():
+        if not line.startswith("$ "):
+            continue
+        command, _, comment = line[2:].partition("  # exit ")
+        done = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=os.environ | {"PATH": path},
+        )
+        assert done.returncode == int(comment or 0), f"{page.name}:{block.line}: {command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_llama("llama", total_bytes=2 * MIB, shards=2)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.kind == "console":
+            run_console(block, page)
+            continue
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        exec(code, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_error_is_explained_as_its_docstring_says() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.PenstockError) and value is not errors.PenstockError:
+            first = (value.__doc__ or "").splitlines()[0]
+            assert f"| `{name}` | {value.blame} | {first} |" in page
+
+
+def test_every_command_option_and_variable_is_explained() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+
+    def walk(command, prefix: str) -> None:
+        for name, child in command.commands.items():
+            if hasattr(child, "commands"):
+                walk(child, f"{prefix}{name} ")
+                continue
+            assert f"penstock {prefix}{name}" in page
+            for parameter in child.params:
+                for option in [*parameter.opts, *parameter.secondary_opts]:
+                    assert not option.startswith("--") or f"`{option}" in page, f"{prefix}{name} {option}"
+
+    walk(typer.main.get_command(app), "")
+    tuning = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    assert [name for name, _, _ in environment({}) if f"`{name}`" not in tuning] == []

@@ -1,0 +1,210 @@
+"""The commands on a small real checkpoint, as a user runs them: in a process, exit code, stdout, stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import RangeServer
+from penstock.types import MIB
+
+pytest.importorskip("torch")
+
+
+def penstock(*arguments: object, code: int = 0, **environ: str) -> tuple[str, str]:
+    """stdout and stderr of `penstock ...`; asserts its exit code."""
+    command = [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | dict(environ)
+    )
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "llama", total_bytes=2 * MIB, shards=2)
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    private = Ed25519PrivateKey.generate()
+    pem, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
+    files = tmp_path / "key.pem", tmp_path / "key.pub.pem"
+    files[0].write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    files[1].write_bytes(private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return files
+
+
+def flip_bit(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path) -> None:
+    found = json.loads(penstock("inspect", llama, "--format", "json")[0])
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    assert {tensor["name"]: tensor["file"] for tensor in found["tensors"]} == index["weight_map"]
+    assert found["num_tensors"] == len(index["weight_map"])
+    assert found["nbytes"] == index["metadata"]["total_size"] == sum(found["dtypes"].values())
+    assert set(found["dtypes"]) == {"BF16", "F8_E4M3", "F32"}
+    assert [file["name"] for file in found["files"]] == sorted(set(index["weight_map"].values()))
+    assert sum(file["num_tensors"] for file in found["files"]) == found["num_tensors"]
+    assert found["digests"] is False
+
+
+def test_inspect_for_people_shows_some_tensors_and_all_on_request(llama: Path) -> None:
+    some, every = penstock("inspect", llama)[0], penstock("inspect", llama, "--all")[0]
+    assert "more (--all)" in some
+    assert "model.norm.weight" in every
+    assert "more (--all)" not in every
+
+
+def test_load_reports_what_it_did(llama: Path) -> None:
+    out, err = penstock("load", llama, "--format", "json")
+    report = json.loads(out)
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    assert report["nbytes"] == index["metadata"]["total_size"]
+    assert report["num_tensors"] == len(index["weight_map"])
+    assert report["verified"] is False
+    assert report["why"]
+    assert sum(report["phases"].values()) == pytest.approx(report["wall_s"], rel=0.01)
+    assert err == ""
+    assert str(report["num_tensors"]) in penstock("load", llama)[0]
+
+
+def test_load_takes_names_and_memory(llama: Path) -> None:
+    out, _ = penstock(
+        "load", llama, "--names", "*norm*", "--names", "lm_head.*", "--memory-bytes", "64M", "--format", "json"
+    )
+    report = json.loads(out)
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    assert report["num_tensors"] == sum("norm" in name or "lm_head" in name for name in index["weight_map"])
+
+
+def test_load_writes_a_trace_for_perfetto(llama: Path, tmp_path: Path) -> None:
+    penstock("load", llama, "--trace", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_dry_run_plans_and_predicts_without_loading(llama: Path) -> None:
+    plan = json.loads(penstock("load", llama, "--dry-run", "--format", "json")[0])
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    assert plan["nbytes"] == index["metadata"]["total_size"]
+    assert plan["read_bytes"] >= plan["nbytes"]
+    assert plan["num_files"] == 2
+    assert plan["predicted_s"] > 0
+    assert "read 0: file 0" in penstock("load", llama, "--dry-run")[0]
+
+
+def test_manifest_then_load_and_verify(llama: Path) -> None:
+    facts = json.loads(penstock("manifest", llama, "--format", "json")[0])
+    assert facts["written"] == [f"{llama}/penstock.manifest"]
+    assert facts["revision"].startswith("w1-")
+    assert json.loads(penstock("load", llama, "--format", "json")[0])["verified"] is True
+    assert json.loads(penstock("load", llama, "--no-verify", "--format", "json")[0])["verified"] is False
+    verdict = json.loads(penstock("verify", llama, "--format", "json")[0])
+    assert verdict["verified"] is True
+    assert verdict["num_leaves"] == facts["num_leaves"]
+    assert json.loads(penstock("inspect", llama, "--format", "json")[0])["revision"] == facts["revision"]
+
+
+@pytest.mark.parametrize("command", ["load", "verify"])
+def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str) -> None:
+    penstock("manifest", llama)
+    shard = sorted(llama.glob("*.safetensors"))[1]
+    flip_bit(shard, shard.stat().st_size - 1)
+    out, err = penstock(command, llama, "--format", "json", code=3)
+    facts = json.loads(err)
+    assert facts["error"] == "IntegrityError"
+    assert facts["blame"] == "source"
+    assert facts["tensor"] in json.loads((llama / "model.safetensors.index.json").read_text())["weight_map"]
+    assert out == ""
+
+
+def test_verify_without_a_manifest_is_three_and_says_why(llama: Path) -> None:
+    out, _ = penstock("verify", llama, code=3)
+    assert "NO" in out
+    assert "no manifest" in out
+
+
+def test_a_signature_is_made_and_asked_for(llama: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    private, public = keys
+    facts = json.loads(penstock("manifest", llama, "--sign", private, "--format", "json")[0])
+    assert facts["written"] == [f"{llama}/penstock.manifest.sig", f"{llama}/penstock.manifest"]
+    assert json.loads(penstock("verify", llama, "--public-key", public, "--format", "json")[0])["verified"] is True
+    flip_bit(llama / "penstock.manifest.sig", 5)
+    assert "IntegrityError" in penstock("verify", llama, "--public-key", public, code=3)[1]
+    (llama / "penstock.manifest.sig").unlink()
+    penstock("verify", llama, "--public-key", public, code=3)
+
+
+def test_a_key_that_is_not_there_is_wrong_usage(llama: Path, tmp_path: Path) -> None:
+    assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
+    assert not (llama / "penstock.manifest").exists()
+
+
+def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path) -> None:
+    penstock("manifest", llama, "--out", tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere").stat().st_size > 0
+    assert not (llama / "penstock.manifest").exists()
+    err = penstock("manifest", llama, "--out", tmp_path / "no" / "such" / "directory", code=3)[1]
+    assert "DestinationError" in err
+
+
+def test_http_is_read_and_cannot_be_written(llama: Path) -> None:
+    with RangeServer(llama) as server:
+        index = f"{server.url}/model.safetensors.index.json"
+        report = json.loads(penstock("load", index, "--format", "json")[0])
+        assert {file["path"] for file in report["files"]} == {"http"}
+        num_requests = len(server.requests)
+        assert "cannot be written" in penstock("manifest", index, code=2)[1]
+        assert len(server.requests) == num_requests
+
+
+def test_bench_load_measures_beside_safetensors(llama: Path) -> None:
+    rows = json.loads(penstock("bench", "load", llama, "--repeat", 2, "--format", "json")[0])
+    assert [row["loader"] for row in rows] == ["penstock", "safetensors"]
+    assert len({row["nbytes"] for row in rows}) == 1
+    assert all(0 < row["best_s"] <= row["median_s"] <= row["worst_s"] for row in rows)
+    assert penstock("bench", "load", llama, "--repeat", 1, "--cold")[0].startswith("loader")
+
+
+def test_bench_load_of_a_part_leaves_safetensors_out_and_says_so(llama: Path) -> None:
+    out, err = penstock("bench", "load", llama, "--names", "*norm*", "--repeat", 1, "--format", "json")
+    assert [row["loader"] for row in json.loads(out)] == ["penstock"]
+    assert "left out" in err
+
+
+def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path) -> None:
+    assert "NotFound" in penstock("load", tmp_path / "absent", code=3)[1]
+    shard = sorted(llama.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "blame: source; destination untouched" in penstock("load", llama, code=3)[1]
+    (tmp_path / "junk.safetensors").write_bytes(b"\xff" * 64)
+    assert "FormatError" in penstock("inspect", tmp_path / "junk.safetensors", code=3)[1]
+
+
+def test_wrong_configuration_is_two(llama: Path) -> None:
+    assert "PENSTOCK_RETRIES" in penstock("load", llama, code=2, PENSTOCK_RETRIES="many")[1]
+    penstock("load", "nonsense://bucket/x", code=2)
+
+
+def test_inspect_imports_no_torch(llama: Path) -> None:
+    code = (
+        "import sys\nfrom penstock.cli.main import run\n"
+        f"try:\n    run(['inspect', {str(llama)!r}])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
