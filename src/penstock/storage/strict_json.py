@@ -72,7 +72,7 @@ def refuse_duplicates(raw: bytes, *, uri: str) -> None:
         FormatError: a duplicate key, too deep to walk, or longer than `WALK_LIMIT_BYTES`.
     """
     if len(raw) > WALK_LIMIT_BYTES:
-        raise FormatError(f"duplicate keys, or unknown fields in {len(raw)} bytes of JSON", uri=uri)
+        raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()

@@ -1,0 +1,245 @@
+"""The header parser on files that are what they say, and the writer, against the safetensors library."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, DestinationError, FormatError
+from penstock.storage import MemorySource, is_remote, local_path, strict_json
+from penstock.storage.safetensors import Header, parse_index, read_header, write_file
+from penstock.types import DType
+
+
+def file_of(header: Mapping[str, object] | bytes, body: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + body
+
+
+def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def header_of(data: bytes) -> Header:
+    return read_header(MemorySource(data))
+
+
+def rows_of(data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+    table = header_of(data).tensors
+    places = zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)
+    bodies = [data[offset : offset + nbytes] for offset, nbytes in places]
+    return {
+        n: (d.value, list(s), b) for n, d, s, b in zip(table.names, table.dtypes, table.shapes, bodies, strict=True)
+    }
+
+
+def library_rows(data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+    return {name: (row["dtype"], row["shape"], bytes(row["data"])) for name, row in safetensors.deserialize(data)}
+
+
+def test_reads_columns_in_file_order_with_absolute_offsets() -> None:
+    body = bytes(range(14))
+    data = file_of({"late": entry("U8", [2], 12, 14), "early": entry("F32", [3], 0, 12)}, body)
+    header = header_of(data)
+    assert header.tensors.names == ("early", "late")
+    assert header.tensors.dtypes == (DType.F32, DType.U8)
+    assert header.tensors.shapes == ((3,), (2,))
+    assert header.tensors.offset.tolist() == [header.data_offset, header.data_offset + 12]
+    assert header.tensors.nbytes.tolist() == [12, 2]
+    assert header.tensors.file_index.tolist() == [0, 0]
+    assert header.nbytes == len(data) and data[header.data_offset :] == body
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_every_dtype_reads_as_the_library_reads_it(dtype: DType, tmp_path: Path) -> None:
+    tensors = {
+        "matrix": (dtype, (3, 8), bytes(range(3 * dtype.bits))),
+        "empty": (dtype, (0, 5), b""),
+        "vector": (dtype, (16,), bytes(2 * dtype.bits)),
+    }
+    if dtype.bits >= 8:
+        tensors["scalar"] = (dtype, (), bytes(dtype.bits // 8))
+    write_file(tmp_path / "x.safetensors", tensors, {"format": "pt"})
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert rows_of(data) == library_rows(data)
+    assert {n: (d.value, list(s), bytes(b)) for n, (d, s, b) in tensors.items()} == rows_of(data)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint16, np.float16, np.float32, np.complex64, np.uint64])
+def test_reads_what_the_library_writes(dtype: type, tmp_path: Path) -> None:
+    arrays = {"b": np.ones((4, 3), dtype), "a": np.zeros((), dtype), "z": np.zeros((2, 0, 3), dtype)}
+    data = safetensors.numpy.save(arrays, {"framework": "np"})
+    found = rows_of(data)
+    assert found == library_rows(data)
+    assert {name: body for name, (_, _, body) in found.items()} == {n: a.tobytes() for n, a in arrays.items()}
+    assert header_of(data).metadata == {"framework": "np"}
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=8).filter(lambda name: name != "__metadata__")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kinds=st.dictionaries(NAMES, st.tuples(st.sampled_from(list(DType)), SHAPES), max_size=8),
+    metadata=st.none() | st.dictionaries(NAMES, NAMES, max_size=3),
+    ascii_only=st.booleans(),
+)
+def test_any_valid_file_reads_as_the_library_reads_it(
+    kinds: dict[str, tuple[DType, tuple[int, ...]]], metadata: dict[str, str] | None, ascii_only: bool
+) -> None:
+    header: dict[str, object] = {}
+    at = 0
+    for name, (dtype, shape) in kinds.items():
+        if math.prod(shape) * dtype.bits % 8 == 0:
+            nbytes = math.prod(shape) * dtype.bits // 8
+            header[name] = entry(dtype.value, list(shape), at, at + nbytes)
+            at += nbytes
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    data = file_of(json.dumps(header, ensure_ascii=ascii_only).encode(), bytes(i % 251 for i in range(at)))
+    assert rows_of(data) == library_rows(data)
+    assert header_of(data).metadata == (metadata or {})
+
+
+def test_empty_tensors_share_an_offset_with_their_neighbours() -> None:
+    header = {
+        "full": entry("U8", [2], 0, 2),
+        "between": entry("F32", [0, 7], 2, 2),
+        "too": entry("F4", [0], 2, 2),
+        "rest": entry("U8", [1], 2, 3),
+        "last": entry("U8", [0], 3, 3),
+        "first": entry("U8", [0], 0, 0),
+    }
+    data = file_of(header, b"abc")
+    assert rows_of(data) == library_rows(data)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"__metadata__":{"k":"v"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{ "__metadata__" : {"k" : "v"} , "a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}  ',
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"__metadata__":{"k":"v"}}',
+        b'{"__metadata__":{"k":"\\u0076"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"__meta\\u0064ata__":{"k":"v"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"a":{"dtype":"\\u00558","shape":[1],"data_offset\\u0073":[0,1]},"__metadata__":{"\\u006b":"v"}}',
+    ],
+)
+def test_metadata_is_found_however_it_is_written(raw: bytes) -> None:
+    header = header_of(file_of(raw, b"x"))
+    assert header.metadata == {"k": "v"}
+    assert header.tensors.names == ("a",)
+
+
+def test_metadata_with_braces_and_escapes_is_kept() -> None:
+    metadata = {"config": json.dumps({"a": {"b": '"\\"'}}), "__metadata__": "}", "": "{"}
+    data = file_of({"__metadata__": metadata, "a": entry("U8", [1], 0, 1)}, b"x")
+    assert header_of(data).metadata == metadata
+
+
+def test_null_metadata_is_none() -> None:
+    assert header_of(file_of({"__metadata__": None})).metadata == {}
+    assert header_of(file_of(b'{"__meta\\u0064ata__":null}')).metadata == {}
+
+
+def test_unknown_fields_are_left_aside_as_the_library_does() -> None:
+    data = file_of({"a": entry("U8", [1], 0, 1) | {"note": {"deep": [1, {"x": None}]}}}, b"x")
+    assert rows_of(data) == library_rows(data)
+
+
+def test_tensors_may_be_called_as_the_fields_are() -> None:
+    header = {name: entry("U8", [1], i, i + 1) for i, name in enumerate(["dtype", "shape", "data_offsets", "U8", ""])}
+    data = file_of(header, b"abcde")
+    assert rows_of(data) == library_rows(data)
+
+
+@pytest.mark.parametrize("guess_bytes", [1, 8, 40, 1 << 20])
+def test_a_header_longer_than_the_guess_takes_one_more_read(guess_bytes: int) -> None:
+    data = file_of({f"t{i}": entry("U8", [1], i, i + 1) for i in range(50)}, bytes(50))
+    source = MemorySource(data)
+    reads: list[int] = []
+    readv = source.readv
+
+    def counted(offset: int, buffers: Sequence[memoryview]) -> str:
+        reads.append(sum(buffer.nbytes for buffer in buffers))
+        return readv(offset, buffers)
+
+    source.readv = counted  # type: ignore[method-assign]
+    header = read_header(source, guess_bytes=guess_bytes)
+    assert len(header.tensors) == 50
+    assert len(reads) == (1 if guess_bytes > 4000 else 2)
+    assert sum(reads) <= max(header.data_offset, min(guess_bytes, len(data)))
+
+
+def test_the_digest_is_of_the_json() -> None:
+    one, two = file_of({"a": entry("U8", [1], 0, 1)}, b"x"), file_of({"a": entry("U8", [1], 0, 1)}, b"y")
+    assert header_of(one).digest == header_of(two).digest
+    assert header_of(one).digest != header_of(file_of({"b": entry("U8", [1], 0, 1)}, b"x")).digest
+
+
+def test_writer_keeps_order_unless_a_tensor_would_lie_unaligned(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    kept = {"z": (DType.F32, (1,), b"1234"), "a": (DType.F32, (1,), b"5678"), "m": (DType.U8, (1,), b"9")}
+    write_file(path, kept)
+    assert header_of(path.read_bytes()).tensors.names == ("z", "a", "m")
+    moved = {"byte": (DType.U8, (1,), b"1"), "half": (DType.F16, (1,), b"23"), "wide": (DType.F64, (1,), b"12345678")}
+    write_file(path, moved)
+    header = header_of(path.read_bytes())
+    assert header.tensors.names == ("wide", "half", "byte")
+    assert header.data_offset % 8 == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_writer_refuses_bytes_that_are_not_the_shape(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="3 bytes"):
+        write_file(tmp_path / "x", {"a": (DType.F32, (1,), b"123")})
+    with pytest.raises(FormatError, match="whole bytes"):
+        write_file(tmp_path / "x", {"a": (DType.F4, (3,), b"12")})
+    with pytest.raises(FormatError, match="out of range"):
+        write_file(tmp_path / "x", {"a": (DType.U8, (-1,), b"")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_writer_says_where_it_could_not_write(tmp_path: Path) -> None:
+    with pytest.raises(DestinationError) as caught:
+        write_file(tmp_path / "absent" / "x", {})
+    assert caught.value.uri == str(tmp_path / "absent" / "x")
+
+
+def test_writer_refuses_a_header_longer_than_the_format_allows(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="the format allows"):
+        write_file(tmp_path / "x", {}, {"long": "x" * 100_000_000})
+
+
+def test_index_maps_tensors_to_shards() -> None:
+    raw = json.dumps(
+        {"metadata": {"total_size": 3}, "weight_map": {"a": "x-1.safetensors", "é": "sub/x-2.safetensors"}}
+    )
+    assert parse_index(raw.encode(), uri="i") == {"a": "x-1.safetensors", "é": "sub/x-2.safetensors"}
+
+
+def test_index_with_escapes_and_no_metadata() -> None:
+    assert parse_index(b'{"weight_map":{"a\\"b":"\\u0078.safetensors"}}', uri="i") == {'a"b': "x.safetensors"}
+
+
+def test_strings_are_counted_whatever_their_escapes() -> None:
+    for value in ({}, {"a": "b"}, {'"': "\\"}, {"\\": '\\"'}, {"\\\\": "\n"}, {'\\"\\': '"\\"'}):
+        assert strict_json.num_strings(json.dumps(value).encode()) == 2 * len(value)
+
+
+def test_uris_tell_local_from_remote() -> None:
+    assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "gs://b", "az://c")] == [True] * 4
+    assert [is_remote(u) for u in ("/a/b", "rel", "file:///a", "C:thing")] == [False] * 4
+    assert local_path("file:///a%20b") == "/a b" and local_path("/a%20b") == "/a%20b"
+    with pytest.raises(ConfigError, match="ftp"):
+        is_remote("ftp://h/p")
