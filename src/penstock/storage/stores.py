@@ -84,8 +84,10 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
         account = account.partition(".")[0]
     environ = ecosystem(prefix)
     client = (settings.ca_file, settings.stall_s, settings.retries)
-    with mapped(uri):
+    try:
         store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        raise ConfigError(_brief(error), uri=uri) from error
     anonymous = _is_on(
         options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     )
@@ -151,10 +153,8 @@ def _store(
         if account:
             config.setdefault("account_name", account)
         return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
-    profile = config.pop("profile", None)
-    provider = None
-    if not _has_keys(config, dict(environ)):
-        provider = _profile_credentials(profile or dict(environ).get("AWS_PROFILE"), config)
+    profile = _profile(config, dict(environ))
+    provider = None if profile is None else _profile_credentials(profile, config)
     return S3Store(
         bucket,
         config=config,  # type: ignore[arg-type]
@@ -164,20 +164,26 @@ def _store(
     )
 
 
-def _has_keys(config: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether credentials, or the will to go without, are named explicitly; a profile is then not looked at."""
-    given = {name.lower().removeprefix("aws_") for name in config}
+def _profile(config: dict[str, Any], environ: Mapping[str, str]) -> str | None:
+    """The AWS profile that gives the credentials, in boto3's order of precedence; None when something else does."""
+    if "profile" in config:
+        return str(config.pop("profile"))
+    given = {name.lower().removeprefix("aws_") for name in (*config, *environ)}
     if {"access_key_id", "skip_signature"} & given:
-        return True
-    if "AWS_PROFILE" in environ and "AWS_ACCESS_KEY_ID" not in environ:
-        return _is_on(environ.get("AWS_SKIP_SIGNATURE"))
-    return True
-
-
-def _profile_credentials(profile: str | None, config: dict[str, Any]) -> S3CredentialProvider | None:
-    """Credentials, region and endpoint of an AWS profile, through boto3; None without a profile."""
-    if profile is None:
         return None
+    if "AWS_PROFILE" in environ:
+        return environ["AWS_PROFILE"]
+    if "web_identity_token_file" in given:
+        return None
+    file = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    try:
+        return "default" if "[default]" in file.read_text() else None
+    except (OSError, UnicodeError):
+        return None
+
+
+def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialProvider:
+    """Credentials, region and endpoint of an AWS profile, through boto3."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider

@@ -1,0 +1,161 @@
+"""The conformance suite of `storage.Source`: subclass it, say how to make a source of given bytes, run pytest.
+
+In: `make(data)`. Out: tests. Not here: faults of a particular source, which need their own tests.
+
+    class TestMine(SourceTests):
+        def make(self, data: bytes) -> Source: ...
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+from penstock.errors import SourceTruncated
+from penstock.storage import Source
+
+_NBYTES = 3_000_017
+"""Size of the object the tests read: some pages, not a multiple of any block."""
+
+
+def sample(nbytes: int, seed: int = 7) -> bytes:
+    """`nbytes` bytes that differ at every offset scale, the same for the same seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def read(source: Source, offset: int, lengths: Sequence[int]) -> tuple[bytes, str]:
+    """The bytes that `readv` scatters over buffers of `lengths`, joined again, and the path they took."""
+    buffers = [memoryview(bytearray(nbytes)) for nbytes in lengths]
+    path = source.readv(offset, buffers)
+    return b"".join(buffers), path
+
+
+class SourceTests:
+    """What every `Source` does. Subclass it with `make`."""
+
+    def make(self, data: bytes) -> Source:
+        """A new source of exactly `data`; the suite closes it."""
+        raise NotImplementedError("say how to make the source under test")
+
+    def test_tells_its_size_and_name(self) -> None:
+        """`nbytes` is the size; `uri` is not empty."""
+        source = self.make(sample(1000))
+        try:
+            assert source.nbytes == 1000
+            assert source.uri
+            assert isinstance(source.identity, str)
+        finally:
+            source.close()
+
+    def test_whole_read(self) -> None:
+        """One buffer takes everything."""
+        data = sample(_NBYTES)
+        source = self.make(data)
+        try:
+            got, path = read(source, 0, [_NBYTES])
+            assert got == data
+            assert path
+        finally:
+            source.close()
+
+    def test_scatter(self) -> None:
+        """Several buffers are filled one after the other, empty ones among them, at unaligned offsets."""
+        data = sample(_NBYTES)
+        source = self.make(data)
+        try:
+            for offset, lengths in [
+                (0, [1, 0, 4095, 1, 70_001]),
+                (1, [4096] * 9),
+                (4095, [0, 2, 0]),
+                (123_457, [1 << 20, 3, 1 << 19]),
+                (_NBYTES - 5, [5]),
+                (17, [1] * 3000),
+            ]:
+                assert read(source, offset, lengths)[0] == data[offset : offset + sum(lengths)]
+        finally:
+            source.close()
+
+    def test_writes_only_into_the_buffers(self) -> None:
+        """Bytes beside a buffer stay as they were."""
+        data = sample(100_000)
+        source = self.make(data)
+        try:
+            memory = bytearray(b"\xaa" * 50_000)
+            source.readv(33, [memoryview(memory)[100:20_100], memoryview(memory)[30_000:30_001]])
+            assert memory[100:20_100] == data[33:20_033]
+            assert memory[30_000] == data[20_033]
+            assert set(memory[:100] + memory[20_100:30_000] + memory[30_001:]) == {0xAA}
+        finally:
+            source.close()
+
+    def test_nothing_to_read(self) -> None:
+        """No buffers, and buffers of no bytes, are no error anywhere up to the end."""
+        source = self.make(sample(100))
+        try:
+            source.readv(0, [])
+            source.readv(100, [memoryview(bytearray())])
+        finally:
+            source.close()
+
+    def test_empty_object(self) -> None:
+        """An object of no bytes opens, and holds nothing to read."""
+        source = self.make(b"")
+        try:
+            assert source.nbytes == 0
+            source.readv(0, [])
+            _expect_truncated(source, 0, 1)
+        finally:
+            source.close()
+
+    def test_past_the_end(self) -> None:
+        """Reading past the end is SourceTruncated, with the source's name; the source stays usable."""
+        data = sample(5000)
+        source = self.make(data)
+        try:
+            for offset, nbytes in [(0, 5001), (4999, 2), (5000, 1), (10**12, 1)]:
+                _expect_truncated(source, offset, nbytes)
+            assert read(source, 0, [5000])[0] == data
+        finally:
+            source.close()
+
+    def test_many_threads(self) -> None:
+        """Eight threads read random ranges of one source at once."""
+        data = sample(_NBYTES)
+        source = self.make(data)
+        wrong: list[tuple[int, int]] = []
+
+        def work(seed: int) -> None:
+            chance = random.Random(seed)
+            for _ in range(20):
+                offset = chance.randrange(_NBYTES)
+                nbytes = min(chance.randrange(1 << 18), _NBYTES - offset)
+                if read(source, offset, [nbytes // 2, nbytes - nbytes // 2])[0] != data[offset : offset + nbytes]:
+                    wrong.append((offset, nbytes))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            for thread in threads:
+                thread.join()
+            source.close()
+        assert not wrong
+
+    def test_close_is_idempotent(self) -> None:
+        """Closing twice is closing once."""
+        source = self.make(sample(10))
+        read(source, 0, [10])
+        source.close()
+        source.close()
+
+
+def _expect_truncated(source: Source, offset: int, nbytes: int) -> None:
+    try:
+        source.readv(offset, [memoryview(bytearray(nbytes))])
+    except SourceTruncated as error:
+        assert error.uri == source.uri
+        assert error.blame == "source"
+    else:
+        raise AssertionError(f"{nbytes} bytes at {offset} of {source.nbytes} were read")
