@@ -51,11 +51,16 @@ IMPURE = frozenset(
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
+# `config` reads the environment; `testing.ranks` sets that of the processes it starts.
+ENVIRONMENT = frozenset({"config.py", "testing/ranks.py"})
+
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.
 BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
+        ("engine/executors.py", "_guarded"),  # an executor's thread; the ticket's waiter raises it
+        ("storage/exchange.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }
 )
 
@@ -154,7 +159,7 @@ def impurities(module: Module) -> list[str]:
 
 
 def environment_reads(module: Module) -> list[str]:
-    if module.path == "config.py":
+    if module.path in ENVIRONMENT:
         return []
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     found = [f"{module.path}:{n}: imports {name}" for n, name in imports(module) if name in {f"os.{x}" for x in names}]
