@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
@@ -98,3 +98,54 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
     """The variables in force of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`), by name; empty ones left out."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunaiSettings:
+    """What the environment variables of Run:ai Model Streamer ask for, in Penstock's terms; None: not asked for."""
+
+    fetch_threads: int | None
+    chunk_bytes: int | None
+    memory_bytes: int | None
+    """The limit, where it is below Penstock's own default; the default is far below Run:ai's 40 GB already."""
+    distributed: Literal["auto", "on", "off"]
+    storage_options: Mapping[str, str]
+    """Of S3, by obstore's names."""
+
+
+def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
+    """Read `RUNAI_STREAMER_*`: concurrency, chunk and memory bounds, distribution, S3 endpoint and addressing.
+
+    `RUNAI_STREAMER_MEMORY_LIMIT` of -1 (no limit) and 0 (the largest tensor) ask for nothing: staging is bounded.
+
+    Raises:
+        ConfigError: a variable does not parse or is out of range.
+    """
+    environ = os.environ if environ is None else environ
+
+    def number(name: str, least: int) -> int | None:
+        text = environ.get(name, "")
+        value = _parse(name, int, text) if text else None
+        if value is not None and value < least:
+            raise ConfigError(f"environment variable {name}={text!r} must be at least {least}")
+        return value
+
+    limit = number("RUNAI_STREAMER_MEMORY_LIMIT", -1) or -1
+    spread = environ.get("RUNAI_STREAMER_DIST", "") or "auto"
+    words: dict[str, Literal["auto", "on", "off"]] = {"auto": "auto", "1": "on", "0": "off"}
+    if spread not in words:
+        raise ConfigError(f"environment variable RUNAI_STREAMER_DIST={spread!r} is none of auto, 0, 1")
+    options: dict[str, str] = {}
+    if endpoint := environ.get("RUNAI_STREAMER_S3_ENDPOINT", ""):
+        options["endpoint"] = endpoint
+    if addressing := environ.get("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", ""):
+        options["virtual_hosted_style_request"] = "true" if _flag(addressing) else "false"
+    if _flag(environ.get("RUNAI_STREAMER_S3_UNSIGNED", "") or "0"):
+        options["skip_signature"] = "true"
+    return RunaiSettings(
+        fetch_threads=number("RUNAI_STREAMER_CONCURRENCY", 1),
+        chunk_bytes=number("RUNAI_STREAMER_CHUNK_BYTESIZE", 1),
+        memory_bytes=limit if 0 < limit < Settings().memory_bytes else None,
+        distributed=words[spread],
+        storage_options=options,
+    )

@@ -1,0 +1,56 @@
+"""Run:ai Model Streamer's environment variables, in Penstock's terms."""
+
+import pytest
+
+from penstock.config import runai_settings
+from penstock.errors import ConfigError
+from penstock.types import GIB, MIB
+
+
+def test_nothing_asked_for() -> None:
+    found = runai_settings({})
+    assert (found.fetch_threads, found.chunk_bytes, found.memory_bytes) == (None, None, None)
+    assert found.distributed == "auto"
+    assert found.storage_options == {}
+
+
+def test_everything_asked_for() -> None:
+    found = runai_settings(
+        {
+            "RUNAI_STREAMER_CONCURRENCY": "12",
+            "RUNAI_STREAMER_CHUNK_BYTESIZE": str(4 * MIB),
+            "RUNAI_STREAMER_MEMORY_LIMIT": str(64 * MIB),
+            "RUNAI_STREAMER_DIST": "1",
+            "RUNAI_STREAMER_S3_ENDPOINT": "http://127.0.0.1:9000",
+            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+            "RUNAI_STREAMER_S3_UNSIGNED": "1",
+        }
+    )
+    assert (found.fetch_threads, found.chunk_bytes, found.memory_bytes) == (12, 4 * MIB, 64 * MIB)
+    assert found.distributed == "on"
+    assert found.storage_options == {
+        "endpoint": "http://127.0.0.1:9000",
+        "virtual_hosted_style_request": "false",
+        "skip_signature": "true",
+    }
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", str(40 * GIB)])
+def test_a_limit_above_penstocks_own_asks_for_nothing(limit: str) -> None:
+    assert runai_settings({"RUNAI_STREAMER_MEMORY_LIMIT": limit}).memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RUNAI_STREAMER_CONCURRENCY", "many"),
+        ("RUNAI_STREAMER_CONCURRENCY", "0"),
+        ("RUNAI_STREAMER_CHUNK_BYTESIZE", "0"),
+        ("RUNAI_STREAMER_MEMORY_LIMIT", "-2"),
+        ("RUNAI_STREAMER_DIST", "2"),
+        ("RUNAI_STREAMER_S3_UNSIGNED", "perhaps"),
+    ],
+)
+def test_what_does_not_parse_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError):
+        runai_settings({name: text})
