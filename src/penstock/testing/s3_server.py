@@ -1,0 +1,366 @@
+"""Real S3 servers on loopback, one `with` block each: OpenStack Swift with s3api, and Ceph's object gateway.
+
+In: a scratch folder. Out: `S3Server`: endpoint, keys, and `storage_options` for penstock. Every process started here
+is ended here; nothing is bound beyond 127.0.0.1.
+Not here: installing them (`scripts/setup_swift.sh`, `scripts/setup_radosgw.sh`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.store import S3Store
+
+_READY_S = 90.0
+"""Seconds a server may take to answer. Reason: 12 s were seen on two idle cores; a busy machine needs more."""
+
+_STOP_S = 3.0
+"""Seconds a process may take to end when asked, before it is killed. Reason: there is nothing to save."""
+
+
+class Unavailable(RuntimeError):
+    """The server cannot run here; the message says why. Tests skip on it."""
+
+
+class S3Server(ABC):
+    """One S3 server while its `with` block runs.
+
+    Args:
+        folder: scratch space, ideally on tmpfs; removed by its owner.
+
+    Attributes:
+        endpoint: `http://127.0.0.1:PORT`.
+        access_key, secret_key, region: what clients give.
+    """
+
+    name = ""
+    access_key = ""
+    secret_key = ""
+    region = "us-east-1"
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder).absolute()
+        self.endpoint = ""
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self.check()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start()
+            self._wait_until(self._answers, f"{self.name} to answer")
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    @classmethod
+    @abstractmethod
+    def check(cls) -> None:
+        """Raise `Unavailable` unless the server is installed."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the processes; sets `endpoint`."""
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        """What penstock needs to know to read from here."""
+        return {
+            "endpoint": self.endpoint,
+            "access_key_id": self.access_key,
+            "secret_access_key": self.secret_key,
+            "region": self.region,
+        }
+
+    def store(self, bucket: str) -> S3Store:
+        """obstore's store of `bucket`, for writing test data."""
+        return S3Store(bucket, config=self.storage_options, client_options={"allow_http": True})  # type: ignore[arg-type]
+
+    def make_bucket(self, bucket: str) -> None:
+        """Create `bucket`. Raises RuntimeError when the server refuses."""
+        url = urlsplit(obstore.sign(self.store(bucket), "PUT", "", timedelta(seconds=60)))
+        connection = http.client.HTTPConnection(url.netloc, timeout=30)
+        try:
+            # the query of a signed URL is over the path without a trailing slash on some servers, with it on others
+            connection.request("PUT", f"{url.path}?{url.query}", headers={"Content-Length": "0"})
+            reply = connection.getresponse()
+            body = reply.read(2000)
+            if reply.status != 200:
+                raise RuntimeError(f"{self.name} refused to make a bucket: {reply.status} {body!r}")
+        finally:
+            connection.close()
+
+    def _run(self, command: Sequence[str | Path], *, name: str, environ: dict[str, str] | None = None) -> None:
+        """Start a process that stays, its output in a file of the scratch folder."""
+        with open(self.folder / f"{name}.out", "wb") as out:
+            self._processes.append(
+                subprocess.Popen(
+                    [str(word) for word in command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.folder,
+                    env={**os.environ, **(environ or {})},
+                )
+            )
+
+    def _do(self, *command: str | Path) -> str:
+        """Run a command to its end; its output."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd=self.folder,
+            timeout=_READY_S,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stderr.decode(errors='replace')[-2000:]}")
+        return done.stdout.decode()
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + _READY_S
+        while not ready():
+            for process in self._processes:
+                if process.poll() is not None:
+                    raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see {self.folder}")
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"waited {_READY_S} s in vain for {what}; see {self.folder}")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        url = urlsplit(self.endpoint)
+        connection = http.client.HTTPConnection(url.netloc, timeout=5)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().status < 500
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _stop(self) -> None:
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in reversed(self._processes):
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different ports of 127.0.0.1 that were free just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+class SwiftServer(S3Server):
+    """OpenStack Swift with its S3 interface: one proxy, one account, container and object server each."""
+
+    name = "swift"
+    access_key = "test:tester"
+    secret_key = "testing"
+    environment = Path(".cache/swift")
+    """The virtual environment that `scripts/setup_swift.sh` makes, relative to the repository."""
+
+    @classmethod
+    def check(cls) -> None:
+        """See `S3Server.check`."""
+        if not (cls.environment / "pins").exists():
+            raise Unavailable("Swift is not installed; run scripts/setup_swift.sh in the repository")
+
+    def _start(self) -> None:
+        programs = self.environment.absolute() / "bin"
+        ports = dict(zip(("proxy", "account", "container", "object"), free_ports(4), strict=True))
+        (self.folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)
+        (self.folder / "swift.conf").write_text(_SWIFT_CONF)
+        for ring in ("account", "container", "object"):
+            builder = f"{ring}.builder"
+            self._do(programs / "swift-ring-builder", builder, "create", "4", "1", "0")
+            self._do(programs / "swift-ring-builder", builder, "add", f"r1z1-127.0.0.1:{ports[ring]}/d1", "1")
+            self._do(programs / "swift-ring-builder", builder, "rebalance")
+            text = _SWIFT_BACKEND.format(port=ports[ring], folder=self.folder, kind=ring, user=_user())
+            (self.folder / f"{ring}.conf").write_text(text)
+        text = _SWIFT_PROXY.format(port=ports["proxy"], folder=self.folder, user=_user(), region=self.region)
+        (self.folder / "proxy.conf").write_text(text)
+        self.endpoint = f"http://127.0.0.1:{ports['proxy']}"
+        for kind in ports:
+            self._run([programs / f"swift-{kind}-server", f"{kind}.conf"], name=kind)
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+_SWIFT_CONF = """\
+[swift-hash]
+swift_hash_path_prefix = penstock
+swift_hash_path_suffix = tests
+"""
+
+_SWIFT_BACKEND = """\
+[DEFAULT]
+bind_ip = 127.0.0.1
+bind_port = {port}
+workers = 0
+devices = {folder}/devices
+mount_check = false
+swift_dir = {folder}
+user = {user}
+log_name = {kind}
+fallocate_reserve = 0
+[pipeline:main]
+pipeline = {kind}-server
+[app:{kind}-server]
+use = egg:swift#{kind}
+disable_fallocate = true
+"""
+
+_SWIFT_PROXY = """\
+[DEFAULT]
+bind_ip = 127.0.0.1
+bind_port = {port}
+workers = 0
+swift_dir = {folder}
+user = {user}
+[pipeline:main]
+pipeline = catch_errors cache listing_formats s3api tempauth slo proxy-server
+[app:proxy-server]
+use = egg:swift#proxy
+account_autocreate = true
+allow_account_management = true
+node_timeout = 60
+[filter:catch_errors]
+use = egg:swift#catch_errors
+[filter:cache]
+use = egg:swift#memcache
+memcache_servers = 127.0.0.1:1
+[filter:listing_formats]
+use = egg:swift#listing_formats
+[filter:s3api]
+use = egg:swift#s3api
+location = {region}
+s3_acl = false
+[filter:tempauth]
+use = egg:swift#tempauth
+user_test_tester = testing .admin
+[filter:slo]
+use = egg:swift#slo
+"""
+
+
+class RadosgwServer(S3Server):
+    """Ceph's object gateway over one monitor, one manager and one object store that keeps everything in memory."""
+
+    name = "radosgw"
+    access_key = "penstock"
+    secret_key = "penstock-secret"
+    programs = ("ceph-mon", "ceph-mgr", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "ceph-authtool", "monmaptool")
+
+    @classmethod
+    def check(cls) -> None:
+        """See `S3Server.check`."""
+        for program in cls.programs:
+            if shutil.which(program) is None:
+                raise Unavailable(
+                    f"{program} is not installed; scripts/setup_radosgw.sh installs it as root by apt-get"
+                )
+
+    def _start(self) -> None:
+        v2, v1, gateway = free_ports(3)
+        self.endpoint = f"http://127.0.0.1:{gateway}"
+        cluster = str(uuid.uuid4())
+        monitor = f"[v2:127.0.0.1:{v2},v1:127.0.0.1:{v1}]"
+        for name in ("mon", "osd", "mgr", "rgw", "run"):
+            (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / "ceph.conf").write_text(_CEPH_CONF.format(cluster=cluster, monitor=monitor, folder=self.folder))
+        self._do("ceph-authtool", "--create-keyring", "keyring", "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
+        for who, caps in _CEPH_USERS.items():
+            words = [word for daemon, cap in caps.items() for word in ("--cap", daemon, cap)]
+            self._do("ceph-authtool", "keyring", "--gen-key", "-n", who, *words)
+        self._do("monmaptool", "--create", "--addv", "a", monitor, "--fsid", cluster, "--clobber", "monmap")
+        self._do("ceph-mon", "-i", "a", "--mkfs", "--monmap", "monmap", *self._ceph)
+        self._run(["ceph-mon", "-f", "-i", "a", *self._ceph], name="mon")
+        self._do("ceph", *self._ceph, "auth", "import", "-i", "keyring")
+        self._run(["ceph-mgr", "-f", "-i", "x", *self._ceph], name="mgr")
+        number = self._do("ceph", *self._ceph, "osd", "create").strip()
+        self._do("ceph-osd", "-i", number, "--mkfs", "--osd-uuid", str(uuid.uuid4()), *self._ceph)
+        self._run(["ceph-osd", "-f", "-i", number, *self._ceph], name="osd")
+        front = f"--rgw_frontends=beast endpoint=127.0.0.1:{gateway}"
+        self._run(["radosgw", "-f", "-n", "client.rgw", front, *self._ceph], name="rgw")
+        self._wait_until(self._answers, "radosgw to answer")
+        keys = ("--access-key", self.access_key, "--secret-key", self.secret_key)
+        self._do("radosgw-admin", *self._ceph, "user", "create", "--uid=penstock", "--display-name=penstock", *keys)
+
+    @property
+    def _ceph(self) -> tuple[str, str, str, str]:
+        return ("-c", "ceph.conf", "--keyring", "keyring")
+
+
+_CEPH_USERS = {
+    "client.admin": {"mon": "allow *", "osd": "allow *", "mgr": "allow *"},
+    "client.rgw": {"mon": "allow rw", "osd": "allow rwx", "mgr": "allow rw"},
+    "osd.0": {"mon": "allow profile osd", "osd": "allow *", "mgr": "allow profile osd"},
+    "mgr.x": {"mon": "allow profile mgr", "osd": "allow *"},
+}
+
+_CEPH_CONF = """\
+[global]
+fsid = {cluster}
+mon host = {monitor}
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+auth allow insecure global id reclaim = false
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pgp num = 8
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon data avail crit = 1
+mon data avail warn = 2
+run dir = {folder}/run
+admin socket = {folder}/run/$name.asok
+pid file = {folder}/run/$name.pid
+log file = {folder}/$name.log
+keyring = {folder}/keyring
+[mon.a]
+mon data = {folder}/mon
+[osd]
+osd data = {folder}/osd
+osd objectstore = memstore
+memstore device bytes = 4294967296
+[mgr.x]
+mgr data = {folder}/mgr
+[client.rgw]
+rgw data = {folder}/rgw
+"""
