@@ -50,7 +50,7 @@ class FileSource:
 
     Attributes:
         uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
-        why: why bytes that were not in the page cache did not go by direct I/O; "" while they may.
+        why: why bytes that were not in the page cache did not go by direct I/O; "" while all did.
 
     For direct I/O put the bytes of file offset `o` at an address equal to `o` modulo 4096: all but the head and tail
     of the request then goes straight to the buffer. Memory in huge pages is read 2.5 times as fast as scattered 4 KiB
@@ -70,7 +70,8 @@ class FileSource:
         self.identity = identity_of(found)
         self.why = "" if _DIRECT else "this system has no direct I/O"
         self._nowait = _NOWAIT
-        if not self.why:
+        self._refused = bool(self.why)
+        if not self._refused:
             # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
@@ -213,10 +214,12 @@ class FileSource:
             return "buffered"
         path = "buffered"
         for start, direct, part in _align(offset, buffers, self._alignment):
-            if direct and not self.why:
+            if direct and not self._refused:
                 part, start = self._read_direct(fd, start, part)
-                path = "buffered" if self.why else "direct"
+                path = "buffered" if self._refused else "direct"
             self._read_buffered(start, part)
+        if path == "buffered" and not self.why:
+            self.why = "pieces shorter than 64 KiB, or buffers not aligned as their file offset"
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
@@ -227,7 +230,7 @@ class FileSource:
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
-                self.why = f"direct I/O refused at the first read ({errno.errorcode[error.errno]})"
+                self._refuse_direct(f"direct I/O refused at the first read ({errno.errorcode[error.errno]})")
                 break
             if got == 0:
                 raise self._ended(offset)
@@ -237,26 +240,33 @@ class FileSource:
 
     def _open_direct(self) -> int:
         """The descriptor for direct I/O, opened when the first absent range is read; -1: refused, `why` says why."""
-        if self._direct_fd >= 0 or self.why:
-            return -1 if self.why else self._direct_fd
+        if self._direct_fd >= 0 or self._refused:
+            return -1 if self._refused else self._direct_fd
         with self._lock:
-            if self._direct_fd >= 0 or self.why:
-                return -1 if self.why else self._direct_fd
+            if self._direct_fd >= 0 or self._refused:
+                return -1 if self._refused else self._direct_fd
             alignment = direct_alignment(self._fd)
             if alignment == (0, 0):
-                self.why = "no direct I/O on this file (statx)"
-                return -1
+                return self._refuse_direct("no direct I/O on this file (statx)")
             try:
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _DIRECT)
             except OSError as error:
-                self.why = f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
-                return -1
+                return self._refuse_direct(
+                    f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
+                )
             if identity_of(os.fstat(fd)) != self.identity:
                 os.close(fd)
-                raise SourceChanged("file was replaced or modified since it was opened", uri=self.uri)
+                self.check_unchanged()
+                raise SourceChanged("file was replaced while it was opened again", uri=self.uri)
             self._alignment = alignment or _DIRECT_ALIGNMENT
             self._direct_fd = fd
             return fd
+
+    def _refuse_direct(self, why: str) -> int:
+        """Read buffered from now on, with readahead; returns -1."""
+        self.why, self._refused = why, True
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return -1
 
     def _ended(self, offset: int) -> SourceError:
         """The error for a read that returned nothing before the size seen at open."""

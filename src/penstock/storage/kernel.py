@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -96,12 +97,14 @@ class Mapping:
     __slots__ = ("__weakref__", "address", "nbytes")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self.nbytes = 0
         found = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
         if found == _MAP_FAILED:
             raise _os_error()
         self.address: int = found
         self.nbytes = nbytes
+        # Not __del__: while that runs, another thread still gets the object from a weak reference. At exit the
+        # mappings stay, since tensors may be in use until the very end.
+        weakref.finalize(self, _libc.munmap, found, nbytes).atexit = False
         if _LINUX:
             # On a file mapping: read ahead in 2 MiB folios, whatever read_ahead_kb is. Refused without THP; no loss.
             _libc.madvise(found, nbytes, _MADV_HUGEPAGE)
@@ -131,10 +134,6 @@ class Mapping:
         if error.errno == errno.EINVAL:
             return False
         raise error
-
-    def __del__(self, _munmap: Any = _libc.munmap) -> None:
-        if self.nbytes:
-            _munmap(self.address, self.nbytes)
 
 
 def _os_error() -> OSError:

@@ -1,0 +1,423 @@
+"""FileSource: the same bytes by every path, and a typed error for each way a file goes wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.config import Settings
+from penstock.errors import NotFound, PermissionDenied, SourceChanged, SourceTruncated, SourceUnavailable
+from penstock.storage import files, kernel
+from penstock.storage.files import FileSource
+
+MIB = 1 << 20
+NBYTES = 9 * MIB + 1234
+PAGE = kernel.PAGE_BYTES
+
+
+@pytest.fixture(scope="module")
+def body() -> bytes:
+    return np.random.default_rng(2).integers(0, 256, NBYTES, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def path(tmp_path: Path, body: bytes) -> str:
+    name = tmp_path / "model.safetensors"
+    name.write_bytes(body)
+    return str(name)
+
+
+@pytest.fixture
+def source(path: str) -> Iterator[FileSource]:
+    found = FileSource(path, settings=Settings())
+    yield found
+    found.close()
+
+
+def evict(path: str, start: int = 0, nbytes: int = 0) -> None:
+    """Drop a range from the page cache; skips where the file system keeps it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+        left = kernel.resident_pages(fd, start, nbytes or os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+    if left is None:
+        pytest.skip("this kernel does not say what is cached")
+    if left and not nbytes:
+        pytest.skip("this file system does not give up cached pages")
+
+
+def aligned(nbytes: int, shift: int = 0) -> memoryview:
+    """Memory whose first byte lies `shift` after a page boundary."""
+    return memoryview(mmap.mmap(-1, nbytes + PAGE))[shift : shift + nbytes]
+
+
+def needs_direct(source: FileSource) -> None:
+    if source._open_direct() < 0:
+        pytest.skip(source.why)
+
+
+@pytest.mark.parametrize("state", ["cached", "absent", "head cached", "tail cached", "islands"])
+@pytest.mark.parametrize("shift", [0, 8, 512, 1000])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, NBYTES),
+        (0, MIB),
+        (4096, 2 * MIB),
+        (1000, 3 * MIB),
+        (1, 1),
+        (NBYTES - 1, 1),
+        (NBYTES, 0),
+        (5 * MIB + 8, 100_000),
+    ],
+)
+def test_bytes_are_the_files_in_every_state_of_the_cache(
+    path: str, body: bytes, state: str, shift: int, offset: int, nbytes: int
+) -> None:
+    ranges = {
+        "cached": [],
+        "absent": [(0, 0)],
+        "head cached": [(3 * MIB, NBYTES)],
+        "tail cached": [(0, 6 * MIB)],
+        "islands": [(MIB, MIB // 2), (4 * MIB, 2 * MIB)],
+    }[state]
+    for start, length in ranges:
+        evict(path, start, length)
+    source = FileSource(path, settings=Settings())
+    buffer = aligned(nbytes, shift)
+    for _ in range(2):
+        source.readv(offset, [buffer])
+        assert buffer == body[offset : offset + nbytes]
+        buffer[:] = bytes(nbytes)
+    source.close()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_scatter_lists_of_any_cut_are_filled_in_order(path: str, body: bytes, cold: bool) -> None:
+    if cold:
+        evict(path)
+    source = FileSource(path, settings=Settings())
+    lengths = [4096, 0, 1, 130_000, 2 * MIB, 77, 65_536, MIB + 1, 512]
+    buffers = [aligned(n, shift) for n, shift in zip(lengths, [0, 0, 7, 0, 0, 3, 512, 9, 0], strict=True)]
+    source.readv(8192, buffers)
+    assert b"".join(buffers) == body[8192 : 8192 + sum(lengths)]
+    source.close()
+
+
+def test_more_buffers_than_one_system_call_takes(source: FileSource, path: str, body: bytes) -> None:
+    whole = aligned(3000 * 1024)
+    buffers = [whole[i * 1024 : (i + 1) * 1024] for i in range(3000)]
+    for _ in range(2):
+        assert source.readv(100, buffers) == "page-cache"
+        assert whole == body[100 : 100 + whole.nbytes]
+        whole[:] = bytes(whole.nbytes)
+
+
+def test_cached_bytes_come_from_the_page_cache(source: FileSource) -> None:
+    assert source.readv(0, [aligned(NBYTES)]) == "page-cache"
+    assert source.readv(0, [aligned(NBYTES)]) == "page-cache"
+
+
+def test_absent_bytes_come_by_direct_io_and_leave_the_page_cache_as_it_was(source: FileSource, path: str) -> None:
+    needs_direct(source)
+    evict(path)
+    assert source.readv(0, [aligned(8 * MIB)]) == "direct"
+    assert kernel.resident_pages(source._fd, 0, NBYTES) == 0
+    assert source.why == ""
+
+
+def test_a_cached_head_does_not_draw_the_rest_through_the_page_cache(source: FileSource, path: str) -> None:
+    needs_direct(source)
+    evict(path)
+    with open(path, "rb") as reader:
+        reader.read(MIB)  # readahead goes on behind this reader
+    taken = {source.readv(start, [aligned(MIB)]) for start in range(0, 8 * MIB, MIB)}
+    assert "direct" in taken
+    source.readv(0, [aligned(8 * MIB)])
+
+
+def test_pages_evicted_after_they_were_found_cached_are_read_all_the_same(
+    source: FileSource, path: str, body: bytes
+) -> None:
+    buffer = aligned(8 * MIB)
+    assert source.readv(0, [buffer]) == "page-cache"
+    evict(path)
+    buffer[:] = bytes(8 * MIB)
+    source.readv(0, [buffer])
+    assert buffer == body[: 8 * MIB]
+
+
+def test_buffers_that_do_not_fit_direct_io_are_read_buffered(path: str, body: bytes) -> None:
+    evict(path)
+    source = FileSource(path, settings=Settings())
+    buffer = aligned(2 * MIB, 1)
+    assert source.readv(0, [buffer]) == "buffered"
+    assert buffer == body[: 2 * MIB]
+    assert "not aligned" in source.why
+    if source._direct_fd >= 0:
+        evict(path)
+        assert source.readv(0, [aligned(2 * MIB)]) == "direct"
+    source.close()
+
+
+def test_direct_io_refused_at_open_is_reported(
+    source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evict(path)
+    real = os.open
+
+    def refuse(name: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(name, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    buffer = aligned(MIB)
+    assert source.readv(0, [buffer]) == "buffered"
+    assert buffer == body[:MIB]
+    assert "EINVAL" in source.why
+
+
+def test_direct_io_refused_at_the_first_read_is_reported(
+    source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_direct(source)
+    evict(path)
+    real = os.preadv
+
+    def refuse(fd: int, *rest: object) -> int:
+        if fd == source._direct_fd:
+            raise OSError(95, "Operation not supported")
+        return real(fd, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    buffer = aligned(MIB)
+    assert source.readv(0, [buffer]) == "buffered"
+    assert buffer == body[:MIB]
+    assert "ENOTSUP" in source.why or "EOPNOTSUPP" in source.why
+    assert source.readv(MIB, [buffer]) in {"buffered", "page-cache"}
+
+
+def test_short_direct_reads_are_finished(
+    source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_direct(source)
+    evict(path)
+    real = os.preadv
+
+    def shorten(fd: int, buffers: list[memoryview], *rest: int) -> int:
+        short = [buffers[0][:4096]] if buffers[0].nbytes > 4096 and fd == source._direct_fd else buffers
+        return real(fd, short, *rest)
+
+    monkeypatch.setattr(os, "preadv", shorten)
+    buffer = aligned(256 << 10)
+    source.readv(0, [buffer])
+    assert buffer == body[: 256 << 10]
+
+
+@pytest.mark.parametrize("nowait", [True, False])
+def test_without_cachestat_the_cache_is_sampled(
+    path: str, body: bytes, nowait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "resident_pages", lambda *_: None)
+    source = FileSource(path, settings=Settings())
+    if not nowait:
+        source._nowait = 0
+    buffer = aligned(8 * MIB)
+    for _ in range(2):
+        assert source.readv(0, [buffer]) == ("page-cache" if nowait else "buffered")
+        assert buffer == body[: 8 * MIB]
+    evict(path)
+    buffer[:] = bytes(8 * MIB)
+    assert source.readv(0, [buffer]) in {"direct", "buffered"}
+    assert buffer == body[: 8 * MIB]
+    source.close()
+
+
+def test_tmpfs(body: bytes) -> None:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no /dev/shm")
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(body)
+        file.truncate(NBYTES + MIB)  # ends in a hole, which no page holds
+        file.flush()
+        source = FileSource(file.name, settings=Settings())
+        buffer = aligned(NBYTES)
+        for _ in range(2):
+            assert source.readv(0, [buffer]) == "page-cache"
+            assert buffer == body
+        hole = aligned(MIB - PAGE)
+        source.readv(NBYTES + PAGE - NBYTES % PAGE, [hole[: MIB - 2 * PAGE]])
+        assert not any(hole)
+        source.close()
+
+
+def test_an_empty_file_and_an_empty_request(tmp_path: Path, source: FileSource) -> None:
+    (tmp_path / "empty").touch()
+    empty = FileSource(str(tmp_path / "empty"), settings=Settings())
+    empty.readv(0, [])
+    empty.readv(0, [aligned(0)])
+    source.readv(NBYTES, [])
+    with pytest.raises(SourceTruncated):
+        empty.readv(0, [aligned(1)])
+    empty.close()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(NBYTES, 1), (NBYTES - 1, 2), (1 << 62, 1), (-1, 1)])
+def test_a_range_outside_the_file(source: FileSource, offset: int, nbytes: int) -> None:
+    with pytest.raises(SourceTruncated, match=str(NBYTES)):
+        source.readv(offset, [aligned(nbytes)])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_truncated_while_open(source: FileSource, path: str, known: bool) -> None:
+    if known:
+        source.readv(0, [aligned(NBYTES)])
+    os.truncate(path, 5 * MIB)
+    with pytest.raises(SourceTruncated, match="when it was opened"):
+        source.readv(4 * MIB, [aligned(2 * MIB)])
+    with pytest.raises(SourceTruncated):
+        source.check_unchanged()
+
+
+def test_modified_in_place(source: FileSource, path: str) -> None:
+    source.check_unchanged()
+    with open(path, "r+b") as file:
+        file.write(b"changed")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(SourceChanged, match="modified"):
+        source.check_unchanged()
+
+
+def test_replaced_by_rename_gives_the_first_files_bytes_and_says_so(source: FileSource, path: str, body: bytes) -> None:
+    Path(path + ".new").write_bytes(bytes(NBYTES))
+    os.replace(path + ".new", path)
+    buffer = aligned(MIB)
+    source.readv(0, [buffer])
+    assert buffer == body[:MIB]
+    with pytest.raises(SourceChanged, match="replaced"):
+        source.check_unchanged()
+
+
+def test_replaced_before_direct_io_was_opened(source: FileSource, path: str) -> None:
+    evict(path)
+    Path(path + ".new").write_bytes(bytes(NBYTES))
+    os.replace(path + ".new", path)
+    with pytest.raises(SourceChanged):
+        source.readv(0, [aligned(MIB)])
+
+
+def test_removed(source: FileSource, path: str) -> None:
+    os.unlink(path)
+    with pytest.raises(SourceChanged, match="removed"):
+        source.check_unchanged()
+
+
+def test_the_identity_is_of_the_file_opened(source: FileSource, path: str) -> None:
+    found = os.stat(path)
+    assert source.identity == f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
+    assert (source.uri, source.nbytes) == (path, NBYTES)
+
+
+def test_a_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    evict(path)
+    monkeypatch.chdir(os.path.dirname(path))
+    source = FileSource(os.path.basename(path), settings=Settings())
+    monkeypatch.chdir("/")
+    buffer = aligned(MIB)
+    source.readv(0, [buffer])
+    assert buffer == body[:MIB]
+    source.check_unchanged()
+    source.close()
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    for name in ("absent", "model/../absent", "x" * 300):
+        with pytest.raises(NotFound):
+            FileSource(str(tmp_path / name), settings=Settings())
+
+
+def test_a_file_where_a_directory_should_be(path: str) -> None:
+    with pytest.raises(NotFound):
+        FileSource(path + "/x", settings=Settings())
+
+
+def test_a_directory_a_pipe_a_socket_and_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for name in (tmp_path, tmp_path / "pipe", tmp_path / "socket", "/dev/zero"):
+            with pytest.raises(SourceUnavailable) as raised:
+                FileSource(str(name), settings=Settings())
+            assert raised.value.uri == str(name)
+
+
+def test_permission_denied(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x")
+    secret.chmod(0)
+    root = os.geteuid() == 0
+    if root:
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises((PermissionDenied, NotFound)):
+            FileSource(str(secret), settings=Settings())
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_read_error_of_the_kernel_is_typed() -> None:
+    try:
+        source = FileSource("/proc/self/mem", settings=Settings())  # a regular file that answers EIO at address 0
+    except PermissionDenied as error:
+        pytest.skip(str(error))
+    source.nbytes = 4096
+    with pytest.raises(SourceUnavailable) as raised:
+        source.readv(0, [aligned(4096)])
+    assert raised.value.byte_range == (0, 4096)
+    source.close()
+
+
+def test_many_threads(source: FileSource, path: str, body: bytes) -> None:
+    evict(path)
+
+    def read(index: int) -> bool:
+        start = index * 100_003 % (NBYTES - MIB)
+        buffer = aligned(MIB, start % PAGE if index % 2 else 0)
+        source.readv(start, [buffer])
+        return buffer == body[start : start + MIB]
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(read, range(200)))
+
+
+def test_close_twice_and_read_after(source: FileSource) -> None:
+    source.close()
+    source.close()
+    with pytest.raises(SourceUnavailable):
+        source.readv(0, [aligned(1)])
+
+
+def test_descriptors_are_freed(path: str) -> None:
+    evict(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        source = FileSource(path, settings=Settings())
+        source.readv(0, [aligned(MIB)])
+        del source
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() < 20

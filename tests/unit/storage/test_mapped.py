@@ -1,0 +1,259 @@
+"""MappedFile: views are the file's bytes and the caller's own; what is dropped is unmapped."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import DestinationError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
+from penstock.storage import kernel, mapped
+from penstock.storage.files import MappedFile
+
+MIB = 1 << 20
+NBYTES = 9 * MIB + 1234
+PAGE = kernel.PAGE_BYTES
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads /proc/self/maps")
+
+
+@pytest.fixture(scope="module")
+def body() -> bytes:
+    return np.random.default_rng(3).integers(0, 256, NBYTES, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def path(tmp_path: Path, body: bytes) -> str:
+    name = tmp_path / "model.safetensors"
+    name.write_bytes(body)
+    return str(name)
+
+
+def evict(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def num_mapped_pages(path: str) -> int:
+    """Pages of address space that map the file."""
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if path in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans) // PAGE
+
+
+def num_populated_bytes(path: str) -> int:
+    """Bytes of the file that page tables of this process hold."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = path in line
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(0, NBYTES), (8, 100), (PAGE, PAGE), (PAGE - 1, 2), (2 * MIB + 5, 4 * MIB), (NBYTES - 1, 1)],
+)
+def test_a_view_is_the_files_bytes(path: str, body: bytes, offset: int, nbytes: int, cold: bool) -> None:
+    if cold:
+        evict(path)
+    file = MappedFile(path)
+    view = file.view(offset, nbytes)
+    file.prefetch(offset, nbytes)
+    assert (view.format, view.readonly, view.contiguous, view.nbytes) == ("B", False, True, nbytes)
+    assert view == body[offset : offset + nbytes]
+
+
+def test_an_empty_view(path: str, tmp_path: Path) -> None:
+    file = MappedFile(path)
+    assert file.view(NBYTES, 0).nbytes == 0
+    assert num_mapped_pages(path) == 0
+    (tmp_path / "empty").touch()
+    empty = MappedFile(str(tmp_path / "empty"))
+    assert empty.view(0, 0).nbytes == 0
+    empty.prefetch(0, 0)
+
+
+def test_private_writes_reach_neither_the_file_nor_other_views(path: str, body: bytes) -> None:
+    file = MappedFile(path)
+    first, second = file.view(100, MIB), file.view(100, MIB)
+    first[:5] = b"local"
+    assert bytes(first[:5]) == b"local"
+    assert second == body[100 : 100 + MIB]
+    assert Path(path).read_bytes() == body
+
+
+def test_writes_survive_a_prefetch(path: str, body: bytes) -> None:
+    file = MappedFile(path)
+    view = file.view(0, NBYTES)
+    view[MIB : MIB + 3] = b"own"
+    file.prefetch(0, NBYTES)
+    assert bytes(view[MIB - 1 : MIB + 4]) == body[MIB - 1 : MIB] + b"own" + body[MIB + 3 : MIB + 4]
+
+
+def test_a_dropped_view_is_unmapped_and_no_other(path: str, body: bytes) -> None:
+    file = MappedFile(path)
+    views = [file.view(i * MIB, MIB) for i in range(9)]
+    assert num_mapped_pages(path) == 9 * MIB // PAGE
+    kept = np.frombuffer(views[4], np.uint8)[17:]  # what is made of a view keeps it
+    del views
+    gc.collect()
+    assert num_mapped_pages(path) == MIB // PAGE
+    assert kept.tobytes() == body[4 * MIB + 17 : 5 * MIB]
+    del kept
+    gc.collect()
+    assert num_mapped_pages(path) == 0
+
+
+def test_views_outlive_the_file_object_and_hold_no_descriptor(path: str, body: bytes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = MappedFile(path)
+    views = [file.view(i * PAGE, PAGE) for i in range(500)]
+    file.close()
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.unlink(path)
+    assert views[499] == body[499 * PAGE : 500 * PAGE]
+
+
+def test_prefetch_fills_the_page_cache_without_a_view(path: str) -> None:
+    evict(path)
+    file = MappedFile(path)
+    file.prefetch(MIB + 5, 2 * MIB)
+    cached = kernel.resident_pages(file._fd, MIB + 5, 2 * MIB)
+    assert cached in {None, kernel.num_pages(MIB + 5, 2 * MIB)}
+    assert num_mapped_pages(path) == 0
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_prefetch_fills_the_page_tables_of_live_views(path: str, cold: bool) -> None:
+    if cold:
+        evict(path)
+    file = MappedFile(path)
+    gone, left, right = file.view(0, MIB), file.view(MIB, 4 * MIB), file.view(6 * MIB + 7, 3 * MIB)
+    del gone
+    assert num_populated_bytes(path) == 0
+    file.prefetch(0, NBYTES)
+    assert num_populated_bytes(path) >= left.nbytes + right.nbytes
+
+
+def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_MADV_POPULATE_READ", 9999)
+    evict(path)
+    file = MappedFile(path)
+    view = file.view(0, NBYTES)
+    file.prefetch(0, NBYTES)
+    assert view == body
+
+
+def test_prefetch_beyond_the_end_is_cut(path: str) -> None:
+    file = MappedFile(path)
+    file.prefetch(NBYTES - 10, 8 * MIB)
+    file.prefetch(NBYTES, 1)
+
+
+def test_prefetch_from_many_threads_while_views_come_and_go(path: str, body: bytes) -> None:
+    evict(path)
+    file = MappedFile(path)
+
+    def work(index: int) -> bool:
+        start = index * 77_777 % (NBYTES - MIB)
+        view = file.view(start, MIB)
+        file.prefetch(start - start % 100, MIB)
+        return view == body[start : start + MIB]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(300)))
+    gc.collect()
+    assert num_mapped_pages(path) == 0
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(NBYTES, 1), (0, NBYTES + 1), (-1, 1), (0, -1), (1 << 62, 1)])
+def test_a_range_outside_the_file(path: str, offset: int, nbytes: int) -> None:
+    with pytest.raises(SourceTruncated):
+        MappedFile(path).view(offset, nbytes)
+
+
+@pytest.mark.parametrize("populate", [True, False])
+def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
+    path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not populate:
+        monkeypatch.setattr(kernel, "_MADV_POPULATE_READ", 9999)
+    file = MappedFile(path)
+    view = file.view(0, NBYTES)
+    evict(path)
+    os.truncate(path, MIB)
+    with pytest.raises(SourceTruncated):
+        file.prefetch(0, NBYTES)
+    with pytest.raises(SourceTruncated):
+        file.check_unchanged()
+    assert view.nbytes == NBYTES
+
+
+def test_changed_replaced_and_removed(path: str) -> None:
+    file = MappedFile(path)
+    file.check_unchanged()
+    assert MappedFile(path, identity=file.identity).identity == file.identity
+    Path(path + ".new").write_bytes(bytes(NBYTES))
+    os.replace(path + ".new", path)
+    with pytest.raises(SourceChanged, match="replaced"):
+        file.check_unchanged()
+    with pytest.raises(SourceChanged):
+        MappedFile(path, identity=file.identity)
+    os.unlink(path)
+    with pytest.raises(SourceChanged, match="removed"):
+        file.check_unchanged()
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        MappedFile(str(tmp_path / "absent"))
+    with pytest.raises(SourceUnavailable, match="directory"):
+        MappedFile(str(tmp_path))
+
+
+def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mapped, "Mapping", full)
+    with pytest.raises(DestinationError, match="max_map_count"):
+        MappedFile(path).view(0, 1)
+
+
+def test_address_space_really_exhausted(path: str) -> None:
+    file = MappedFile(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * MIB, hard))
+    try:
+        with pytest.raises(DestinationError):
+            file.view(0, NBYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
+    file = MappedFile(path)
+    view = file.view(0, NBYTES)
+    view[:3] = b"mum"
+    pid = os.fork()
+    if not pid:
+        good = bytes(view[:3]) == b"mum" and view[3:] == body[3:]
+        view[:3] = b"kid"
+        file.prefetch(0, NBYTES)
+        del view
+        os._exit(0 if good and num_mapped_pages(path) == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert bytes(view[:3]) == b"mum"
+    assert view[3:] == body[3:]
