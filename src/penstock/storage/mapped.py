@@ -74,7 +74,8 @@ class MappedFile:
     def prefetch(self, offset: int, nbytes: int) -> None:
         """Bring the range into the page cache and into the page tables of the live views of it; any thread.
 
-        Gaps between views are not read; where views overlap, the one that starts last is filled. With no view of the range, it goes to the page cache alone.
+        Gaps between views are not read; where views overlap, the one that starts last is filled.
+        With no view of the range, it goes to the page cache alone.
         Call it with chunks of 8 MiB from two to four threads. Source: benchmarks/results/cpu2_202611/files.md.
 
         Raises:
