@@ -64,7 +64,7 @@ bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--h
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
 	@$(PY) scripts/size.py
 
-fuzz: $(READY)  ## coverage-guided fuzzing of the parsers (needs atheris; SECONDS=60 by default)
+fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (ARGS='--seconds 600')
 	@$(PY) -m pip install -qq --disable-pip-version-check atheris
 	@$(PY) scripts/fuzz.py $(ARGS)
 
