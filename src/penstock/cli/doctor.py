@@ -20,8 +20,15 @@ import typer
 
 from penstock.cli.options import Format, FormatOption
 from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
-from penstock.config import environment
+from penstock.config import ecosystem, environment
 from penstock.types import GB, GIB, MIB
+
+_ECOSYSTEMS = {
+    "AWS_": "object stores: S3 and compatible",
+    "GOOGLE_": "object stores: Google Cloud Storage",
+    "AZURE_": "object stores: Azure",
+    "RUNAI_STREAMER_": "penstock.compat.runai_streamer",
+}
 
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
@@ -56,7 +63,7 @@ def doctor(
 ) -> None:
     """Report devices, measured limits, engines available and why not, and environment variables in force."""
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
-    variables = environment()
+    variables = find_variables()
     if format is Format.json:
         variables_json = [{"name": name, "value": value, "doc": doc} for name, value, doc in variables]
         write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
@@ -140,6 +147,12 @@ def find_engines() -> list[Fact]:
         version = package_version(name)
         found.append(Fact(name=name, value=version or ("yes" if importable(module) else "not installed"), why=what))
     return found
+
+
+def find_variables() -> list[tuple[str, str | None, str]]:
+    """Penstock's variables with their values; those of other ecosystems that are set, their values kept to themselves."""
+    others = [(name, "(set)", what) for prefix, what in _ECOSYSTEMS.items() for name in sorted(ecosystem(prefix))]
+    return [*environment(), *others]
 
 
 def measure_limits(path: Path | None) -> list[Limit]:

@@ -13,6 +13,7 @@ from penstock.cli.main import app
 
 def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "9")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never to be shown")
     file = tmp_path / "disk"
     file.write_bytes(b"x" * (4 << 20))
     result = CliRunner().invoke(app, ["doctor", "--path", str(file), "--format", "json"], catch_exceptions=False)
@@ -26,6 +27,8 @@ def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
     values = {variable["name"]: variable["value"] for variable in found["environment"]}
     assert values["PENSTOCK_RETRIES"] == "9"
     assert values["PENSTOCK_CACHE_DIR"] is None
+    assert values["AWS_SECRET_ACCESS_KEY"] == "(set)"
+    assert "never to be shown" not in result.stdout
 
 
 def test_doctor_for_people_names_the_same_parts() -> None:
