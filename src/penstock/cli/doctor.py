@@ -150,7 +150,7 @@ def find_engines() -> list[Fact]:
 
 
 def find_variables() -> list[tuple[str, str | None, str]]:
-    """Penstock's variables with their values; those of other ecosystems that are set, their values kept to themselves."""
+    """Penstock's variables with their values; the names of other ecosystems' that are set."""
     others = [(name, "(set)", what) for prefix, what in _ECOSYSTEMS.items() for name in sorted(ecosystem(prefix))]
     return [*environment(), *others]
 
