@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.digest import leaf
-from penstock.errors import ConfigError, FormatError, NotFound, PlanError
+from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.storage import Source, is_remote, open_source, read_small
 from penstock.storage.digester import digest_bodies
 from penstock.storage.manifest_file import (
@@ -34,7 +34,7 @@ from penstock.storage.manifest_file import (
     sign,
     unpack,
 )
-from penstock.storage.place import Place, Uri, Uris, resolve, sidecar_uri, signature_uri
+from penstock.storage.place import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
 from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, read_header
 from penstock.storage.strict_json import clip
 from penstock.types import I64, U64, FileEntry, Manifest, TensorTable
@@ -170,7 +170,7 @@ def _open_all(
         except NotFound as error:
             if place.index_uri is None:
                 raise
-            raise NotFound(f"the index names shard {clip(name)!r}, which is missing", uri=uri) from error
+            raise NotFound(f"the index names shard {clip(name)!r}, which is missing", uri=display(uri)) from error
         try:
             return _Opened(name=name, source=source, header=read_header(source, guess_bytes=guess))
         except BaseException:
@@ -180,7 +180,13 @@ def _open_all(
     def sidecar() -> bytes | None:
         if place.sidecar_uri is None:
             return None
-        return read_small(place.sidecar_uri, settings=settings, storage_options=options)
+        try:
+            return read_small(place.sidecar_uri, settings=settings, storage_options=options)
+        except PermissionDenied:
+            # A bucket that may be read but not listed says "forbidden" for "absent".
+            if remote:
+                return None
+            raise
 
     if len(files) == 1 and not remote:
         return [open_one(files[0])], sidecar()
@@ -204,7 +210,7 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
         return tables[0]
     names = tuple(chain.from_iterable(table.names for table in tables))
     counts = [len(table) for table in tables]
-    file_index = np.repeat(np.arange(len(tables), dtype=np.int64), counts)
+    file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for name, file in zip(names, file_index.tolist(), strict=True):
@@ -217,8 +223,8 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
         dtypes=tuple(chain.from_iterable(table.dtypes for table in tables)),
         shapes=tuple(chain.from_iterable(table.shapes for table in tables)),
         file_index=file_index,
-        offset=np.concatenate([table.offset for table in tables]),
-        nbytes=np.concatenate([table.nbytes for table in tables]),
+        offset=np.concatenate([np.zeros(0, np.int64), *(table.offset for table in tables)]),
+        nbytes=np.concatenate([np.zeros(0, np.int64), *(table.nbytes for table in tables)]),
     )
 
 
@@ -249,11 +255,11 @@ def _manifest(
     )
     if raw is None:
         where = place.sidecar_uri
-        why = f"no manifest at {where}" if where is not None else "a list of files has no place for a manifest"
+        why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
         revision = leaf.headers_revision([one.header.digest for one in opened])
         bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
         return bare, why
-    uri = str(place.sidecar_uri)
+    uri = display(str(place.sidecar_uri))
     sidecar = read_sidecar(raw, uri=uri)
     leaves = _match(sidecar, table, files, uri)
     without = None if leaves is not None else f"the manifest at {uri} was made without digests"

@@ -1,6 +1,6 @@
 """What a URI stands for: which files of weights, called what, with which index and manifest beside them.
 
-In: a file, directory, prefix, glob, index or list of files. Out: `Place`.
+In: a file, prefix, prefix, glob, index or list of files. Out: `Place`.
 Not here: what the files hold (`manifest`), how they are opened (`open_source`).
 
     directory --index there?--> its shards, else every *.safetensors --> Place(files, weight_map, sidecar)
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import ConfigError, NotFound, PermissionDenied
 from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.safetensors import parse_index
 
@@ -34,14 +34,15 @@ class Place:
     """Files that are one weight set."""
 
     uri: str
-    """As the user named it."""
+    """As the user named it, without secrets; for messages."""
     files: tuple[tuple[str, str], ...]
     """(name relative to the place, URI), sorted by name."""
     weight_map: Mapping[str, str] | None
     """Tensor -> file name, when an index was honoured."""
     index_uri: str | None
     sidecar_uri: str | None
-    """Where the manifest would be; None where there is no place for one."""
+    """Where the manifest would be; None where there is no place for one. Files of one
+    directory share its manifest."""
 
 
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Place:
@@ -55,22 +56,55 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         FormatError: the index is malformed, or names files outside its directory.
     """
     if not isinstance(uri, str | os.PathLike):
-        return _of_list([_text(one) for one in uri])
+        if len(uri) != 1:
+            return _of_list([_text(one) for one in uri])
+        uri = uri[0]
     place = _text(uri)
-    directory = _directory_of(place)
-    if place.endswith(INDEX_SUFFIX):
-        return _of_index(place, place, directory, settings, storage_options)
+    prefix = _prefix_of(place)
+    if prefix is not None and place.endswith(INDEX_SUFFIX):
+        raw = read_small(place, settings=settings, storage_options=storage_options)
+        if raw is None:
+            raise NotFound("no such index", uri=display(place))
+        return _of_index(place, place, raw, prefix)
     if _is_file(place):
-        return _of_files(place, [place], sidecar_uri(place))
-    found = _list(place, settings, storage_options)
-    if directory is not None and not _is_glob(place):
-        index = _choose_index(directory, found)
-        if index is not None:
-            return _of_index(place, index, directory, settings, storage_options)
-    files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, directory)]
-    if not files:
-        raise NotFound(f"no *{SUFFIX} there", uri=place)
-    return _of_files(place, files, None if directory is None else f"{directory}/{SIDECAR}")
+        return _of_files(place, [place], _beside(place))
+    if prefix is None or _is_glob(place):
+        found = list_uris(place, settings=settings, storage_options=storage_options)
+        return _of_files(place, _weights(found, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
+    return _of_directory(place, prefix, settings, storage_options)
+
+
+def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+    if _is_http(place):
+        return _as_published(place, prefix, settings, options)
+    try:
+        found = list_uris(prefix, settings=settings, storage_options=options)
+    except PermissionDenied:
+        if not is_remote(place):
+            raise
+        return _as_published(place, prefix, settings, options)
+    except NotFound:
+        # An object may be called anything; only its listing tells it from a prefix.
+        if not is_remote(place) or list_uris(place, settings=settings, storage_options=options) != [place]:
+            raise
+        return _of_files(place, [place], _beside(place))
+    index = _choose_index(prefix, found)
+    raw = None if index is None else read_small(index, settings=settings, storage_options=options)
+    if index is not None and raw is not None:
+        return _of_index(place, index, raw, prefix)
+    return _of_files(place, _weights(found, place, prefix), f"{prefix}{SIDECAR}")
+
+
+def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+    """Where nothing can be listed: the two names under which checkpoints are published."""
+    index = f"{prefix}{_INDEX}"
+    try:
+        raw = read_small(index, settings=settings, storage_options=options)
+    except PermissionDenied:
+        raw = None  # what stores answer for an absent object to one who may not list
+    if raw is not None:
+        return _of_index(place, index, raw, prefix)
+    return _of_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
 
 
 def sidecar_uri(uri: Uri) -> str:
@@ -80,14 +114,11 @@ def sidecar_uri(uri: Uri) -> str:
         ConfigError: a glob over directories, or a URL with a query, has no such place.
     """
     place = _text(uri)
-    if is_remote(place) and "?" in place and not _is_glob(place):
-        raise ConfigError("a URL with a query has no place for a manifest beside it", uri=place)
-    if _is_file(place):
-        return f"{place}.{SIDECAR}"
-    directory = _directory_of(place)
-    if directory is None:
-        raise ConfigError("a glob over directories has no place for a manifest", uri=place)
-    return f"{directory}/{SIDECAR}"
+    prefix = _prefix_of(place)
+    where = _beside(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
+    if where is None:
+        raise ConfigError("a glob over directories or a query has no place for a manifest", uri=display(place))
+    return where
 
 
 def signature_uri(uri: Uri) -> str:
@@ -95,8 +126,18 @@ def signature_uri(uri: Uri) -> str:
     return f"{sidecar_uri(uri)}.sig"
 
 
+def display(uri: str) -> str:
+    """`uri` without the user and query of a URL, where secrets stand."""
+    if not _is_http(uri):
+        return uri
+    from penstock.storage.http import clean
+
+    return clean(uri)
+
+
 def _text(uri: Uri) -> str:
-    return os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+    text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+    return text if is_remote(text) else local_path(text)
 
 
 def _is_http(uri: str) -> bool:
@@ -119,56 +160,52 @@ def _is_file(uri: str) -> bool:
     return uri.partition("?")[0].endswith(SUFFIX) if _is_http(uri) else uri.endswith(SUFFIX)
 
 
-def _directory_of(uri: str) -> str | None:
-    """The directory or prefix whose files `uri` names, without a slash at its end; None for a glob over directories."""
+def _prefix_of(uri: str) -> str | None:
+    """What stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
-        directory = uri.rpartition("/")[0] if "/" in uri else "."
-        return None if _is_glob(directory) else directory or "/"
-    return uri.rstrip("/") or "/"
+        prefix = uri[: uri.rfind("/") + 1]
+        return None if _is_glob(prefix) else prefix
+    return f"{uri.rstrip('/')}/"
 
 
-def _is_child(uri: str, directory: str | None) -> bool:
-    return directory is None or directory == "." or "/" not in uri.removeprefix(f"{directory.rstrip('/')}/")
+def _is_child(uri: str, prefix: str | None) -> bool:
+    return prefix is None or "/" not in uri.removeprefix(prefix)
 
 
-def _list(place: str, settings: Settings, options: Mapping[str, str] | None) -> list[str]:
-    if _is_http(place):
-        # A web server lists nothing: look for the two names under which checkpoints are published.
-        base = place.rstrip("/")
-        if read_small(f"{base}/{_INDEX}", settings=settings, storage_options=options) is not None:
-            return [f"{base}/{_INDEX}"]
-        return [f"{base}/model{SUFFIX}"]
-    is_prefix = is_remote(place) and not _is_glob(place) and not place.endswith("/")
-    return list_uris(f"{place}/" if is_prefix else place, settings=settings, storage_options=options)
+def _beside(file: str) -> str | None:
+    """Where a single file's manifest is; a URL with a query has no such place."""
+    return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
 
 
-def _choose_index(directory: str, found: Sequence[str]) -> str | None:
-    indexes = [name for name in found if name.endswith(INDEX_SUFFIX) and _is_child(name, directory)]
+def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
+    files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, prefix)]
+    if not files:
+        raise NotFound(f"no *{SUFFIX} there", uri=display(place))
+    return files
+
+
+def _choose_index(prefix: str, found: Sequence[str]) -> str | None:
+    indexes = [name for name in found if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
         return named[0]
     return indexes[0] if len(indexes) == 1 else None
 
 
-def _of_index(
-    place: str, index: str, directory: str | None, settings: Settings, options: Mapping[str, str] | None
-) -> Place:
-    raw = read_small(index, settings=settings, storage_options=options)
-    if raw is None or directory is None:
-        raise NotFound("no such index", uri=index)
-    weight_map = parse_index(raw, uri=index)
+def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
+    weight_map = parse_index(raw, uri=display(index))
     shards = sorted(set(weight_map.values()))
     return Place(
-        uri=place,
-        files=tuple((shard, f"{directory}/{shard}") for shard in shards),
+        uri=display(place),
+        files=tuple((shard, f"{prefix}{shard}") for shard in shards),
         weight_map=weight_map,
-        index_uri=index,
-        sidecar_uri=f"{directory}/{SIDECAR}",
+        index_uri=display(index),
+        sidecar_uri=f"{prefix}{SIDECAR}",
     )
 
 
 def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Place:
-    return Place(uri=place, files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
+    return Place(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
 
 
 def _of_list(uris: Sequence[str]) -> Place:
@@ -177,9 +214,11 @@ def _of_list(uris: Sequence[str]) -> Place:
     seen: set[str] = set()
     for uri in uris:
         if uri in seen:
-            raise ConfigError("a file stands twice in the list", uri=uri)
+            raise ConfigError("a file stands twice in the list", uri=display(uri))
         seen.add(uri)
-    return _of_files(", ".join(uris[:3]) + (", ..." if len(uris) > 3 else ""), uris, None)
+    prefixes = {uri[: uri.rfind("/") + 1] for uri in uris}
+    sidecar = None if len(prefixes) > 1 or any(map(_is_http, uris)) else f"{prefixes.pop()}{SIDECAR}"
+    return _of_files(", ".join(map(display, uris[:3])) + (", ..." if len(uris) > 3 else ""), uris, sidecar)
 
 
 def _named(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:

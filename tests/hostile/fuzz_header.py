@@ -1,0 +1,89 @@
+"""Coverage-guided fuzzing of the header, index and manifest parsers: `python tests/hostile/fuzz_header.py -max_total_time=60`.
+
+In: bytes from atheris (libFuzzer's arguments are passed on). Out: an exit status of 0, or the input that broke a promise.
+Not here: attacks by table and by Hypothesis (`test_header_attacks`).
+
+The promises: nothing but a PenstockError is raised; what the safetensors library accepts and the format's text allows is
+accepted with the same tensors; what we accept, it accepts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import sys
+
+import safetensors
+
+from penstock.errors import FormatError, PenstockError
+from penstock.storage import MemorySource, manifest_file
+from penstock.storage.safetensors import parse_index, read_header
+
+BODY = bytes(64)
+SEEDS = (
+    b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b":{"dtype":"F4","shape":[80],"data_offsets":[24,64]}}',
+    b'{"__metadata__":{"k":"{\\"x\\":1}"},"z":{"dtype":"U8","shape":[0,9],"data_offsets":[0,0]}}',
+    b'{"weight_map":{"a":"x-1.safetensors","b":"x-2.safetensors"},"metadata":{"total_size":1}}',
+)
+
+
+def stricter(raw: bytes) -> bool:
+    """Whether we refuse on purpose what the library takes: see the format's text, and what array libraries hold."""
+    repeated = False
+
+    def look(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        nonlocal repeated
+        repeated |= len(dict(pairs)) < len(pairs)
+        return dict(pairs)
+
+    header = json.loads(raw, object_pairs_hook=look)
+    entries = [entry for entry in header.values() if isinstance(entry, dict) and isinstance(entry.get("shape"), list)]
+    arrays = any(isinstance(entry, list) for entry in header.values())
+    unheld = any(len(entry["shape"]) > 64 or max(entry["shape"], default=0) >= 2**31 for entry in entries)
+    return repeated or arrays or unheld or not raw.startswith(b"{")
+
+
+def check_header(raw: bytes) -> None:
+    data = struct.pack("<Q", len(raw)) + raw + BODY
+    try:
+        theirs = {name: (row["dtype"], row["shape"]) for name, row in safetensors.deserialize(data)}
+    except safetensors.SafetensorError:
+        theirs = None
+    try:
+        table = read_header(MemorySource(data)).tensors
+    except PenstockError:
+        if theirs is not None and not stricter(raw):
+            raise AssertionError(f"refused, though valid: {raw!r}") from None
+        return
+    ours = {n: (d.value, list(s)) for n, d, s in zip(table.names, table.dtypes, table.shapes, strict=True)}
+    # "-0" is an integer of JSON, and a float to the library; unknown fields are walked deeper here than there.
+    if theirs != ours and not (theirs is None and (b"-0" in raw or raw.count(b"[") + raw.count(b"{") > 120)):
+        raise AssertionError(f"accepted otherwise than by the library: {raw!r}")
+
+
+def check(data: bytes) -> None:
+    """One input, through every parser."""
+    check_header(data)
+    with contextlib.suppress(PenstockError):
+        read_header(MemorySource(data))
+    with contextlib.suppress(FormatError):
+        parse_index(data, uri="mem:index")
+    for raw in (data, manifest_file.MAGIC + data):
+        with contextlib.suppress(PenstockError):
+            manifest_file.decode(raw, uri="mem:manifest")
+
+
+def main() -> None:
+    """Run until libFuzzer's limits are reached."""
+    import atheris
+
+    atheris.instrument_func(check)
+    for seed in SEEDS:
+        check(seed)
+    atheris.Setup(sys.argv, check)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
