@@ -27,8 +27,8 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
     """The least box that holds everything `index` selects, and the index that selects it from that box.
 
     Integers, slices of positive step, `...` and `None` narrow the box. From the first other entry on (lists, arrays,
-    masks, booleans, a second `...`) dims are taken whole. Indices that do not fit the shape give some box inside it: applying the
-    rest, or the index itself, to a tensor of the shape is what reports them.
+    masks, booleans, a second `...`) dims are taken whole. Indices that do not fit the shape give some box
+    inside it: applying the rest, or the index itself, to a tensor of the shape is what reports them.
     """
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)

@@ -21,6 +21,7 @@ import torch
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied, SourceError
+from penstock.loader.also import also
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read import read_slabs
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
@@ -311,25 +312,4 @@ def _compatible(error: PenstockError) -> PenstockError:
         others.append(PermissionError)
     elif isinstance(error, SourceError) and error.tensor is None:
         others.append(FileNotFoundError if isinstance(error, NotFound) else OSError)
-    ours = type(error)
-    missing = tuple(other for other in others if not issubclass(ours, other))
-    return (_both(ours, missing) if missing else ours)(
-        error.message,
-        mutated=error.mutated,
-        uri=error.uri,
-        tensor=error.tensor,
-        byte_range=error.byte_range,
-        hint=error.hint,
-    )
-
-
-_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
-
-
-def _both(ours: type[PenstockError], others: tuple[type[Exception], ...]) -> type[PenstockError]:
-    """The class that is `ours` and `others`, made once; it goes by the name of `ours`."""
-    key = (ours, *others)
-    if key not in _classes:
-        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
-        _classes[key] = type(ours.__name__, key, body)
-    return _classes[key]
+    return also(error, *others)

@@ -1,0 +1,40 @@
+"""The names that code written for Run:ai Model Streamer imports, with its signatures, over Penstock.
+
+In: `from penstock.compat.runai_streamer import SafetensorsStreamer` in place of `from runai_model_streamer import ...`;
+or `install()` before an engine is imported, and the engine's own import finds this. Out: tensors, chunks, files.
+Not here: its native library and the knobs of its buffers; see docs/compat.md for what differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from penstock.compat.runai_streamer.files import FileChunks, FileStreamer
+from penstock.compat.runai_streamer.objects import ObjectStorageModel, S3Credentials, list_safetensors, pull_files
+from penstock.compat.runai_streamer.safetensors import SafetensorsStreamer
+from penstock.errors import ConfigError
+
+__all__ = [
+    "FileChunks",
+    "FileStreamer",
+    "ObjectStorageModel",
+    "S3Credentials",
+    "SafetensorsStreamer",
+    "install",
+    "list_safetensors",
+    "pull_files",
+]
+
+_NAME = "runai_model_streamer"
+
+
+def install() -> None:
+    """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
+
+    Raises:
+        ConfigError: the real runai_model_streamer was imported already; what holds its names would keep them.
+    """
+    here = importlib.import_module(__name__)
+    if sys.modules.setdefault(_NAME, here) is not here:
+        raise ConfigError(f"{_NAME} is imported already", hint="call install() before anything imports it")

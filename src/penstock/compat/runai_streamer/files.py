@@ -1,0 +1,209 @@
+"""Ranges of files and objects, read in parallel and given as they arrive: `FileStreamer` and `FileChunks`.
+
+In: files with offsets and sizes. Out: `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
+Not here: tensors (`safetensors`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from penstock.compat.runai_streamer.objects import (
+    S3Credentials,
+    is_object,
+    list_objects,
+    matching,
+    raising_value_errors,
+    storage_options,
+)
+from penstock.config import Settings, runai_settings
+from penstock.errors import ConfigError
+from penstock.storage import Source, open_source
+
+_THREADS = 16
+"""Reading threads where RUNAI_STREAMER_CONCURRENCY does not say. Source: `storage.objects.FETCH_THREADS`."""
+
+
+class FileChunks:
+    """A file and the ranges wanted of it; they may lie anywhere, in any order. `id` is the caller's."""
+
+    def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
+        if len(offsets) != len(sizes):
+            raise ValueError(f"{len(offsets)} offsets and {len(sizes)} sizes")
+        self.id = id
+        self.path = path
+        self.offsets = offsets
+        self.sizes = sizes
+
+    @staticmethod
+    def contiguous(id: int, path: str, offset: int, sizes: list[int]) -> FileChunks:
+        """Ranges of these sizes one after the other from `offset` on."""
+        return FileChunks(id, path, list(itertools.accumulate(sizes[:-1], initial=offset))[: len(sizes)], sizes)
+
+    def total_size(self) -> int:
+        """Bytes of all ranges."""
+        return sum(self.sizes)
+
+    def max_chunk_size(self) -> int:
+        """Bytes of the largest range."""
+        return max(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"FileChunks(id={self.id}, path={self.path!r}, {len(self.sizes)} ranges, {self.total_size()} bytes)"
+
+
+class FileStreamer:
+    """Reads ranges in parallel; a context manager.
+
+    What was read and not yet taken is bounded by the memory limit (or one range, if that is larger).
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._sources: list[Source] = []
+        self._running: dict[Future[torch.Tensor], tuple[int, int, int]] = {}
+        self._left: deque[tuple[Source, int, int, int, int]] = deque()
+        self._limit_bytes = 0
+        self._device = torch.device("cpu")
+
+    def __enter__(self) -> Self:
+        settings = runai_settings()
+        self._pool = ThreadPoolExecutor(settings.fetch_threads or _THREADS, thread_name_prefix="penstock-runai")
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pool, self._pool = self._pool, None
+        self._drain()
+        if pool is not None:
+            pool.shutdown()
+
+    def stream_files(
+        self,
+        file_stream_requests: Sequence[FileChunks],
+        credentials: S3Credentials | None = None,
+        device: str | torch.device | None = "cpu",
+        memory_limit: int | None = None,
+        owned: bool = True,
+    ) -> None:
+        """Begin reading. `owned` is accepted: what is yielded is always the caller's own.
+
+        Raises:
+            ValueError: not inside `with`, another stream has not been read to its end, paths of different stores, an
+                unknown device, or a file that cannot be opened.
+        """
+        if self._pool is None:
+            raise ValueError("Streamer not initialized")
+        if self._running or self._left:
+            raise ValueError("cannot start a new stream before the one before it was read to its end or closed")
+        stores = {r.path.partition("://")[0] if is_object(r.path) else "" for r in file_stream_requests}
+        if len(stores) > 1:
+            raise ValueError("Cannot stream files from multiple source types in parallel")
+        self._drain()
+        with raising_value_errors():
+            settings = Settings.read()
+            asked = runai_settings()
+            try:
+                self._device = torch.device("cpu" if device is None else device)
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(f"unusable device {device!r}") from error
+            limit = asked.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
+            self._limit_bytes = limit or settings.memory_bytes
+            for request in file_stream_requests:
+                options = storage_options(request.path, credentials)
+                source = open_source(request.path, settings=settings, storage_options=options)
+                self._sources.append(source)
+                ranges = zip(request.offsets, request.sizes, strict=True)
+                self._left.extend((source, request.id, i, at, n) for i, (at, n) in enumerate(ranges))
+            self._submit()
+
+    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
+
+        Raises:
+            ValueError: not inside `with`, or a range cannot be read; the others are dropped.
+        """
+        if self._pool is None:
+            raise ValueError("Streamer not initialized")
+        try:
+            while self._running:
+                done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    id, index, _nbytes = self._running.pop(future)
+                    with raising_value_errors():
+                        tensor = future.result()
+                    self._submit()
+                    yield id, index, tensor.to(self._device).view(1, -1)
+        finally:
+            self._drain()
+
+    def list_files(
+        self,
+        prefix: str,
+        is_recursive: bool = True,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+    ) -> list[tuple[str, int]]:
+        """Objects under a prefix (or files in a directory) with their sizes; needs no `with`."""
+        with raising_value_errors():
+            settings = Settings.read()
+            if not is_object(prefix):
+                return _list_local(prefix, is_recursive, allow_patterns, ignore_patterns)
+            sizes = []
+            options = storage_options(prefix, None)
+            uris = list_objects(prefix, None, recursive=is_recursive, allow=allow_patterns, ignore=ignore_patterns)
+            for uri in uris:
+                source = open_source(uri, settings=settings, storage_options=options)
+                sizes.append((uri, source.nbytes))
+                source.close()
+            return sizes
+
+    def _submit(self) -> None:
+        """Start reads while the bytes under way and not taken stay within the limit; one at least."""
+        assert self._pool is not None
+        under_way = sum(nbytes for _, _, nbytes in self._running.values())
+        while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
+            source, id, index, offset, nbytes = self._left.popleft()
+            self._running[self._pool.submit(_read, source, offset, nbytes)] = (id, index, nbytes)
+            under_way += nbytes
+
+    def _drain(self) -> None:
+        """Forget what is left, wait for what runs, close the files."""
+        self._left.clear()
+        for future in self._running:
+            future.cancel()
+        wait(self._running)
+        self._running.clear()
+        for source in self._sources:
+            source.close()
+        self._sources.clear()
+
+
+def _read(source: Source, offset: int, nbytes: int) -> torch.Tensor:
+    """`[nbytes]` uint8, host."""
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    source.readv(offset, [tensor.numpy().data])
+    return tensor
+
+
+def _list_local(
+    prefix: str, recursive: bool, allow: Sequence[str] | None, ignore: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    found = []
+    for folder, folders, names in os.walk(prefix):
+        if not recursive:
+            folders.clear()
+        for name in names:
+            path = os.path.join(folder, name)
+            found.append((path, os.path.getsize(path)))
+    keep = set(matching([path for path, _ in found], allow, ignore))
+    return sorted((path, nbytes) for path, nbytes in found if path in keep)

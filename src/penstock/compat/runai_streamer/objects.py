@@ -1,0 +1,232 @@
+"""Listing and pulling of model files, as Run:ai Model Streamer names them.
+
+In: a directory or an object store's prefix. Out: lists of paths; files in a local directory.
+Not here: weights (`safetensors`, `files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import glob
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from penstock.config import Settings, runai_settings
+from penstock.errors import DestinationError, DiskFull, NotFound, PenstockError, PlanError
+from penstock.loader.also import also
+from penstock.storage import list_uris, open_source
+from penstock.types import MIB
+
+_SCHEMES = ("s3://", "gs://", "az://")
+_PIECE_BYTES = 8 * MIB
+
+
+@dataclass(slots=True)
+class S3Credentials:
+    """Credentials of an S3 store; what is None is found by the ecosystem's own means."""
+
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+    region_name: str | None = None
+    endpoint: str | None = None
+
+    def __repr__(self) -> str:
+        return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
+
+
+def is_object(path: str) -> bool:
+    """Whether `path` names something in an object store."""
+    return path.startswith(_SCHEMES)
+
+
+def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, str] | None:
+    """Options of the store that `path` is in: the environment's of Run:ai, then the credentials given."""
+    if not path.startswith("s3://"):
+        return None
+    options = dict(runai_settings().storage_options)
+    if credentials is not None:
+        given = {
+            "access_key_id": credentials.access_key_id,
+            "secret_access_key": credentials.secret_access_key,
+            "session_token": credentials.session_token,
+            "region": credentials.region_name,
+            "endpoint": credentials.endpoint,
+        }
+        options |= {name: value for name, value in given.items() if value is not None}
+    return options
+
+
+@contextlib.contextmanager
+def raising_value_errors() -> Iterator[None]:
+    """Penstock's errors also as ValueError, which is what code written for Run:ai Model Streamer catches."""
+    try:
+        yield
+    except PenstockError as error:
+        raise also(error, ValueError) from error.__cause__
+
+
+def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:
+    """The `*.safetensors` directly in a directory or under a prefix; empty where there are none."""
+    if not is_object(path):
+        return glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
+    with raising_value_errors():
+        found = _list(path, s3_credentials, recursive=False)
+    return [uri for uri in found if uri.endswith(".safetensors")]
+
+
+def list_objects(
+    path: str,
+    credentials: S3Credentials | None,
+    *,
+    recursive: bool,
+    allow: Sequence[str] | None,
+    ignore: Sequence[str] | None,
+) -> list[str]:
+    """Objects under a prefix whose keys match one of `allow` and none of `ignore`, as fnmatch reads them."""
+    found = _list(path, credentials, recursive=recursive)
+    bucket = path[: path.index("/", path.index("://") + 3) + 1] if "/" in path.partition("://")[2] else path
+    keys = matching([uri.removeprefix(bucket) for uri in found], allow, ignore)
+    return [bucket + key for key in keys]
+
+
+def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence[str] | None) -> list[str]:
+    """The paths that match one of `allow` (None: any) and none of `ignore`, as fnmatch reads patterns."""
+    return [
+        path
+        for path in paths
+        if (allow is None or any(fnmatch.fnmatch(path, pattern) for pattern in allow))
+        and not any(fnmatch.fnmatch(path, pattern) for pattern in ignore or ())
+    ]
+
+
+def _list(path: str, credentials: S3Credentials | None, *, recursive: bool) -> list[str]:
+    prefix = path.rstrip("/")
+    options = storage_options(path, credentials)
+    try:
+        return list_uris(
+            f"{prefix}/**" if recursive else f"{prefix}/", settings=Settings.read(), storage_options=options
+        )
+    except NotFound:
+        return []
+
+
+def pull_files(
+    model_path: str,
+    dst: str,
+    allow_pattern: list[str] | None = None,
+    ignore_pattern: list[str] | None = None,
+    s3_credentials: S3Credentials | None = None,
+) -> None:
+    """Download every object under a prefix, however deep, that matches one of `allow_pattern` and none of the others.
+
+    A file appears under its name when it is whole. Patterns are fnmatch's, over the whole key.
+
+    Raises:
+        NotImplementedError: `model_path` is no object store's.
+        ValueError (and Penstock's own): the store failed, or a key points outside `dst`; whole files stay.
+    """
+    if not is_object(model_path):
+        raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
+    options = storage_options(model_path, s3_credentials)
+    root = model_path.rstrip("/") + "/"
+    with raising_value_errors():
+        for uri in list_objects(root, s3_credentials, recursive=True, allow=allow_pattern, ignore=ignore_pattern):
+            _download(uri, _inside(dst, uri.removeprefix(root), uri), options)
+
+
+def _inside(dst: str, key: str, uri: str) -> Path:
+    """Where a key goes under `dst`. PlanError for one that would leave it."""
+    root = Path(dst).resolve()
+    place = (root / key.lstrip("/")).resolve()
+    if not place.is_relative_to(root) or place == root:
+        raise PlanError("the key would be written outside the destination", uri=uri)
+    return place
+
+
+def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
+    source = open_source(uri, settings=Settings.read(), storage_options=options)
+    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        piece = memoryview(bytearray(min(_PIECE_BYTES, source.nbytes)))
+        with open(part, "wb") as file:
+            for offset in range(0, source.nbytes, _PIECE_BYTES):
+                view = piece[: min(_PIECE_BYTES, source.nbytes - offset)]
+                source.readv(offset, [view])
+                file.write(view)
+        os.replace(part, place)
+    except OSError as error:
+        kind = DiskFull if error.errno == 28 else DestinationError
+        raise kind(f"cannot write {place}: {error.strerror}", uri=uri) from error
+    finally:
+        part.unlink(missing_ok=True)
+        source.close()
+
+
+class ObjectStorageModel:
+    """Files of a model pulled once into a directory by however many processes of one host; a context manager.
+
+    The first to come downloads, the others wait for it and find all there. A download that failed is begun anew by
+    the next. `dir` is the directory; beside it lies a lock file, in it a mark that it is whole.
+
+    Raises:
+        ValueError: `model_path` is no object store's.
+    """
+
+    SENTINEL_NAME = ".runai_complete"
+
+    def __init__(self, model_path: str, dst: str, s3_credentials: S3Credentials | None = None) -> None:
+        if not is_object(model_path):
+            raise ValueError(f"model_path {model_path!r} is none of s3://, gs://, az://")
+        self.dir = dst.rstrip("/") or "/"
+        self._model_path = model_path
+        self._credentials = s3_credentials
+        self._mark = Path(self.dir) / self.SENTINEL_NAME
+        self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115 - held until __exit__
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            if not self._mark.exists():
+                # Not promoted in one step: two that both hold the shared lock would wait for each other.
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._is_whole = self._mark.exists()
+            if self._is_whole:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+            else:
+                shutil.rmtree(self.dir, ignore_errors=True)
+                os.makedirs(self.dir)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
+        """`pull_files` into `dir`; nothing where another process has done it."""
+        if not self._is_whole:
+            pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if exc_type is None and not self._is_whole:
+                if not any(Path(self.dir).iterdir()):
+                    raise RuntimeError(f"no files were found under {self._model_path!r}")
+                self._mark.touch()
+        finally:
+            self._lock.close()  # which gives the lock back
+
+    def __del__(self) -> None:
+        lock = getattr(self, "_lock", None)
+        if lock is not None:
+            lock.close()
