@@ -232,7 +232,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
         return [uri]
     glob = _GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
-    nested = glob is not None and "/" in key[glob.start() :]
+    nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     with mapped(uri):
         if nested:
             found = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]

@@ -77,6 +77,8 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     bucket, _, key = rest.partition("/")
     if prefix is None or not bucket:
         raise ConfigError("not an object's URI", uri=uri, hint="write it as s3://bucket/key")
+    if key.startswith("/") or "//" in key:
+        raise ConfigError("a key with an empty segment (//) cannot be read", uri=uri)
     root = f"{scheme}://{bucket}/"
     account = ""
     if "@" in bucket:
@@ -240,17 +242,35 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
     ) as error:
         raise ConfigError(_brief(error), uri=uri) from error
     except (exceptions.BaseError, OSError) as error:
-        if _NO_CREDENTIALS in str(error):
-            raise PermissionDenied(
-                "no credentials found",
-                uri=uri,
-                hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
-                "skip_signature=true reads public buckets",
-            ) from error
-        raise SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range) from error
+        raise _by_status(error, uri, byte_range) from error
+
+
+def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
+    """The error for what obstore has no type for, by the HTTP status in its text (listing: every status)."""
+    text = str(error)
+    found = re.search(r"status code: (\d{3})", text)
+    status = int(found[1]) if found else 0
+    if _NO_CREDENTIALS in text:
+        return PermissionDenied(
+            "no credentials found",
+            uri=uri,
+            hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
+            "skip_signature=true reads public buckets",
+        )
+    if status in {400, 401, 403}:  # 400: S3's answer to HEAD for an expired token or another region, without a word
+        return PermissionDenied(
+            _brief(error), uri=uri, hint="check the credentials, what they may read, and the region"
+        )
+    if status == 404:
+        return NotFound(_brief(error), uri=uri, byte_range=byte_range)
+    hint = "the bucket may be in another region: set AWS_REGION" if status in {301, 307} else None
+    return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=hint)
 
 
 def _brief(error: Exception) -> str:
-    """The first paragraph of a library's message, without the queries of URLs, which may hold signatures."""
-    text = str(error).partition("\n\n")[0]
-    return re.sub(r"\?\S+", "", text)[:300]
+    """One line of a library's message: status and code, or its first line without queries, which hold signatures."""
+    text = str(error)
+    status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
+    if status:
+        return f"HTTP {status[1]}" + (f" {code[1]}" if code else "")
+    return re.sub(r"\?\S+", "", text.partition("\n")[0])[:300]
