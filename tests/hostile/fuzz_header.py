@@ -1,10 +1,10 @@
-"""Coverage-guided fuzzing of the header, index and manifest parsers: `python tests/hostile/fuzz_header.py -max_total_time=60`.
+"""Coverage-guided fuzzing of the header, index and manifest parsers: `python fuzz_header.py -max_total_time=60`.
 
-In: bytes from atheris (libFuzzer's arguments are passed on). Out: an exit status of 0, or the input that broke a promise.
+In: bytes from atheris; libFuzzer's arguments are passed on. Out: exit status 0, or the input that broke a promise.
 Not here: attacks by table and by Hypothesis (`test_header_attacks`).
 
-The promises: nothing but a PenstockError is raised; what the safetensors library accepts and the format's text allows is
-accepted with the same tensors; what we accept, it accepts.
+The promises: nothing but a PenstockError is raised; what the safetensors library accepts and the format's text allows
+is accepted, with the same tensors; what we accept, it accepts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import contextlib
 import json
 import struct
 import sys
+import tempfile
+from pathlib import Path
+from types import FunctionType
 
 import safetensors
 
@@ -21,6 +24,19 @@ from penstock.storage import MemorySource, manifest_file
 from penstock.storage.safetensors import parse_index, read_header
 
 BODY = bytes(64)
+WORDS = (
+    "data_offsets",
+    "shape",
+    "dtype",
+    "__metadata__",
+    "weight_map",
+    "\\\\u0061",
+    "null",
+    "F6_E2M3",
+    "BOOL",
+    "[0,0]",
+    "{}",
+)
 SEEDS = (
     b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b":{"dtype":"F4","shape":[80],"data_offsets":[24,64]}}',
     b'{"__metadata__":{"k":"{\\"x\\":1}"},"z":{"dtype":"U8","shape":[0,9],"data_offsets":[0,0]}}',
@@ -78,11 +94,19 @@ def main() -> None:
     """Run until libFuzzer's limits are reached."""
     import atheris
 
-    atheris.instrument_func(check)
-    for seed in SEEDS:
-        check(seed)
-    atheris.Setup(sys.argv, check)
-    atheris.Fuzz()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("penstock."):
+            for function in vars(module).values():
+                if getattr(function, "__module__", None) == name and isinstance(function, FunctionType):
+                    atheris.instrument_func(function)
+    with tempfile.TemporaryDirectory() as folder:
+        for index, seed in enumerate(SEEDS):
+            check(seed)
+            (Path(folder) / str(index)).write_bytes(seed)
+        words = Path(folder) / "words.dict"
+        words.write_text("".join(f'"{word}"\n' for word in WORDS))
+        atheris.Setup([*sys.argv, f"-dict={words}", folder], check)
+        atheris.Fuzz()
 
 
 if __name__ == "__main__":

@@ -303,11 +303,9 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
     if wrong.size:
         row = int(wrong[0])
         begins, expects = int(table.offset[row]), int(expected[row])
-        fault = (
-            f"gap of {begins - expects} bytes before it"
-            if begins > expects
-            else f"overlaps {clip(table.names[row - 1])!r} by {expects - begins} bytes"
-        )
+        fault = f"gap of {begins - expects} bytes before it"
+        if begins < expects:
+            fault = f"overlaps {clip(table.names[row - 1])!r} by {expects - begins} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
     return int(expected[-1])
 
@@ -329,11 +327,7 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
             tensor = next(name for name, at in weight_map.items() if at == shard)
-            raise FormatError(
-                f"shard {clip(shard)!r} is not a file below the index",
-                uri=uri,
-                tensor=clip(tensor),
-            )
+            raise FormatError(f"shard {clip(shard)!r} is not a file below the index", uri=uri, tensor=clip(tensor))
     return weight_map
 
 

@@ -215,6 +215,11 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     assert caught.value.tensor == "a.w"
 
 
+def test_a_file_that_went_away_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        open_weights([tmp_path / "x.safetensors", tmp_path / "y.safetensors"], settings=SETTINGS)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "readme").write_text("")
     for uri in (tmp_path, tmp_path / "no", f"{tmp_path}/*.safetensors", tmp_path / "x.safetensors.index.json"):
@@ -288,6 +293,8 @@ def test_with_an_index_only_the_files_needed_are_opened(tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     shards_of(tmp_path)
+    with pytest.raises(PlanError, match="no such tensor: nope"):
+        open_weights(tmp_path, settings=SETTINGS, names="nope")
     with pytest.raises(PlanError, match="no such tensor: nope0, nope1, nope2, nope3, nope4 and 2 more"):
         open_weights(tmp_path, settings=SETTINGS, names=["a.w", *(f"nope{i}" for i in range(7))])
 
@@ -429,6 +436,14 @@ def test_a_sidecar_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="does not hold") as caught:
         open_weights(tmp_path, settings=SETTINGS)
     assert caught.value.tensor == "ghost"
+
+
+def test_a_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
+    shards_of(tmp_path)
+    made = write_sidecar(tmp_path)
+    (tmp_path / "penstock.manifest").write_bytes(packed(made, leaves=bytes(8)))
+    with pytest.raises(FormatError, match="1 leaves; the tensors have"):
+        open_weights(tmp_path, settings=SETTINGS)
 
 
 def test_a_sidecar_without_digests_says_so(tmp_path: Path) -> None:
@@ -731,6 +746,20 @@ def test_a_source_that_changes_between_reads_says_so(tmp_path: Path) -> None:
             file.truncate(10)
         with pytest.raises((SourceChanged, SourceTruncated)):
             build(weights)
+
+
+def test_listing(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "below").mkdir()
+    names = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    assert storage.list_uris(str(tmp_path), settings=SETTINGS) == names
+    assert storage.list_uris(f"file://{tmp_path}/", settings=SETTINGS) == names
+    assert storage.list_uris(f"{tmp_path}/*", settings=SETTINGS) == names
+    assert storage.list_uris(names[0], settings=SETTINGS) == names[:1]
+    for uri in (tmp_path / "c", f"{tmp_path}/c*", tmp_path / "below"):
+        with pytest.raises(NotFound):
+            storage.list_uris(str(uri), settings=SETTINGS)
 
 
 def test_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
