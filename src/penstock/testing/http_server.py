@@ -122,9 +122,7 @@ class RangeServer:
         self.closing.set()
         self._server.shutdown()
         self._thread.join()
-        with self._lock:
-            for connection in self._connections:
-                _shutdown(connection)
+        self.drop_connections()
         self._server.server_close()
         for descriptor, _, _ in self._objects.values():
             os.close(descriptor)
@@ -156,6 +154,12 @@ class RangeServer:
                 version = old[2] + 1.0
                 os.close(old[0])
             self._objects[name] = (descriptor, len(data), version)
+
+    def drop_connections(self) -> None:
+        """End every open connection, as a server does with idle ones."""
+        with self._lock:
+            for connection in self._connections:
+                _shutdown(connection)
 
     def open(self, name: str) -> tuple[int, int, float] | None:
         """A new descriptor, the size in bytes and the version (seconds) of `name`; None when absent."""

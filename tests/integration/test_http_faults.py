@@ -1,0 +1,340 @@
+"""Every fault a web server or object store can show: cured by resuming, or a typed error that names what and where."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.config import Settings
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    SourceChanged,
+    SourceStalled,
+    SourceTruncated,
+    SourceUnavailable,
+)
+from penstock.storage.http import HttpSource
+from penstock.storage.objects import list_objects, open_object, read_small, write_small
+from penstock.testing.http_server import Faults, RangeServer
+from penstock.testing.source_suite import read, sample
+
+NBYTES = 1_500_000
+DATA = sample(NBYTES)
+PATIENT = Settings(stall_s=60.0, retries=3)
+HASTY = Settings(stall_s=0.6, retries=2)
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    with RangeServer({"m.bin": DATA, "folder/n.bin": b"n", "empty": b""}) as running:
+        yield running
+
+
+@pytest.fixture
+def opened(server: RangeServer) -> Iterator[Callable[[Settings], HttpSource]]:
+    sources: list[HttpSource] = []
+
+    def make(settings: Settings) -> HttpSource:
+        source = open_object(f"{server.url}/m.bin", settings=settings)
+        assert isinstance(source, HttpSource)
+        sources.append(source)
+        server.requests.clear()
+        return source
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+Open = Callable[[Settings], HttpSource]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *(Faults(status=status, num_requests=2) for status in (408, 429, 500, 502, 503, 504)),
+        Faults(status=503, retry_after="0", num_requests=3),
+        Faults(reset_after=0, num_requests=2),
+        Faults(truncate_after=0, num_requests=2),
+        Faults(reset_after=0, chunked=True, num_requests=1),
+        Faults(chunked=True),
+        Faults(weak_etag=True),
+        Faults(slow_bytes_per_s=20_000_000),
+        Faults(ignore_range=True),
+    ],
+    ids=str,
+)
+def test_cured(server: RangeServer, opened: Open, faults: Faults) -> None:
+    source = opened(PATIENT)
+    server.faults = faults
+    assert read(source, 0, [1, NBYTES - 1]) == (DATA, "http")
+
+
+@pytest.mark.parametrize("how", ["truncate_after", "reset_after", "stall_after"])
+def test_resumes_where_it_broke_off(server: RangeServer, opened: Open, how: str) -> None:
+    """No byte is asked for twice after a clean break; patience counts from the last progress, so any number heals."""
+    source = opened(Settings(stall_s=0.6, retries=1) if how == "stall_after" else Settings(stall_s=60, retries=1))
+    server.faults = Faults(**{how: 400_000})  # type: ignore[arg-type]
+    assert read(source, 100_000, [NBYTES - 100_000])[0] == DATA[100_000:]
+    starts = [request.range[0] for request in server.requests if request.range]
+    assert starts[0] == 100_000
+    assert starts == sorted(starts)
+    assert len(starts) >= 4  # 1.4 MB in pieces of 400 kB
+    if how != "reset_after":  # what a reset throws away is the kernel's choice
+        assert starts == [100_000, 500_000, 900_000, 1_300_000]
+
+
+@pytest.mark.parametrize(
+    ("faults", "error", "num_requests"),
+    [
+        (Faults(status=401), PermissionDenied, 1),
+        (Faults(status=403, error_code="AccessDenied"), PermissionDenied, 1),
+        (Faults(status=400, error_code="ExpiredToken"), PermissionDenied, 1),
+        (Faults(status=404), NotFound, 1),
+        (Faults(status=410), NotFound, 1),
+        (Faults(status=412), SourceChanged, 1),
+        (Faults(status=416), SourceTruncated, 1),
+        (Faults(status=418), SourceUnavailable, 1),
+        (Faults(status=503), SourceUnavailable, 3),
+        (Faults(reset_after=0), SourceUnavailable, 3),
+        (Faults(truncate_after=0), SourceUnavailable, 3),
+        (Faults(stall_after=0), SourceStalled, 3),
+        (Faults(stall_after=-1), SourceStalled, 3),
+        (Faults(wrong_content_range=True), SourceUnavailable, 1),
+        (Faults(wrong_total=True), SourceChanged, 1),
+        (Faults(content_encoding="gzip"), FormatError, 1),
+        (Faults(ignore_range=True), SourceUnavailable, 1),
+        (Faults(no_validators=True), SourceChanged, 1),
+        (Faults(status=304), SourceUnavailable, 1),
+    ],
+    ids=str,
+)
+def test_typed(
+    server: RangeServer, opened: Open, faults: Faults, error: type[PenstockError], num_requests: int
+) -> None:
+    source = opened(HASTY)
+    server.faults = faults
+    with pytest.raises(error) as caught:
+        read(source, 1000, [500, 500])
+    assert type(caught.value) is error
+    assert caught.value.uri == f"{server.url}/m.bin"
+    assert caught.value.byte_range in {(1000, 2000), None}
+    assert caught.value.blame == "source"
+    assert len(server.requests) == num_requests
+    server.faults = Faults()
+    assert read(source, 1000, [1000])[0] == DATA[1000:2000]
+
+
+def test_error_code_is_told(server: RangeServer, opened: Open) -> None:
+    source = opened(HASTY)
+    server.faults = Faults(status=403, error_code="RequestTimeTooSkewed")
+    with pytest.raises(PermissionDenied, match="RequestTimeTooSkewed"):
+        read(source, 0, [1])
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(),
+        Faults(ignore_if_match=True),
+        Faults(ignore_if_match=True, weak_etag=True),
+        Faults(ignore_if_match=True, no_etag=True),
+        Faults(ignore_if_match=True, no_validators=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shorter", [0, 7])
+def test_changed_between_ranges(server: RangeServer, faults: Faults, shorter: int) -> None:
+    """Even a server that ignores conditions, or has only dates, gives no mixture."""
+    if faults.no_validators and not shorter:
+        pytest.skip("nothing tells the two objects apart")
+    server.faults = faults
+    source = open_object(f"{server.url}/m.bin", settings=HASTY)
+    try:
+        assert read(source, 0, [10])[0] == DATA[:10]
+        server.replace("m.bin", DATA[::-1][shorter:])
+        with pytest.raises(SourceChanged):
+            read(source, 10, [10])
+    finally:
+        source.close()
+
+
+def test_changed_while_one_range_is_resumed(server: RangeServer, opened: Open) -> None:
+    source = opened(PATIENT)
+    server.faults = Faults(stall_after=1000, slow_bytes_per_s=2000)
+    failed: list[PenstockError] = []
+
+    def work() -> None:
+        try:
+            read(source, 0, [NBYTES])
+        except PenstockError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not server.requests:
+        thread.join(0.01)
+    server.replace("m.bin", DATA[::-1])
+    server.faults = Faults()
+    server.drop_connections()
+    thread.join(60)
+    assert [type(error) for error in failed] == [SourceChanged]
+
+
+def test_shrunk_to_before_the_range(server: RangeServer, opened: Open) -> None:
+    source = opened(HASTY)
+    server.faults = Faults(ignore_if_match=True)
+    server.replace("m.bin", DATA[:100])
+    with pytest.raises(SourceChanged, match="100"):
+        read(source, 5000, [10])
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        (Faults(status=403), PermissionDenied),
+        (Faults(status=404), NotFound),
+        (Faults(status=503), SourceUnavailable),
+        (Faults(stall_after=-1), SourceStalled),
+        (Faults(content_encoding="br"), FormatError),
+    ],
+    ids=str,
+)
+def test_typed_when_opened(server: RangeServer, faults: Faults, error: type[PenstockError]) -> None:
+    server.faults = faults
+    with pytest.raises(error) as caught:
+        open_object(f"{server.url}/m.bin?X-Amz-Signature=secret", settings=HASTY)
+    assert caught.value.uri == f"{server.url}/m.bin"
+    assert "secret" not in str(caught.value)
+
+
+def test_nobody_listens() -> None:
+    with RangeServer({}) as gone:
+        url = gone.url
+    with pytest.raises(SourceUnavailable, match="refused"):
+        open_object(f"{url}/x", settings=HASTY)
+
+
+def test_server_without_ranges(server: RangeServer) -> None:
+    """It can be read from the start, as far as asked; a part from the middle is refused, not downloaded around."""
+    server.faults = Faults(ignore_range=True)
+    source = open_object(f"{server.url}/m.bin", settings=HASTY)
+    try:
+        assert read(source, 0, [8, 1000])[0] == DATA[:1008]
+        assert read(source, 0, [NBYTES])[0] == DATA
+        with pytest.raises(SourceUnavailable, match="Range"):
+            read(source, 1, [1])
+    finally:
+        source.close()
+
+
+def test_secrets_stay_in_the_request(server: RangeServer) -> None:
+    url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
+    source = open_object(url, settings=HASTY)
+    try:
+        assert source.uri == f"{server.url}/m.bin"
+        read(source, 0, [1])
+        assert all(request.path == "/m.bin?token=hidden" for request in server.requests)
+        assert {request.headers["authorization"] for request in server.requests} == {"Basic dXNlcjpwYXNzQHdvcmQ="}
+        server.faults = Faults(status=403)
+        with pytest.raises(PermissionDenied) as caught:
+            read(source, 0, [1])
+        assert not {"hidden", "pass", "user"} & set(str(caught.value).replace(":", " ").replace("@", " ").split())
+        assert "hidden" not in str(caught.value)
+    finally:
+        source.close()
+
+
+def test_bearer_token_goes_to_its_own_origin_only(server: RangeServer) -> None:
+    with RangeServer({"m.bin": DATA}) as other:
+        server.faults = Faults(redirect_to=f"{other.url}/")
+        options = {"bearer_token": "hf_x"}
+        source = open_object(f"{server.url}/m.bin", settings=HASTY, storage_options=options)
+        try:
+            assert read(source, 5, [10])[0] == DATA[5:15]
+            assert server.requests[0].headers["authorization"] == "Bearer hf_x"
+            assert all("authorization" not in request.headers for request in other.requests)
+            assert len(server.requests) == 1  # where it leads is remembered
+            other.faults = Faults(status=403, num_requests=1)  # until it is refused, as an expired link is
+            assert read(source, 5, [10])[0] == DATA[5:15]
+            assert len(server.requests) == 2
+        finally:
+            source.close()
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://x/y", "http://h:port/", "http://[::1"])
+def test_redirects_lead_to_http_only(server: RangeServer, target: str) -> None:
+    server.faults = Faults(redirect_to=target)
+    with pytest.raises(SourceUnavailable, match="redirects"):
+        open_object(f"{server.url}/m.bin", settings=HASTY)
+
+
+def test_redirects_in_a_circle(server: RangeServer) -> None:
+    server.faults = Faults(redirect_to=f"{server.url}/m.bin")
+    with pytest.raises(SourceUnavailable, match="redirects more than 5"):
+        open_object(f"{server.url}/m.bin", settings=HASTY)
+    assert len(server.requests) == 6
+
+
+def test_connections_are_kept(server: RangeServer, opened: Open) -> None:
+    """One connection serves reads in a row, refusals included; one the server dropped is replaced without a pause."""
+    source = opened(HASTY)
+    for at in range(20):
+        read(source, at, [100])
+    server.faults = Faults(status=403, error_code="AccessDenied", num_requests=1)
+    with pytest.raises(PermissionDenied):
+        read(source, 0, [1])
+    assert server.num_connections == 1
+    server.drop_connections()
+    assert read(source, 0, [100])[0] == DATA[:100]
+    assert server.num_connections == 2
+
+
+def test_read_whole_small_objects(server: RangeServer) -> None:
+    assert read_small(f"{server.url}/folder/n.bin?sig=x", settings=HASTY) == b"n"
+    assert read_small(f"{server.url}/empty", settings=HASTY) == b""
+    assert read_small(f"{server.url}/none", settings=HASTY) is None
+    server.faults = Faults(status=403)
+    with pytest.raises(PermissionDenied):
+        read_small(f"{server.url}/m.bin", settings=HASTY)
+
+
+def test_plain_http_cannot_be_listed_or_written(server: RangeServer) -> None:
+    assert list_objects(f"{server.url}/m.bin?sig=x", settings=HASTY) == [f"{server.url}/m.bin?sig=x"]
+    with pytest.raises(NotFound):
+        list_objects(f"{server.url}/folder/", settings=HASTY)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_small(f"{server.url}/new", b"x", settings=HASTY)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///x", "https://host:port/x", "http://[::1/x"])
+def test_no_url(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_object(url, settings=HASTY)
+
+
+def test_unknown_option(server: RangeServer) -> None:
+    with pytest.raises(ConfigError, match="endpoint"):
+        open_object(f"{server.url}/m.bin", settings=HASTY, storage_options={"endpoint": "x"})
+
+
+def test_line_break_in_a_token(server: RangeServer) -> None:
+    with pytest.raises(ConfigError, match="line break"):
+        open_object(f"{server.url}/m.bin", settings=HASTY, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
+    assert not server.requests
+
+
+def test_through_a_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`http_proxy` is honoured: the proxy is asked for the absolute URL. (Here it has that path itself.)"""
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert read_small("http://model.invalid/folder/n.bin", settings=HASTY) == b"n"
+    assert server.requests[0].path == "http://model.invalid/folder/n.bin"
+    assert server.requests[0].headers["host"] == "model.invalid"
