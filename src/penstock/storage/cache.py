@@ -264,7 +264,7 @@ class CacheDirectory:
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
                 raise
-            if error.errno != errno.ENOENT:  # (ENOENT: another process evicted the directory meanwhile)
+            if error.errno != errno.ENOENT:  # (ENOENT: another process removed the folder meanwhile)
                 with self._lock:
                     self._evict(int(self._measure()[0] * _ROOM) - nbytes)
             self._publish(file, views)
@@ -295,9 +295,12 @@ class CacheDirectory:
                 self._since_scan_bytes = 0
 
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
-        """Bytes of all chunk files, and (last use, bytes, path) of each; abandoned temporary files are removed."""
+        """Bytes of all chunk files, and (last use, bytes, path) of each; abandoned temporary files and folders go."""
         total, files, now_s = 0, [], time.time()
-        for folder, _, names in os.walk(self.path):
+        for folder, _, names in os.walk(self.path, topdown=False):
+            with contextlib.suppress(OSError):  # an object's folder stays a while: its chunks may be coming back
+                if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
+                    os.rmdir(folder)  # fails, rightly, while it holds anything
             for name in filter(_OURS.fullmatch, names):
                 path = os.path.join(folder, name)
                 try:
@@ -321,7 +324,6 @@ class CacheDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 total -= nbytes
-                os.rmdir(os.path.dirname(path))  # fails, rightly, while it holds another chunk
         return total
 
 

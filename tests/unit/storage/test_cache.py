@@ -1,0 +1,323 @@
+"""The cache: hits, misses, rot, eviction, processes side by side, a full disk, a directory that cannot be written."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Settings
+from penstock.errors import SourceUnavailable
+from penstock.storage import MemorySource, Source, cache
+from penstock.storage.cache import CachedSource, open_cached
+from penstock.testing.source_suite import read, sample
+
+CHUNK = 10_000
+NBYTES = 95_000
+DATA = sample(NBYTES)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "CACHE_CHUNK_BYTES", CHUNK)
+
+
+class CountingSource(MemorySource):
+    """A source of `data` with a fixed identity that counts its reads."""
+
+    def __init__(self, data: bytes = DATA, *, uri: str = "s3://b/k", identity: str = '"etag"') -> None:
+        super().__init__(data, uri=uri)
+        self.identity = identity
+        self.reads: list[tuple[int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closed = 0
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        self.reads.append((offset, sum(view.nbytes for view in buffers)))
+        assert self.gate.wait(60)
+        return super().readv(offset, buffers)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def cached(source: Source, folder: Path, *, cache_bytes: int = 1 << 30) -> CachedSource:
+    opened = open_cached(source, settings=Settings(cache_dir=folder, cache_bytes=cache_bytes))
+    assert isinstance(opened, CachedSource)
+    return opened
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_second_reader_reads_nothing(tmp_path: Path) -> None:
+    first, second = CountingSource(), CountingSource()
+    source = cached(first, tmp_path)
+    assert read(source, 0, [NBYTES]) == (DATA, "memory")
+    assert (source.stats.hits, source.stats.misses, source.stats.miss_bytes) == (0, 10, NBYTES)
+    again = cached(second, tmp_path)
+    assert read(again, 0, [NBYTES]) == (DATA, "cache")
+    assert (again.stats.hits, again.stats.misses, again.stats.hit_bytes) == (10, 0, NBYTES)
+    assert second.reads == []
+    assert source.why is None and again.why is None
+
+
+def test_a_part_brings_its_whole_chunk(tmp_path: Path) -> None:
+    inner = CountingSource()
+    source = cached(inner, tmp_path)
+    assert read(source, 12_345, [1, 0, 10])[0] == DATA[12_345:12_356]
+    assert inner.reads == [(10_000, CHUNK)]
+    assert read(source, 19_990, [20])[0] == DATA[19_990:20_010]
+    assert inner.reads == [(10_000, CHUNK), (20_000, CHUNK)]
+    assert read(source, 90_001, [4_999]) == (DATA[90_001:], "memory")
+    assert read(source, 90_001, [4_999]) == (DATA[90_001:], "cache")
+
+
+@pytest.mark.parametrize(
+    "other", [{"uri": "s3://b/other"}, {"identity": '"new"'}, {"data": DATA[:-1]}], ids=["uri", "identity", "size"]
+)
+def test_another_object_is_another(tmp_path: Path, other: dict[str, object]) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    inner = CountingSource(**other)  # type: ignore[arg-type]
+    read(cached(inner, tmp_path), 0, [inner.nbytes])
+    assert len(inner.reads) == 10
+
+
+def test_what_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = CountingSource()
+    assert open_cached(plain, settings=Settings()) is plain
+    nameless = CountingSource(identity="")
+    assert open_cached(nameless, settings=Settings(cache_dir=tmp_path)) is nameless
+    assert "not cached" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["flip", "flip digest", "truncate", "append", "empty", "another chunk"])
+def test_rot_is_seen_and_mended(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    file, another = chunk_files(tmp_path)[3:5]
+    raw = bytearray(file.read_bytes())
+    if how == "flip":
+        raw[77] ^= 1
+    elif how == "flip digest":
+        raw[-1] ^= 1
+    elif how == "truncate":
+        del raw[-100:]
+    elif how == "append":
+        raw += b"x"
+    elif how == "empty":
+        raw.clear()
+    else:
+        raw = bytearray(another.read_bytes())
+        raw[0] ^= 0xFF
+    file.write_bytes(raw)
+    inner = CountingSource()
+    source = cached(inner, tmp_path)
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert inner.reads == [(30_000, CHUNK)]
+    assert source.stats.rotten == 1
+    assert "damaged" in caplog.text
+    again = CountingSource()
+    assert read(cached(again, tmp_path), 0, [NBYTES]) == (DATA, "cache")
+    assert again.reads == []
+
+
+def test_size_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+    limit = 200_000
+    for number in range(6):
+        source = cached(CountingSource(uri=f"s3://b/{number}"), tmp_path, cache_bytes=limit)
+        assert read(source, 0, [NBYTES])[0] == DATA
+        for file in chunk_files(tmp_path):  # the clock of file systems is coarse: make each object clearly older
+            state = file.stat()
+            os.utime(file, (state.st_atime - 100, state.st_mtime - 100))
+        assert sum(file.stat().st_size for file in chunk_files(tmp_path)) <= limit
+    newest, oldest = CountingSource(uri="s3://b/5"), CountingSource(uri="s3://b/0")
+    assert read(cached(newest, tmp_path, cache_bytes=limit), 0, [NBYTES]) == (DATA, "cache")
+    assert read(cached(oldest, tmp_path, cache_bytes=limit), 0, [NBYTES])[0] == DATA
+    assert len(oldest.reads) == 10
+
+
+def test_an_object_larger_than_the_cache(tmp_path: Path) -> None:
+    for _ in range(3):
+        source = cached(CountingSource(), tmp_path, cache_bytes=35_000)
+        assert read(source, 0, [NBYTES])[0] == DATA
+        assert sum(file.stat().st_size for file in chunk_files(tmp_path)) <= 35_000
+    source = cached(CountingSource(), tmp_path, cache_bytes=100)
+    assert read(source, 0, [NBYTES])[0] == DATA
+
+
+def test_only_its_own_files_are_evicted(tmp_path: Path) -> None:
+    mine = [tmp_path / "notes.txt", tmp_path / "00000001", tmp_path / "penstock-chunks" / "notes.txt"]
+    mine[2].parent.mkdir()
+    for path in mine:
+        path.write_bytes(b"x" * 50_000)
+        os.utime(path, (1, 1))
+    for number in range(3):
+        read(cached(CountingSource(uri=f"s3://b/{number}"), tmp_path, cache_bytes=120_000), 0, [NBYTES])
+    assert all(path.read_bytes() == b"x" * 50_000 for path in mine)
+
+
+def test_abandoned_temporary_files_go(tmp_path: Path) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    left_over = chunk_files(tmp_path)[0].with_name(".00000000-123-0123abcd")
+    left_over.write_bytes(b"half")
+    os.utime(left_over, (1, 1))
+    read(cached(CountingSource(uri="s3://b/2"), tmp_path, cache_bytes=1 << 29), 0, [NBYTES])
+    assert not left_over.exists()
+
+
+def test_evicted_under_a_reader(tmp_path: Path) -> None:
+    """Chunks vanish while threads read them: every byte is right all the same."""
+    wrong: list[int] = []
+    sources = [cached(CountingSource(uri=f"s3://b/{n}"), tmp_path, cache_bytes=60_000) for n in range(4)]
+
+    def work(source: CachedSource) -> None:
+        for _ in range(20):
+            if read(source, 0, [NBYTES])[0] != DATA:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all(source.why is None for source in sources)
+
+
+def test_one_thread_fetches_a_chunk(tmp_path: Path) -> None:
+    inner = CountingSource()
+    inner.gate.clear()
+    source = cached(inner, tmp_path)
+    got: list[bytes] = []
+    threads = [threading.Thread(target=lambda: got.append(read(source, 5, [100])[0])) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    inner.gate.set()
+    for thread in threads:
+        thread.join()
+    assert got == [DATA[5:105]] * 6
+    assert len(inner.reads) == 1
+
+
+def test_a_failed_fetch_is_nobody_elses(tmp_path: Path) -> None:
+    class Failing(CountingSource):
+        def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+            super().readv(offset, buffers)
+            if len(self.reads) == 1:
+                raise SourceUnavailable("503", uri=self.uri)
+            return "memory"
+
+    source = cached(Failing(), tmp_path)
+    with pytest.raises(SourceUnavailable):
+        read(source, 0, [10])
+    assert read(source, 0, [10])[0] == DATA[:10]
+    assert len(chunk_files(tmp_path)) == 1
+
+
+def _read_in_a_process(folder: Path, seed: int, answers: multiprocessing.Queue[tuple[bool, int]]) -> None:
+    cache.CACHE_CHUNK_BYTES = CHUNK
+    right, misses = True, 0
+    for number in range(20):
+        source = cached(CountingSource(uri=f"s3://b/{(number * seed) % 5}"), folder, cache_bytes=150_000)
+        right = right and read(source, 0, [NBYTES])[0] == DATA
+        misses += source.stats.misses
+    answers.put((right, misses))
+
+
+def test_two_processes_share_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers: multiprocessing.Queue[tuple[bool, int]] = context.Queue()
+    processes = [context.Process(target=_read_in_a_process, args=(tmp_path, seed, answers)) for seed in (1, 2)]
+    for process in processes:
+        process.start()
+    got = [answers.get(timeout=100) for _ in processes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert all(right for right, _ in got)
+    assert not [path for path in chunk_files(tmp_path) if path.name.startswith(".")]
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB; skips where this user may not mount one."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmpfs / "in the way").write_bytes(b"x" * 60_000)
+    source = cached(CountingSource(), tmpfs)
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert source.why is not None and "No space left" in source.why
+    assert sum("No space left" in record.message for record in caplog.records) == 1
+    assert chunk_files(tmpfs) == [tmpfs / "in the way"]
+    assert read(source, 0, [NBYTES])[0] == DATA
+
+
+def test_disk_smaller_than_the_bound_makes_room(tmpfs: Path) -> None:
+    for number in range(4):
+        source = cached(CountingSource(sample(25_000, number), uri=f"s3://b/{number}"), tmpfs)
+        assert read(source, 0, [25_000])[0] == sample(25_000, number)
+        assert source.why is None
+    assert chunk_files(tmpfs)
+
+
+def test_read_only_file_system(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read(cached(CountingSource(), tmpfs), 0, [15_000])
+    subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
+    inner = CountingSource()
+    source = cached(inner, tmpfs)
+    assert read(source, 0, [15_000]) == (DATA[:15_000], "cache")  # what is there is used
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert source.why is not None and "Read-only" in source.why
+    assert len(inner.reads) == 8
+    assert "Read-only" in caplog.text
+
+
+@pytest.mark.parametrize("depth", ["cache_dir", "below"])
+def test_directory_that_cannot_be(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "penstock-chunks" if depth == "below" else tmp_path / "file"
+    file.write_bytes(b"")
+    source = cached(CountingSource(), tmp_path if depth == "below" else file)
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert source.why is not None
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_no_permission(tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o555)
+    source = cached(CountingSource(), tmp_path)
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert source.why is not None and "denied" in source.why
+
+
+def test_close_closes_the_source(tmp_path: Path) -> None:
+    inner = CountingSource()
+    source = cached(inner, tmp_path)
+    read(source, 5, [10])
+    source.close()
+    assert inner.closed == 1
