@@ -1,0 +1,259 @@
+"""Loading onto one GPU when things go wrong or are given up: typed errors, nothing leaked, streams respected."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.config import Settings
+from penstock.errors import SourceUnavailable
+from penstock.storage import manifest as manifests
+from penstock.storage.files import FileSource
+from penstock.types import MIB
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda:0"
+NUM_TENSORS = 12
+TENSOR_BYTES = 8 * MIB
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two files of six tensors of 8 MiB."""
+    torch.manual_seed(2)
+    for part in range(2):
+        tensors = {f"t{part}{i}": torch.randint(0, 1 << 62, (TENSOR_BYTES // 8,)) for i in range(NUM_TENSORS // 2)}
+        save_file(tensors, tmp_path / f"model-{part}.safetensors")
+    return tmp_path
+
+
+def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name])] == []
+
+
+def settled() -> int:
+    """Device bytes allocated once everything dropped is freed."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+
+
+def no_threads_left() -> bool:
+    deadline = time.monotonic() + 10
+    while own_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not own_threads()
+
+
+def digested(directory: Path) -> None:
+    with manifests.open_weights(str(directory), settings=Settings.read()) as weights:
+        raw = manifests.encode(manifests.build(weights))
+    Path(manifests.sidecar_uri(str(directory))).write_bytes(raw)
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the last tensor, keeping size and times: only the digests can tell."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-TENSOR_BYTES // 2, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Body reads fail from the `after`-th on."""
+    original, count = FileSource.readv, [0]
+
+    def readv(self: FileSource, offset: int, buffers: Any) -> str:
+        if sum(len(b) for b in buffers) >= MIB:
+            count[0] += 1
+            if count[0] > after:
+                raise SourceUnavailable("the disk is gone", uri=self.uri)
+        return original(self, offset, buffers)
+
+    monkeypatch.setattr(FileSource, "readv", readv)
+
+
+def targets() -> dict[str, torch.Tensor]:
+    return {
+        f"t{part}{i}": torch.zeros(TENSOR_BYTES // 8, dtype=torch.int64, device=DEVICE)
+        for part in range(2)
+        for i in range(NUM_TENSORS // 2)
+    }
+
+
+def do_load(path: Path, **options: Any) -> None:
+    penstock.load(path, device=DEVICE, **options)
+
+
+def do_stream(path: Path, **options: Any) -> None:
+    with penstock.stream(path, device=DEVICE, **options) as tensors:
+        for _ in tensors:
+            pass
+
+
+def do_load_into(path: Path, **options: Any) -> None:
+    penstock.load_into(targets(), path, **options)
+
+
+DOES = [do_load, do_stream, do_load_into]
+
+
+def test_memory_is_the_tensors_and_dropping_one_frees_it(checkpoint: Path, allocated: int) -> None:
+    weights = penstock.load(checkpoint, device=DEVICE)
+    held = settled() - allocated
+    assert NUM_TENSORS * TENSOR_BYTES <= held <= NUM_TENSORS * TENSOR_BYTES + 2 * MIB
+    for count, name in enumerate(list(weights), start=1):
+        del weights[name]
+        assert held - (settled() - allocated) >= count * TENSOR_BYTES - 2 * MIB
+    assert settled() == allocated
+
+
+def test_staging_stays_within_memory_bytes(checkpoint: Path) -> None:
+    weights = penstock.load(checkpoint, device=DEVICE, memory_bytes=24 * MIB)
+    assert 0 < weights.report.peak_staging_bytes <= 24 * MIB
+    assert_same(weights, by_safetensors(checkpoint))
+
+
+def test_a_budget_that_cannot_do_is_refused(checkpoint: Path, allocated: int) -> None:
+    with pytest.raises(penstock.BudgetTooSmall) as caught:
+        penstock.load(checkpoint, device=DEVICE, memory_bytes=4096)
+    assert settled() == allocated
+    assert_same(
+        penstock.load(checkpoint, device=DEVICE, memory_bytes=caught.value.minimum_bytes), by_safetensors(checkpoint)
+    )
+
+
+@pytest.mark.parametrize("do", DOES[:2])
+def test_out_of_device_memory_is_typed_and_leaks_nothing(
+    checkpoint: Path, allocated: int, do: Callable[..., None]
+) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = torch.cuda.memory_reserved() + NUM_TENSORS * TENSOR_BYTES // 2
+    hold = []
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        if do is do_stream:
+            # A stream holds a window of slabs only: leave no room for one.
+            hold = [torch.empty(NUM_TENSORS * TENSOR_BYTES // 2 - 4 * MIB, dtype=torch.uint8, device=DEVICE)]
+        with pytest.raises(penstock.DeviceOutOfMemory) as caught:
+            do(checkpoint)
+        assert not caught.value.mutated
+        hold.clear()
+        assert settled() == allocated
+        assert no_threads_left()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_same(penstock.load(checkpoint, device=DEVICE), by_safetensors(checkpoint))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("how", ["break", "close", "drop"])
+def test_an_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how: str, taken: int) -> None:
+    tensors = penstock.stream(checkpoint, device=DEVICE, memory_bytes=32 * MIB)
+    kept = [next(tensors) for _ in range(taken)]
+    if how == "break":
+        for _ in tensors:
+            break
+    if how == "close":
+        tensors.close()
+    del tensors
+    assert no_threads_left()
+    wanted = by_safetensors(checkpoint)
+    assert all(torch.equal(tensor.cpu(), wanted[name]) for name, tensor in kept)
+    kept.clear()
+    assert settled() == allocated
+    assert_same(penstock.load(checkpoint, device=DEVICE), wanted)
+
+
+@pytest.mark.parametrize("do", DOES)
+def test_a_source_that_fails_midway(
+    checkpoint: Path, allocated: int, monkeypatch: pytest.MonkeyPatch, do: Callable[..., None]
+) -> None:
+    failing_reads(monkeypatch, after=4)
+    with pytest.raises(SourceUnavailable) as caught:
+        do(checkpoint, memory_bytes=16 * MIB)
+    assert caught.value.mutated is (do is do_load_into)
+    assert "model-" in str(caught.value)
+    caught.value.__traceback__ = None
+    assert no_threads_left()
+    del caught
+    assert settled() == allocated
+
+
+@pytest.mark.parametrize("do", DOES)
+def test_digests_hold_on_the_device(checkpoint: Path, do: Callable[..., None]) -> None:
+    digested(checkpoint)
+    do(checkpoint, verify=True)
+    flip_a_bit(checkpoint / "model-1.safetensors")
+    do(checkpoint, verify=False)
+    for options in ({}, {"verify": True}):
+        with pytest.raises(penstock.IntegrityError) as caught:
+            do(checkpoint, **options)
+        assert caught.value.mutated is (do is do_load_into)
+        assert caught.value.tensor is not None
+
+
+def test_the_report_says_verified_or_why_not(checkpoint: Path) -> None:
+    plain = penstock.load(checkpoint, device=DEVICE).report
+    assert not plain.verified
+    assert plain.why
+    digested(checkpoint)
+    assert penstock.load(checkpoint, device=DEVICE).report.verified
+
+
+def test_tensors_are_usable_on_any_stream_at_once(checkpoint: Path) -> None:
+    wanted = {name: int(tensor.sum()) for name, tensor in by_safetensors(checkpoint).items()}
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for side in (torch.cuda.default_stream(), *streams):
+        with torch.cuda.stream(side):
+            weights = penstock.load(checkpoint, device=DEVICE)
+        other = streams[0] if side is not streams[0] else streams[1]
+        with torch.cuda.stream(other):
+            sums = {name: tensor.sum() for name, tensor in weights.items()}
+        torch.cuda.synchronize()
+        assert {name: int(value) for name, value in sums.items()} == wanted
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_memory_that_queued_kernels_still_write_is_not_taken(checkpoint: Path) -> None:
+    """A block freed on the caller's stream, with work queued on it, is reused by the load only after that work."""
+    wanted = by_safetensors(checkpoint)
+    torch.cuda.empty_cache()
+    blocks = [torch.empty(TENSOR_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(NUM_TENSORS)]
+    torch.cuda._sleep(400_000_000)
+    for block in blocks:
+        block.fill_(255)
+    del block
+    blocks.clear()
+    assert_same(penstock.load(checkpoint, device=DEVICE), wanted)
+
+
+def test_load_into_waits_for_kernels_queued_on_the_targets(checkpoint: Path) -> None:
+    found = targets()
+    torch.cuda._sleep(400_000_000)
+    for tensor in found.values():
+        tensor.fill_(-1)
+    penstock.load_into(found, checkpoint)
+    assert_same(found, by_safetensors(checkpoint))
