@@ -29,6 +29,11 @@ _AT_EMPTY_PATH = 0x1000
 # Source: include/uapi/asm-generic/mman-common.h; 22 since Linux 5.14.
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
+# Not in Python 3.11's mmap. MAP_NORESERVE: a file larger than memory may be mapped; MAP_FIXED: over what is there.
+# Source: include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
+_LINUX = sys.platform == "linux"
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if _LINUX else 0x40
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,7 +41,6 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.syscall.restype = ctypes.c_long
-_LINUX = sys.platform == "linux"
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _TwoWords = ctypes.c_uint64 * 2
 _FiveWords = ctypes.c_uint64 * 5
@@ -85,40 +89,61 @@ def address_of(buffer: memoryview) -> int:
 
 
 class Mapping:
-    """Bytes of a file in this process's address space: private, writable, unmapped when the last reference goes.
+    """A range of a file in this process's address space: private, writable; unmapped when the last reference goes.
 
-    numpy reads it through `__array_interface__`, so an array or memoryview made of it keeps it alive. The `mmap`
-    module is not used because it holds a duplicate descriptor per mapping: a thousand tensors, a thousand files.
+    Not by the `mmap` module, which holds a duplicate descriptor for each mapping.
 
     Raises:
-        OSError: as mmap(2): ENOMEM when vm.max_map_count mappings exist, ENODEV when the file system cannot map.
+        OSError: as mmap(2): ENOMEM when vm.max_map_count mappings exist or there is no address space, ENODEV when the
+            file system cannot map.
     """
 
     __slots__ = ("__weakref__", "address", "nbytes")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        found = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
-        if found == _MAP_FAILED:
-            raise _os_error()
-        self.address: int = found
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self.address = _mmap(None, nbytes, access, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, offset)
         self.nbytes = nbytes
         # Not __del__: while that runs, another thread still gets the object from a weak reference. At exit the
         # mappings stay, since tensors may be in use until the very end.
-        weakref.finalize(self, _libc.munmap, found, nbytes).atexit = False
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
         if _LINUX:
             # On a file mapping: read ahead in 2 MiB folios, whatever read_ahead_kb is. Refused without THP; no loss.
-            _libc.madvise(found, nbytes, _MADV_HUGEPAGE)
+            _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+
+    def give_up(self, start: int, nbytes: int) -> None:
+        """Free the whole pages of a part for good; its addresses stay reserved, so nothing else moves in."""
+        first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
+        length = (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+        if length > 0:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+            _mmap(first, length, 0, flags, -1, 0)
+
+
+class Part:
+    """Bytes of a mapping, of one owner: when the last reference goes, their pages are given up.
+
+    numpy reads it through `__array_interface__`, so an array or memoryview made of it keeps it alive.
+    """
+
+    __slots__ = ("__weakref__", "_mapping", "address", "nbytes")
+
+    def __init__(self, mapping: Mapping, start: int, nbytes: int) -> None:
+        self._mapping = mapping
+        self.address = mapping.address + start
+        self.nbytes = nbytes
+        weakref.finalize(self, mapping.give_up, start, nbytes).atexit = False
 
     @property
     def __array_interface__(self) -> dict[str, object]:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
 
     def bytes(self) -> memoryview:
-        """The mapping's bytes: writable, format "B"; the memoryview keeps the mapping alive."""
+        """Writable, format "B"; the memoryview keeps the part alive."""
         return memoryview(np.asarray(self).data)
 
     def populate(self, start: int, nbytes: int) -> bool:
-        """Read `nbytes` from page-aligned `start` on and map them, as if each page were read; nothing is copied.
+        """Read `nbytes` from `start` on and map them, as if each page were read; nothing is copied.
 
         Returns:
             False where the kernel has no such call (before Linux 5.14); nothing was done then.
@@ -128,12 +153,20 @@ class Mapping:
         """
         if not _LINUX:
             return False
-        if _libc.madvise(self.address + start, nbytes, _MADV_POPULATE_READ) == 0:
+        head = (self.address + start) % PAGE_BYTES
+        if _libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
             return True
         error = _os_error()
         if error.errno == errno.EINVAL:
             return False
         raise error
+
+
+def _mmap(address: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
+    found: int = _libc.mmap(address, nbytes, access, flags, fd, offset)
+    if found == _MAP_FAILED:
+        raise _os_error()
+    return found
 
 
 def _os_error() -> OSError:

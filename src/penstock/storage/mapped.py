@@ -15,7 +15,7 @@ import weakref
 import numpy as np
 
 from penstock.errors import DestinationError, SourceChanged, SourceTruncated
-from penstock.storage.kernel import PAGE_BYTES, Mapping, num_pages, resident_pages
+from penstock.storage.kernel import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
 from penstock.storage.local import identity_of, open_regular, require_unchanged, typed_error
 
 
@@ -42,17 +42,22 @@ class MappedFile:
         self.nbytes = found.st_size
         self.identity = identity_of(found)
         self._lock = threading.Lock()
+        # One mapping of the whole file, so that its 2 MiB pages serve every view; it lives while a view of it does.
+        self._whole: weakref.ref[Mapping] | None = None
+        # Views handed out of it: they never overlap, so all three lists are in file order.
         self._starts: list[int] = []
-        self._mappings: dict[int, weakref.ref[Mapping]] = {}
+        self._stops: list[int] = []
+        self._parts: list[weakref.ref[Part]] = []
         if identity and identity != self.identity:
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes `[offset, offset + nbytes)`: writable, private, format "B".
 
-        Ownership: the memoryview alone keeps its mapping; when it and all made from it are gone, the range is unmapped.
-        Cost: one mmap(2), about 10 us; no byte is read. A process has vm.max_map_count mappings (65,530 unless raised):
-            map slabs, not tensors, when there are tens of thousands.
+        Ownership: the memoryview alone keeps its range; when it and all made of it are gone, its pages are freed,
+            and the last view's end unmaps the file. A second view of bytes that were viewed gets a mapping of its own.
+        Cost: about 10 us; no byte is read. Each gap that dropped views leave, and each second view, is one of the
+            process's vm.max_map_count mappings (65,530 unless raised).
 
         Raises:
             SourceTruncated: the range lies outside the file.
@@ -63,19 +68,23 @@ class MappedFile:
             raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         if not nbytes:
             return memoryview(bytearray())
-        head = offset % PAGE_BYTES
-        mapping = self._map(offset - head, nbytes + head)
         with self._lock:
-            if offset - head not in self._mappings:
-                bisect.insort(self._starts, offset - head)
-            self._mappings[offset - head] = weakref.ref(mapping)
-        return mapping.bytes()[head:]
+            at = self._place(offset, stop)
+            if at is None:
+                start = offset - offset % PAGE_BYTES
+                return Part(self._map(start, stop - start), offset - start, nbytes).bytes()
+            mapping, index = at
+            part = Part(mapping, offset, nbytes)
+            self._starts.insert(index, offset)
+            self._stops.insert(index, stop)
+            self._parts.insert(index, weakref.ref(part))
+        return part.bytes()
 
     def prefetch(self, offset: int, nbytes: int) -> None:
         """Bring the range into the page cache and into the page tables of the live views of it; any thread.
 
-        Gaps between views are not read; where views overlap, the one that starts last is filled.
-        With no view of the range, it goes to the page cache alone.
+        Gaps between views are not read, and of views that overlap only the first is filled. Without a view
+        the range goes to the page cache alone.
         Call it with chunks of 8 MiB from two to four threads. Source: benchmarks/results/cpu2_202611/files.md.
 
         Raises:
@@ -85,13 +94,13 @@ class MappedFile:
         if stop <= offset:
             return
         cold = resident_pages(self._fd, offset, stop - offset) != num_pages(offset, stop - offset)
-        mapped = self._mapped(offset, stop)
-        if not mapped and cold:
+        parts = self._live(offset, stop)
+        if not parts and cold:
             start = offset - offset % PAGE_BYTES
-            mapped = [(self._map(start, stop - start), start)]
-        for mapping, base in mapped:
-            start = max(offset - offset % PAGE_BYTES - base, 0)
-            self._bring_in(mapping, start, min(stop - base, mapping.nbytes) - start, base, cold)
+            parts = [(Part(self._map(start, stop - start), 0, stop - start), start)]
+        for part, base in parts:
+            start = max(offset - base, 0)
+            self._bring_in(part, start, min(stop - base, part.nbytes) - start, base, cold)
 
     def check_unchanged(self) -> None:
         """See `FileSource.check_unchanged`."""
@@ -119,20 +128,29 @@ class MappedFile:
                 ) from error
             raise typed_error(error, self.uri, (start, start + nbytes)) from error
 
-    def _mapped(self, offset: int, stop: int) -> list[tuple[Mapping, int]]:
-        """Live mappings that meet the range, with their file offsets; of those that overlap, the last to start."""
-        found = []
-        with self._lock:
-            first = max(bisect.bisect_right(self._starts, offset) - 1, 0)
-            for base in self._starts[first : bisect.bisect_left(self._starts, stop)]:
-                mapping = self._mappings[base]()
-                if mapping is not None and base + mapping.nbytes > offset:
-                    found.append((mapping, base))
-        return found
+    def _place(self, offset: int, stop: int) -> tuple[Mapping, int] | None:
+        """The mapping of the whole file and the index for a new part; None if bytes of it were handed out before."""
+        whole = self._whole() if self._whole is not None else None
+        if whole is None:
+            try:
+                whole = self._map(0, self.nbytes)
+            except DestinationError:  # too little address space for the file; there may be enough for the view
+                return None
+            self._whole = weakref.ref(whole)
+            self._starts, self._stops, self._parts = [], [], []
+        index = bisect.bisect_left(self._starts, stop)
+        return None if index and self._stops[index - 1] > offset else (whole, index)
 
-    def _bring_in(self, mapping: Mapping, start: int, nbytes: int, base: int, cold: bool) -> None:
+    def _live(self, offset: int, stop: int) -> list[tuple[Part, int]]:
+        """Live parts that meet the range, with their file offsets."""
+        with self._lock:
+            first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
+            found = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
+        return [(part, base) for part, base in found if part is not None]
+
+    def _bring_in(self, part: Part, start: int, nbytes: int, base: int, cold: bool) -> None:
         try:
-            mapping.populate(start, nbytes)
+            part.populate(start, nbytes)
         except OSError as error:
             require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
             raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
@@ -141,4 +159,4 @@ class MappedFile:
             require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
             # In a virtual machine a page that the device filled still faults at its first use by the CPU, in the
             # host; here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
-            np.asarray(mapping)[start : start + nbytes : PAGE_BYTES].max()
+            np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()

@@ -102,15 +102,45 @@ def test_writes_survive_a_prefetch(path: str, body: bytes) -> None:
 def test_a_dropped_view_is_unmapped_and_no_other(path: str, body: bytes) -> None:
     file = MappedFile(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
-    assert num_mapped_pages(path) == 9 * MIB // PAGE
+    assert num_mapped_pages(path) == kernel.num_pages(0, NBYTES)
     kept = np.frombuffer(views[4], np.uint8)[17:]  # what is made of a view keeps it
     del views
     gc.collect()
-    assert num_mapped_pages(path) == MIB // PAGE
+    assert num_mapped_pages(path) == MIB // PAGE + 1  # and the tail that no view held
     assert kept.tobytes() == body[4 * MIB + 17 : 5 * MIB]
     del kept
     gc.collect()
     assert num_mapped_pages(path) == 0
+
+
+def test_neighbours_of_a_dropped_view_keep_the_pages_they_share_with_it(path: str, body: bytes) -> None:
+    file = MappedFile(path)
+    first, middle, last = file.view(0, MIB + 100), file.view(MIB + 100, MIB), file.view(2 * MIB + 100, MIB)
+    first[-1], last[0] = 7, 8
+    del middle
+    gc.collect()
+    assert (first[-1], last[0]) == (7, 8)
+    assert first[:-1] == body[: MIB + 99]
+    assert last[1:] == body[2 * MIB + 101 : 3 * MIB + 100]
+    again = file.view(MIB + 100, MIB)  # what was dropped may be viewed again
+    file.prefetch(0, NBYTES)
+    assert again == body[MIB + 100 : 2 * MIB + 100]
+
+
+def test_private_writes_of_a_dropped_view_are_freed(path: str) -> None:
+    def private_kib() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+    file = MappedFile(path)
+    kept, view = file.view(0, 100), file.view(100, 8 * MIB)
+    before = private_kib()
+    view[:] = bytes(8 * MIB)
+    assert private_kib() - before > 7 * 1024
+    del view
+    gc.collect()
+    assert private_kib() - before < 1024
+    assert kept.nbytes == 100
 
 
 def test_views_outlive_the_file_object_and_hold_no_descriptor(path: str, body: bytes) -> None:
@@ -228,6 +258,21 @@ def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytes
     monkeypatch.setattr(mapped, "Mapping", full)
     with pytest.raises(DestinationError, match="max_map_count"):
         MappedFile(path).view(0, 1)
+
+
+def test_a_view_that_fits_where_the_file_does_not(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mapped.Mapping
+
+    def small(fd: int, offset: int, nbytes: int) -> kernel.Mapping:
+        if nbytes > 4 * MIB:
+            raise OSError(12, "Cannot allocate memory")
+        return real(fd, offset, nbytes)
+
+    monkeypatch.setattr(mapped, "Mapping", small)
+    file = MappedFile(path)
+    view = file.view(MIB + 3, MIB)
+    file.prefetch(MIB, MIB)
+    assert view == body[MIB + 3 : 2 * MIB + 3]
 
 
 def test_address_space_really_exhausted(path: str) -> None:
