@@ -1,0 +1,272 @@
+"""XXH3-64 leaf digests of device memory at memory speed, the same bits as the CPU's.
+
+In: addresses and lengths of leaves in a CUDA device's memory. Out: one digest a leaf, an int64 tensor on that device.
+Not here: the kernels (`digest.xxh3_triton`), the CPU reference (`digest.leaf`), what leaves mean (`types.Manifest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.errors import MissingExtra
+from penstock.types import I64, U64
+
+try:
+    from penstock.digest import xxh3_triton as kernels
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    raise MissingExtra("digests on a GPU need Triton", hint="pip install triton, or a CUDA build of torch") from error
+
+_BLOCK_BYTES: int = kernels.BLOCK_BYTES.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Shapes of the launches; all give the same digests.
+
+    Source of the defaults: benchmarks/results/h100_202611/digest.md, by `benchmarks/bench_digest.py --sweep`.
+    """
+
+    tile_blocks: int = 8
+    """1024-byte blocks a program of the parallel pass reads; a power of two."""
+    tile_warps: int = 1
+    """Warps of such a program; 8 blocks a warp keep sixteen 16-byte loads a thread in flight."""
+    run_stripes: int = 8
+    """Stripes of 64 bytes a block that one load takes; 8 make it a warp's 512 contiguous bytes. Aligned leaves only."""
+    finish_leaves: int = 4
+    """Leaves a program of the serial pass chains; 4 leaves of 8 lanes fill its one warp."""
+    finish_unroll: int = 16
+    """Blocks whose sums the serial pass loads ahead of those it chains."""
+    slab_blocks: int = 256 * 1024
+    """Blocks between the two passes: 256 MiB of leaves, whose 16 MiB of sums stay in the L2 cache (50 MB)."""
+    short_warps: int = 4
+    """Warps of a program of the short kernel; a thread a leaf."""
+
+
+DEFAULT_TUNING = Tuning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slab:
+    first_leaf: int
+    stop_leaf: int
+    first_tile: int
+    num_tiles: int
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeafTable:
+    """Leaves laid out for the kernels; digest it as often as the memory it names is refilled.
+
+    Ownership: holds its own small device table, not the leaves' memory, which must outlive every digest of it.
+    """
+
+    device: torch.device
+    num_leaves: int
+    columns: torch.Tensor
+    """int64, on the device: address, length, first tile, row of the result (`num_leaves` each); then a leaf a tile."""
+    slabs: tuple[_Slab, ...]
+    first_short: int
+    """Leaves from here on take the short algorithms."""
+    tuning: Tuning
+
+    def digest(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Digest every leaf as it is now.
+
+        Args:
+            out: [num_leaves] int64, on the table's device, contiguous; made if None.
+
+        Returns:
+            [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
+
+        Order: asynchronous on the device's current stream: the one the table was planned on, or one that waits for it.
+        Cost: two launches each 256 MiB of leaves plus one for short ones; scratch of 1/16 of the bytes, at most 16 MiB
+            unless one leaf alone needs more; no synchronisation.
+        """
+        if out is None:
+            out = torch.empty(self.num_leaves, dtype=torch.int64, device=self.device)
+        if self.num_leaves == 0:
+            return out
+        tuning = self.tuning
+        constants = _constants(self.device)
+        rows = max((slab.num_tiles for slab in self.slabs), default=0) * tuning.tile_blocks
+        sums = torch.empty((rows, 8), dtype=torch.uint64, device=self.device)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            for slab in self.slabs:
+                self._digest_slab(slab, constants, sums, out)
+            if self.first_short < self.num_leaves:
+                per_program = 32 * tuning.short_warps
+                grid = (-(-(self.num_leaves - self.first_short) // per_program),)
+                kernels.short_leaves[grid](
+                    self.columns,
+                    self.num_leaves,
+                    self.first_short,
+                    self.num_leaves,
+                    constants,
+                    out,
+                    LEAVES=per_program,
+                    num_warps=tuning.short_warps,
+                )
+        return out
+
+    def _digest_slab(self, slab: _Slab, constants: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
+        tuning = self.tuning
+        kernels.block_sums[(slab.num_tiles,)](
+            self.columns,
+            self.num_leaves,
+            4 * self.num_leaves + slab.first_tile,
+            constants,
+            sums,
+            TILE_BLOCKS=tuning.tile_blocks,
+            ALIGNED=slab.aligned,
+            RUN=tuning.run_stripes if slab.aligned else 1,
+            num_warps=tuning.tile_warps,
+        )
+        grid = (-(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),)
+        kernels.finish_leaves[grid](
+            self.columns,
+            self.num_leaves,
+            slab.first_leaf,
+            slab.stop_leaf,
+            constants,
+            sums,
+            out,
+            TILE_BLOCKS=tuning.tile_blocks,
+            LEAVES=tuning.finish_leaves,
+            UNROLL=tuning.finish_unroll,
+            num_warps=1,
+        )
+
+
+def plan_leaves(addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> LeafTable:
+    """Lay out leaves for the kernels.
+
+    Args:
+        addresses: [num_leaves] first byte of each leaf, in `device`'s memory; any alignment, by 16 is fastest.
+        nbytes: [num_leaves] bytes of each leaf, at least 1.
+        device: the CUDA device; the CPU only under Triton's interpreter.
+        tuning: launch shapes, for benchmarks.
+
+    Raises:
+        ValueError: the columns differ in length, or a leaf is empty.
+
+    Cost: numpy over the leaves and their 8 KiB tiles; one copy of 32 bytes a leaf and 8 a tile from pinned memory, on
+        the current stream; no synchronisation.
+    """
+    if addresses.shape != nbytes.shape or addresses.ndim != 1:
+        raise ValueError(f"addresses {addresses.shape} and nbytes {nbytes.shape} are not columns of one table")
+    if nbytes.size and int(nbytes.min()) < 1:
+        raise ValueError(f"leaf {int(nbytes.argmin())} is empty; a digest needs at least one byte")
+    long = nbytes > kernels.SHORT_BYTES
+    aligned = addresses % 16 == 0
+    groups = [np.flatnonzero(long & aligned), np.flatnonzero(long & ~aligned), np.flatnonzero(~long)]
+    rows = np.concatenate(groups)
+    num_leaves, first_short = rows.size, groups[0].size + groups[1].size
+    tiles = -(-nbytes[rows[:first_short]] // (tuning.tile_blocks * _BLOCK_BYTES))
+    stop_tile = np.cumsum(tiles)
+    first_tile = stop_tile - tiles
+    slab_tiles = tuning.slab_blocks // tuning.tile_blocks
+    slabs = (
+        *_slabs(stop_tile, 0, groups[0].size, True, slab_tiles),
+        *_slabs(stop_tile, groups[0].size, first_short, False, slab_tiles),
+    )
+    num_tiles = int(stop_tile[-1]) if first_short else 0
+
+    host = torch.empty(4 * num_leaves + num_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
+    columns = host.numpy()
+    columns[:num_leaves] = addresses[rows]
+    columns[num_leaves : 2 * num_leaves] = nbytes[rows]
+    relative = columns[2 * num_leaves : 3 * num_leaves]
+    relative[first_short:] = 0
+    for slab in slabs:
+        span = slice(slab.first_leaf, slab.stop_leaf)
+        relative[span] = first_tile[span] - slab.first_tile
+    columns[3 * num_leaves : 4 * num_leaves] = rows
+    columns[4 * num_leaves :] = np.repeat(np.arange(first_short), tiles)
+    return LeafTable(
+        device=device,
+        num_leaves=num_leaves,
+        columns=host.to(device, non_blocking=True),
+        slabs=slabs,
+        first_short=first_short,
+        tuning=tuning,
+    )
+
+
+def _slabs(stop_tile: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
+    """Leaves `[first_leaf, stop_leaf)` cut so that a slab has at most `slab_tiles` tiles, or one leaf."""
+    slabs = []
+    while first_leaf < stop_leaf:
+        first_tile = int(stop_tile[first_leaf - 1]) if first_leaf else 0
+        fits = int(np.searchsorted(stop_tile[:stop_leaf], first_tile + slab_tiles, side="right"))
+        stop = max(fits, first_leaf + 1)
+        num_tiles = int(stop_tile[stop - 1]) - first_tile
+        slabs.append(
+            _Slab(first_leaf=first_leaf, stop_leaf=stop, first_tile=first_tile, num_tiles=num_tiles, aligned=aligned)
+        )
+        first_leaf = stop
+    return slabs
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(kernels.constants()).to(device)
+
+
+def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
+    """XXH3-64 of each leaf: `plan_leaves(...).digest()`, for leaves digested once.
+
+    Returns:
+        [num_leaves] int64 on `device`: the uint64 bits, in the order of the rows.
+
+    Raises:
+        ValueError: the columns differ in length, or a leaf is empty.
+
+    Order: asynchronous on the device's current stream.
+    Ownership: the leaves' memory must live, unchanged, until the stream has passed.
+    """
+    return plan_leaves(addresses, nbytes, device).digest()
+
+
+def count_mismatches(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Rows which differ, as an int64 scalar on the device; asynchronous.
+
+    Args:
+        got: [num_leaves] int64, from `leaf_digests_cuda`.
+        expected: [num_leaves] int64 on the same device, the manifest's leaves bit for bit.
+    """
+    return (got != expected).sum()
+
+
+def mismatched_rows(got: torch.Tensor, expected: U64 | torch.Tensor) -> I64:
+    """Indices of the rows which differ, ascending.
+
+    Args:
+        got: [num_leaves] int64, from `leaf_digests_cuda`.
+        expected: the manifest's leaves for these rows: uint64 in host memory, or int64 on the device.
+
+    Cost: waits for the current stream; copies 8 bytes to the host, and the rows only when there are any.
+    """
+    if isinstance(expected, np.ndarray):
+        expected = torch.from_numpy(expected.view(np.int64)).to(got.device)
+    if int(count_mismatches(got, expected)) == 0:
+        return np.empty(0, dtype=np.int64)
+    rows: I64 = torch.nonzero(got != expected).flatten().cpu().numpy()
+    return rows
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile the kernels for `device`, or read them from Triton's cache: seconds, once a process; any thread.
+
+    Order: while the first reads are under way, so that the first digest does not wait for the compiler.
+    """
+    data = torch.zeros(2048, dtype=torch.uint8, device=device)
+    at = data.data_ptr()
+    plan_leaves(np.array([at, at + 1, at]), np.array([1024, 1024, 4]), device).digest()

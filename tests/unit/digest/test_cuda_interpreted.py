@@ -1,0 +1,70 @@
+"""The CUDA digest kernels on the CPU, in Triton's interpreter: the same bits as the xxhash library.
+
+The interpreter is chosen when a kernel is decorated, so the kernels are imported and run in a process of their own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+CHILD = """
+import json, sys
+import numpy as np, torch, xxhash
+from penstock.digest import cuda
+
+cases = json.load(sys.stdin)
+data = torch.from_numpy(np.random.default_rng(7).integers(0, 256, 1 << 18, dtype=np.uint8))
+raw = data.numpy().tobytes()
+origin = -data.data_ptr() % 16
+cpu = torch.device("cpu")
+for name, rows, tuning in cases:
+    offsets, lengths = (np.array(column, dtype=np.int64) for column in zip(*rows))
+    offsets = offsets + origin
+    expected = np.array([xxhash.xxh3_64_intdigest(raw[o : o + n]) for o, n in zip(offsets, lengths)], dtype=np.uint64)
+    table = cuda.plan_leaves(data.data_ptr() + offsets, lengths, cpu, tuning=cuda.Tuning(**tuning))
+    got = table.digest()
+    wrong = [(int(offsets[i]), int(lengths[i])) for i in cuda.mismatched_rows(got, expected)]
+    assert not wrong, f"{name}: (offset, nbytes) {wrong[:8]}"
+    assert cuda.mismatched_rows(got, got.clone()).size == 0
+expected[2] ^= np.uint64(1 << 63)
+assert cuda.mismatched_rows(got, expected).tolist() == [2]
+data[offsets[1]] ^= 1
+assert cuda.mismatched_rows(table.digest(), got).tolist() == [1]
+for bad in ([1, 0], [1]):
+    try:
+        cuda.plan_leaves(np.array([0, 16]), np.array(bad), cpu)
+    except ValueError:
+        continue
+    raise AssertionError(f"lengths {bad} accepted")
+assert cuda.leaf_digests_cuda(np.empty(0, np.int64), np.empty(0, np.int64), cpu).shape == (0,)
+"""
+
+EDGES = [241, 255, 256, 257, 300, 960, 961, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4096]
+CASES = [
+    ("every short length", [(0, n) for n in range(1, 241)], {}),
+    ("short, unaligned", [(n % 23, n) for n in range(1, 241)], {}),
+    ("long, aligned", [(0, n) for n in EDGES], {}),
+    ("long, by 8", [(8, n) for n in EDGES], {}),
+    ("long, unaligned", [(1 + n % 7, n) for n in EDGES], {}),
+    ("64 KiB and about", [(16 * (n % 5), n) for n in (65535, 65536, 65537)] + [(3, 65536)], {}),
+    ("several slabs, mixed", [(i * 16 + i % 3, n) for i, n in enumerate(EDGES * 2)], {"slab_blocks": 64}),
+    ("small tiles", [(0, 9000), (9200, 100), (9301, 8000)], {"tile_blocks": 8, "tile_warps": 1, "finish_leaves": 8}),
+]
+
+
+def test_same_bits_as_xxhash() -> None:
+    child = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHILD],
+        input=json.dumps(CASES),
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
