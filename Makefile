@@ -24,6 +24,7 @@ endif
 
 ARGS   ?=
 TESTS  ?= tests
+FUZZ_S ?= 60
 
 .PHONY: help setup storage-servers demo test check bench size fuzz test-engines test-gpu clean
 
@@ -64,9 +65,10 @@ bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--h
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
 	@$(PY) scripts/size.py
 
-fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (ARGS='--seconds 600')
+fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (FUZZ_S=600 for longer)
 	@$(PY) -m pip install -qq --disable-pip-version-check atheris
-	@$(PY) scripts/fuzz.py $(ARGS)
+	@mkdir -p .cache/fuzz
+	@$(PY) tests/hostile/fuzz_header.py -max_total_time=$(FUZZ_S) -artifact_prefix=.cache/fuzz/ $(ARGS)
 
 test-engines: $(READY)  ## vLLM and transformers in their own environments (gigabytes)
 	@scripts/test_engines.sh $(ARGS)
