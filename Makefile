@@ -50,7 +50,7 @@ storage-servers: $(READY)
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
 
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
-	@$(PY) -m pytest -m 'not engines' $(ARGS) $(TESTS)
+	@$(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS) $(TESTS)
 
 check: $(READY)  ## format, lint, types, layering, sizes
 	@$(PY) -m ruff format --check .
