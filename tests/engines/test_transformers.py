@@ -1,0 +1,113 @@
+"""transformers models filled through Penstock give the logits that `from_pretrained` gives, bit for bit."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.errors import ConfigError, NotFound
+from penstock.integrations.transformers import load_pretrained
+
+pytestmark = pytest.mark.engines
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[1, 5, 9, 200, 17, 33, 2, 8]])).logits
+
+
+def assert_same_model(mine: Any, true: Any) -> None:
+    assert not mine.training
+    assert mine.dtype == true.dtype
+    theirs = {**dict(true.named_parameters()), **dict(true.named_buffers())}
+    ours = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert torch.equal(logits(mine), logits(true))
+
+
+@pytest.mark.parametrize("which", ["llama", "sharded_llama", "tied_llama"])
+@pytest.mark.parametrize("model_class", [transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM])
+def test_a_causal_lm(
+    which: str, model_class: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory: Path = request.getfixturevalue(which)
+    caplog.set_level(logging.INFO, "penstock")
+    mine = load_pretrained(model_class, str(directory))
+    assert "filled in place" in caplog.text
+    assert_same_model(mine, model_class.from_pretrained(directory))
+    assert mine.generation_config.to_dict() == model_class.from_pretrained(directory).generation_config.to_dict()
+
+
+def test_tied_weights_stay_tied(tied_llama: Path) -> None:
+    model = load_pretrained(transformers.LlamaForCausalLM, str(tied_llama))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_another_dtype_is_cast_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    mine = load_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16)
+    assert "converted by transformers" in caplog.text
+    assert_same_model(mine, transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
+
+
+def test_experts_saved_apart_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        dtype="float32",
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    caplog.set_level(logging.INFO, "penstock")
+    mine = load_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
+    assert "merged or split" in caplog.text
+    assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_base_model_fills_its_part_of_a_head_model(llama: Path) -> None:
+    mine = load_pretrained(transformers.LlamaModel, str(llama))
+    true = transformers.LlamaModel.from_pretrained(llama)
+    for name, tensor in true.state_dict().items():
+        assert torch.equal(mine.state_dict()[name], tensor)
+
+
+def test_a_model_that_generates(llama: Path) -> None:
+    prompt = torch.tensor([[1, 5, 9, 200, 17, 33, 2, 8]])
+    mine = load_pretrained(transformers.AutoModelForCausalLM, str(llama))
+    true = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(mine.generate(prompt, **arguments), true.generate(prompt, **arguments))
+
+
+def test_no_model_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"config\.json"):
+        load_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
+
+
+def test_a_config_without_a_model_of_that_kind(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="AutoModelForSpeechSeq2Seq"):
+        load_pretrained(transformers.AutoModelForSpeechSeq2Seq, str(llama))
+
+
+def test_a_quantised_model_is_refused(llama: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(llama)
+    config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(ConfigError, match="quantis"):
+        load_pretrained(transformers.AutoModelForCausalLM, str(llama), config=config)
+
+
+def test_from_an_object_store(llama: Path, s3_llama: str, s3_options: dict[str, str]) -> None:
+    mine = load_pretrained(transformers.AutoModelForCausalLM, s3_llama, storage_options=s3_options)
+    assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama))
+    with pytest.raises(NotFound, match=r"config\.json"):
+        load_pretrained(transformers.AutoModelForCausalLM, f"{s3_llama}/none", storage_options=s3_options)

@@ -1,0 +1,57 @@
+"""On a GPU: transformers models filled through Penstock give the logits that `from_pretrained` gives, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from penstock.integrations.transformers import load_pretrained  # noqa: E402 - after what it needs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def write(directory: Path, *, tied: bool, max_shard_size: str, dtype: str) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+        dtype=dtype,
+    )
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.arange(1, 65, device="cuda")[None]).logits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "4MB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied: bool) -> None:
+    directory = write(tmp_path, tied=tied, max_shard_size=max_shard_size, dtype=dtype)
+    assert (len(list(directory.glob("*.safetensors"))) > 1) == (max_shard_size == "4MB")
+    true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
+    mine = load_pretrained(transformers.AutoModelForCausalLM, str(directory), device="cuda:0")
+    assert {p.device.type for p in (*mine.parameters(), *mine.buffers())} == {"cuda"}
+    theirs = {**dict(true.named_parameters()), **dict(true.named_buffers())}
+    for name, tensor in (*mine.named_parameters(), *mine.named_buffers()):
+        assert torch.equal(tensor, theirs[name]), name
+    assert torch.equal(logits(mine), logits(true))
+
+
+def test_a_checkpoint_that_transformers_converts(tmp_path: Path) -> None:
+    directory = write(tmp_path, tied=False, max_shard_size="1GB", dtype="float32")
+    true = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
+    mine = load_pretrained(transformers.AutoModelForCausalLM, str(directory), device="cuda:0", dtype=torch.bfloat16)
+    assert torch.equal(logits(mine), logits(true))
