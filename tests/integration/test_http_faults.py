@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -338,3 +339,16 @@ def test_through_a_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -
     assert read_small("http://model.invalid/folder/n.bin", settings=HASTY) == b"n"
     assert server.requests[0].path == "http://model.invalid/folder/n.bin"
     assert server.requests[0].headers["host"] == "model.invalid"
+
+
+def test_forked_child_does_not_use_the_parents_connections(server: RangeServer, opened: Open) -> None:
+    source = opened(HASTY)
+    read(source, 0, [10])
+    child = os.fork()
+    if child == 0:  # no pytest in the child: only an exit status
+        os._exit(0 if read(source, 100, [1000])[0] == DATA[100:1100] else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert server.num_connections == 2
+    assert read(source, 20, [10])[0] == DATA[20:30]
+    assert server.num_connections == 2

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 range server on loopback, with faults on demand: for tests, demos and benchmarks.
 
 In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, and a record of every request.
-Not here: S3 semantics (real servers do that in the integration tests), TLS, anything beyond 127.0.0.1.
+Not here: S3 semantics (`s3_server` runs real ones), anything beyond 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -91,9 +92,16 @@ class RangeServer:
     Args:
         content: a directory, or names to bytes (a name has no leading `/`).
         faults: what to do wrong from the start; `faults` may be set again at any time.
+        tls: a server-side context; the URL is then https://.
     """
 
-    def __init__(self, content: Path | str | Mapping[str, bytes], *, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        content: Path | str | Mapping[str, bytes],
+        *,
+        faults: Faults | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._directory: Path | None = None
         self._objects: dict[str, tuple[int, int, float]] = {}
         self._given: Mapping[str, bytes] = {}
@@ -103,6 +111,7 @@ class RangeServer:
             self._directory = Path(content).resolve()
         self._faults = faults or Faults()
         self._suffered = 0
+        self._tls = tls
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.closing = threading.Event()
@@ -114,6 +123,10 @@ class RangeServer:
             self.replace(name, data)
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.owner = self
+        if self._tls is not None:  # the handshake happens in the connection's own thread, at its first read
+            self._server.socket = self._tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="range-server")
         self._thread.start()
         return self
@@ -130,8 +143,8 @@ class RangeServer:
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT`, without a trailing slash."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        """`http://127.0.0.1:PORT` (or https), without a trailing slash."""
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
     @property
     def faults(self) -> Faults:
@@ -332,8 +345,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
 
     def _send_piece(self, descriptor: int, at: int, nbytes: int, *, chunked: bool) -> int:
-        if not chunked:
+        if not chunked and not isinstance(self.connection, ssl.SSLSocket):
             return os.sendfile(self.connection.fileno(), descriptor, at, nbytes)
         data = os.pread(descriptor, nbytes, at)
-        self.connection.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.connection.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n" if chunked else data)
         return len(data)
