@@ -29,6 +29,8 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
+# vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
+SAME_FLOOR |= {("integrations", "compat")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (
