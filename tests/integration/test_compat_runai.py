@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.compat import runai_streamer
 from penstock.compat.runai_streamer import (
+    DistributedStreamer,
     FileChunks,
     FileStreamer,
     ObjectStorageModel,
@@ -239,6 +240,13 @@ class TestFileStreamer:
             with pytest.raises(ValueError, match="device"):
                 streamer.stream_files([FileChunks(0, data[0], [0], [1])], device="bogus")
 
+    def test_the_distributed_one(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
+        path, raw = data
+        with DistributedStreamer() as streamer:
+            streamer.stream_files([FileChunks.contiguous(0, path, 8, [8, 8])], None, "cpu", True)
+            found = {index: tensor.numpy().tobytes() for _, index, tensor in streamer.get_chunks()}
+        assert found == {0: raw[8:16].tobytes(), 1: raw[16:24].tobytes()}
+
     def test_listing(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         for name, nbytes in (("a.json", 3), ("b.safetensors", 5), ("in/c.json", 7)):
@@ -274,6 +282,8 @@ class TestInstall:
         code = (
             "from penstock.compat import runai_streamer; runai_streamer.install(); runai_streamer.install();"
             "from runai_model_streamer import SafetensorsStreamer, list_safetensors, pull_files, ObjectStorageModel;"
+            "from runai_model_streamer.s3_utils.s3_utils import S3Credentials;"
+            "from runai_model_streamer.file_streamer.requests_iterator import FileChunks;"
             "assert SafetensorsStreamer is runai_streamer.SafetensorsStreamer"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

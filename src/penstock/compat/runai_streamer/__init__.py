@@ -2,7 +2,7 @@
 
 In: `from penstock.compat.runai_streamer import SafetensorsStreamer` in place of `from runai_model_streamer import ...`;
 or `install()` before an engine is imported, and the engine's own import finds this. Out: tensors, chunks, files.
-Not here: its native library and the knobs of its buffers; see docs/compat.md for what differs.
+Not here: its native library and the knobs of its buffers; see docs/engines.md for what differs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 import sys
 
-from penstock.compat.runai_streamer.files import FileChunks, FileStreamer
+from penstock.compat.runai_streamer import files, objects, safetensors
+from penstock.compat.runai_streamer.files import DistributedStreamer, FileChunks, FileStreamer
 from penstock.compat.runai_streamer.objects import ObjectStorageModel, S3Credentials, list_safetensors, pull_files
 from penstock.compat.runai_streamer.safetensors import SafetensorsStreamer
 from penstock.errors import ConfigError
 
 __all__ = [
+    "DistributedStreamer",
     "FileChunks",
     "FileStreamer",
     "ObjectStorageModel",
@@ -28,6 +30,19 @@ __all__ = [
 
 _NAME = "runai_model_streamer"
 
+_MODULES = {
+    "s3_utils": objects,
+    "s3_utils.s3_utils": objects,
+    "file_streamer": files,
+    "file_streamer.file_streamer": files,
+    "file_streamer.requests_iterator": files,
+    "distributed_streamer": files,
+    "distributed_streamer.distributed_streamer": files,
+    "safetensors_streamer": safetensors,
+    "safetensors_streamer.safetensors_streamer": safetensors,
+}
+"""Where code looks that imports a name from the module that defines it."""
+
 
 def install() -> None:
     """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
@@ -38,3 +53,5 @@ def install() -> None:
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:
         raise ConfigError(f"{_NAME} is imported already", hint="call install() before anything imports it")
+    for name, module in _MODULES.items():
+        sys.modules.setdefault(f"{_NAME}.{name}", module)

@@ -188,6 +188,40 @@ class FileStreamer:
         self._sources.clear()
 
 
+class DistributedStreamer:
+    """`FileStreamer` with `is_distributed`, which raw ranges do not need: each rank reads what it asks for.
+
+    `SafetensorsStreamer` shares the reading of tensors between ranks.
+    """
+
+    def __init__(self) -> None:
+        self.file_streamer = FileStreamer()
+
+    def __enter__(self) -> Self:
+        self.file_streamer.__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file_streamer.__exit__(exc_type, exc, trace)
+
+    def stream_files(
+        self,
+        file_stream_requests: Sequence[FileChunks],
+        credentials: S3Credentials | None,
+        device: str | torch.device | None,
+        is_distributed: bool,
+        owned: bool = True,
+    ) -> None:
+        """See `FileStreamer.stream_files`."""
+        self.file_streamer.stream_files(file_stream_requests, credentials, device, owned=owned)
+
+    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """See `FileStreamer.get_chunks`."""
+        return self.file_streamer.get_chunks()
+
+
 def _read(source: Source, offset: int, nbytes: int) -> torch.Tensor:
     """`[nbytes]` uint8, host."""
     tensor = torch.empty(nbytes, dtype=torch.uint8)
