@@ -1,7 +1,7 @@
-"""`SafetensorsStreamer`: the tensors of safetensors files as they arrive, through `penstock.stream`.
+"""`SafetensorsStreamer`: the tensors of safetensors files as they arrive, as `penstock.stream` gives them.
 
 In: paths or URIs. Out: `(name, tensor)`, owned by the caller, and `files_to_tensors_metadata`.
-Not here: the loading itself (`api`), raw ranges (`files`).
+Not here: the loading itself (`loader`), raw ranges (`files`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from penstock.compat.runai_streamer.objects import S3Credentials, raising_value_errors, storage_options
 from penstock.config import Settings, runai_settings
+from penstock.loader.load import TensorStream
+from penstock.loader.session import Options, Session, resolve_device
 from penstock.loader.tensor import torch_dtype
 from penstock.storage import open_source
 from penstock.storage.safetensors import Header, read_header
-
-if TYPE_CHECKING:
-    from penstock.api import TensorStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,9 @@ class SafetensorsStreamer:
         self.device_str: str | None = None
         self._is_open = False
         self._parts: list[Sequence[str]] = []
-        self._arguments: dict[str, Any] = {}
+        self._settings = Settings()
+        self._options = Options(device=torch.device("cpu"))
+        self._group: Any = None
         self._stream: TensorStream | None = None
 
     def __enter__(self) -> Self:
@@ -147,7 +148,11 @@ class SafetensorsStreamer:
         with raising_value_errors():
             options = storage_options(paths[0], s3_credentials) if paths else None
             asked = runai_settings()
-            headers = [_header(path, options) for path in paths]
+            self._settings = Settings.read(
+                fetch_threads=asked.fetch_threads, chunk_bytes=asked.chunk_bytes, memory_bytes=asked.memory_bytes
+            )
+            place = resolve_device("cpu" if device is None else device)
+            headers = [_header(path, self._settings, options) for path in paths]
         self.files_to_tensors_metadata = {i: _metadata(header, wanted) for i, header in enumerate(headers)}
         tensors = [one for file in self.files_to_tensors_metadata.values() for one in file]
         self.total_size = sum(one.get_bytesize() for one in tensors)
@@ -159,14 +164,9 @@ class SafetensorsStreamer:
                 raise ValueError(f"tensor_names not found in checkpoint: {missing}")
             if repeated:
                 raise ValueError(f"tensor_names appear in more than one file: {repeated}")
-        self._arguments = {
-            "device": self.device_str,
-            "names": None if wanted is None else wanted.__contains__,
-            "group": _group(asked.distributed, self.device_str) if is_distributed else None,
-            "memory_bytes": asked.memory_bytes,
-            "storage_options": options,
-            "progress": False,
-        }
+        names = None if wanted is None else wanted.__contains__
+        self._options = Options(device=place, names=names, storage_options=options, progress=False)
+        self._group = _group(asked.distributed, place) if is_distributed else None
         # A weight set has every name once; files that share a name are streamed one after the other, as there.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
@@ -178,12 +178,10 @@ class SafetensorsStreamer:
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
-        from penstock import api
-
         parts, self._parts = self._parts, []
         for part in parts:
             with raising_value_errors():
-                self._stream = api.stream(part[0] if len(part) == 1 else part, **self._arguments)
+                self._stream = TensorStream(Session(part, self._options, self._settings), self._group)
             try:
                 while True:
                     with raising_value_errors():
@@ -200,8 +198,8 @@ class SafetensorsStreamer:
             stream.close()
 
 
-def _header(path: str, options: dict[str, str] | None) -> Header:
-    source = open_source(path, settings=Settings.read(), storage_options=options)
+def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
+    source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(source)
     finally:
@@ -220,12 +218,12 @@ def _metadata(header: Header, wanted: Collection[str] | None) -> list[Safetensor
     ]
 
 
-def _group(distributed: str, device: str) -> Any:
+def _group(distributed: str, device: torch.device) -> Any:
     """The process group to share the reading over; None: each rank reads for itself."""
     import torch.distributed as dist
 
     if distributed == "off" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     backend = dist.get_backend()
-    fits = {"nccl": device != "cpu", "gloo": device == "cpu" and distributed == "on"}
+    fits = {"nccl": device.type == "cuda", "gloo": device.type == "cpu" and distributed == "on"}
     return dist.group.WORLD if fits.get(backend, False) else None
