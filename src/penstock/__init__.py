@@ -1,1 +1,102 @@
-"""Penstock: model weights to GPUs at the speed of the link, verified, in bounded memory."""
+"""Penstock: model weights to GPUs at the speed of the link, verified, in bounded memory.
+
+The public names stand in `__all__`; the verbs are imported (and torch with them) when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import (
+    BudgetTooSmall,
+    Cancelled,
+    ConfigError,
+    DestinationError,
+    DeviceOutOfMemory,
+    DiskFull,
+    FormatError,
+    IntegrityError,
+    MissingExtra,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    SourceChanged,
+    SourceError,
+    SourceStalled,
+    SourceTruncated,
+    SourceUnavailable,
+)
+from penstock.types import Box, DType, Manifest
+
+if TYPE_CHECKING:
+    from penstock.api import (
+        Inspection,
+        Report,
+        TensorStream,
+        Verification,
+        Weights,
+        inspect,
+        load,
+        load_file,
+        load_into,
+        safe_open,
+        stream,
+        verify,
+    )
+
+try:
+    __version__ = version("penstock")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Box",
+    "BudgetTooSmall",
+    "Cancelled",
+    "ConfigError",
+    "DType",
+    "DestinationError",
+    "DeviceOutOfMemory",
+    "DiskFull",
+    "FormatError",
+    "Inspection",
+    "IntegrityError",
+    "Manifest",
+    "MissingExtra",
+    "NotFound",
+    "PeerLost",
+    "PenstockError",
+    "PermissionDenied",
+    "PlanError",
+    "Report",
+    "SourceChanged",
+    "SourceError",
+    "SourceStalled",
+    "SourceTruncated",
+    "SourceUnavailable",
+    "TensorStream",
+    "Verification",
+    "Weights",
+    "__version__",
+    "inspect",
+    "load",
+    "load_file",
+    "load_into",
+    "safe_open",
+    "stream",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("penstock.api"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

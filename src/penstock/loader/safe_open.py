@@ -222,28 +222,30 @@ class _File:
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if self._mapping is not None:
-            whole = as_tensor(self._slabs(self._plan([row]))[0], dtype, shape)
+            whole = as_tensor(self._slabs(self._plan([row]), self.device)[0], dtype, shape)
             return whole[index]
-        if is_basic(index):
+        basic = is_basic(index)
+        if basic:
             torch.empty((), dtype=kind).expand(extent)[index]  # torch's own error, before anything is read
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
-        part = as_tensor(self._slabs(self._plan([row], box))[0], dtype, box.shape)
-        return part[rest]
+        # Gathers run on the CPU, as safetensors' do: devices lack them for some dtypes, and less is moved.
+        slabs = self._slabs(self._plan([row], box), self.device if basic else torch.device("cpu"))
+        return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
 
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
         """The part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         numpy_dtype(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
-        found = as_array(self._slabs(self._plan([row], box))[0].numpy().data, dtype, box.shape)
+        found = as_array(self._slabs(self._plan([row], box), self.device)[0].numpy().data, dtype, box.shape)
         return found[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor, in the order of the file; small neighbours share one piece of memory."""
         plan = self._plan(range(len(self.table)))
-        slabs = self._slabs(plan)
+        slabs = self._slabs(plan, self.device)
         rows: dict[int, list[int]] = {}
         for row, slab in enumerate(plan.row_slab.tolist()):
             rows.setdefault(slab, []).append(row)
@@ -262,17 +264,17 @@ class _File:
         table = self.table.take(rows)
         return plan_load(table, file_nbytes=sizes, chunk_bytes=_STAGING_BYTES, boxes=boxes, max_gap_bytes=_GAP_BYTES)
 
-    def _slabs(self, plan: LoadPlan) -> list[torch.Tensor]:
+    def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """The plan's slabs, at least one: mapped where the file is, else read."""
         if self._mapping is None:
-            slabs = read_slabs(plan, self.source, self.device)
+            slabs = read_slabs(plan, self.source, device)
         else:
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
             held = plan.row_slab >= 0
             starts[plan.row_slab[held]] = plan.table.offset[held] - plan.row_offset[held]
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
-        return slabs or [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:

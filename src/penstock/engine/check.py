@@ -1,0 +1,94 @@
+"""Checking slabs against the manifest's leaf digests, on the CPU.
+
+In: complete slabs in host memory. Out: nothing, or an IntegrityError that names tensor and range.
+Not here: the device's digests (`check_cuda`), how a leaf is digested (`digest`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.digest.leaf import leaf_digests, num_leaves
+from penstock.engine.executors import Pending
+from penstock.errors import IntegrityError
+from penstock.plan.schedule import LoadPlan
+from penstock.types import I64, U64
+
+
+class Checker(Protocol):
+    """Digests complete slabs and compares them with what the manifest says."""
+
+    num_threads: int
+    """Threads of the compute executor that call it."""
+    batch_bytes: int
+    """Slabs are handed over in batches of at least this many bytes, but for the last."""
+
+    def check(self, slabs: Sequence[int]) -> Pending | None:
+        """Check these slabs; None when they hold, a Pending while a device works.
+
+        Raises:
+            IntegrityError: a leaf differs (from here or from the pending's `done`).
+        """
+        ...
+
+
+class Expected:
+    """The leaves a plan's rows must have, and which rows a slab holds.
+
+    Args:
+        plan: its boxed rows are passed over; a region of a tensor has no leaves of its own.
+        leaves: of the plan's rows, row after row.
+        leaf_bytes: bytes of a leaf.
+    """
+
+    def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int) -> None:
+        self.plan, self.leaves, self.leaf_bytes = plan, leaves, leaf_bytes
+        self.counts: I64 = num_leaves(plan.table.nbytes, leaf_bytes)
+        self.first: I64 = np.cumsum(self.counts) - self.counts
+        whole = np.fromiter((box is None for box in plan.boxes), bool, len(plan.boxes))
+        self._rows = np.flatnonzero((plan.row_slab >= 0) & whole)
+        self._slab_of = plan.row_slab[self._rows]
+
+    def rows(self, slab: int) -> I64:
+        """Whole rows of the plan that lie in this slab, in order."""
+        at = np.searchsorted(self._slab_of, [slab, slab + 1])
+        return self._rows[at[0] : at[1]]
+
+    def fault(self, row: int, leaf: int) -> IntegrityError:
+        """The error for a leaf (counted within its row) that differs."""
+        start = leaf * self.leaf_bytes
+        stop = min(start + self.leaf_bytes, int(self.plan.table.nbytes[row]))
+        return IntegrityError(
+            f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
+            tensor=self.plan.table.names[row],
+            hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+        )
+
+
+class HostChecker:
+    """Checks slabs in host memory with the xxhash library."""
+
+    batch_bytes = 1
+
+    def __init__(self, expected: Expected, slab: Callable[[int], memoryview]) -> None:
+        self._expected, self._slab = expected, slab
+        self.num_threads = min(4, os.cpu_count() or 1)
+
+    def check(self, slabs: Sequence[int]) -> Pending | None:
+        """See `Checker.check`."""
+        expected, plan = self._expected, self._expected.plan
+        for slab in slabs:
+            data = self._slab(slab)
+            for row in expected.rows(slab).tolist():
+                at = int(plan.row_offset[row])
+                got = np.empty(int(expected.counts[row]), np.uint64)
+                leaf_digests(data[at : at + int(plan.row_nbytes[row])], expected.leaf_bytes, got)
+                first = int(expected.first[row])
+                wrong = np.flatnonzero(got != expected.leaves[first : first + len(got)])
+                if len(wrong):
+                    raise expected.fault(row, int(wrong[0]))
+        return None

@@ -1,0 +1,205 @@
+"""Executors: threads that take steps from one bounded priority queue, each with its own device to saturate.
+
+In: `Step`s, by priority (layer order: lower first). Out: their effects; errors go to the step's ticket.
+Not here: which steps there are (`run`).
+
+    post --heap--> start() --None--> finish()
+                       `---Pending--> (device works on) --done--> finish()
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from penstock.engine.ticket import Ticket
+from penstock.engine.trace import Trace
+from penstock.errors import DestinationError
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """Device work in flight."""
+
+    def done(self) -> bool:
+        """Whether it completed; never blocks. Raises what the device reports."""
+        ...
+
+
+class Step(Protocol):
+    """One piece of work of one executor.
+
+    Exactly one of `finish` (after `start`, when its work is complete) and `abandon` is called, from the executor's
+    thread; `abandon` must free what the step holds, and never raises.
+    """
+
+    priority: int
+    name: str
+    nbytes: int
+    ticket: Ticket
+
+    def start(self) -> Pending | None:
+        """Do the work, or set it going on a device."""
+        ...
+
+    def finish(self) -> None:
+        """The work is complete."""
+        ...
+
+    def abandon(self) -> None:
+        """The ticket stopped before or while the step ran."""
+        ...
+
+
+_POLL_S = 1e-4
+"""Pause between looks at a device that is still copying; an 8 MiB copy over PCIe 5 takes 1.5e-4 s."""
+
+
+class Executor:
+    """`num_threads` threads named after the executor; started by the first `post`.
+
+    Args:
+        name: `fetch`, `place`, `compute` or `send`; the row of the trace.
+        num_threads: how many.
+        trace: where spans go.
+        stall_s: a step in flight on a device longer than this fails its ticket.
+        bound: steps that may wait; `post` from outside blocks above it. 0: no bound.
+        on_thread_start: called once in each thread (to choose its device).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        *,
+        trace: Trace,
+        stall_s: float,
+        bound: int = 0,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.num_threads = num_threads
+        self._trace = trace
+        self._stall_s = stall_s
+        self._bound = bound
+        self._on_thread_start = on_thread_start
+        self._heap: list[tuple[int, int, Step]] = []
+        self._sequence = itertools.count()
+        self._state = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def post(self, step: Step) -> None:
+        """Queue a step; blocks while `bound` steps wait, unless its ticket stops."""
+        with self._state:
+            while self._bound and len(self._heap) >= self._bound and not step.ticket.stopped:
+                self._state.wait(0.1)
+            heapq.heappush(self._heap, (step.priority, next(self._sequence), step))
+            if len(self._threads) < self.num_threads:
+                thread = threading.Thread(
+                    target=self._work, name=f"penstock-{self.name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+            self._state.notify()
+
+    def close(self) -> None:
+        """Let the threads end once the queue is empty, and join them. Idempotent.
+
+        Steps of a stopped ticket are abandoned, device work in flight is waited for: nothing writes to memory
+        the caller may free after this returns.
+        """
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self, block: bool) -> Step | None:
+        with self._state:
+            while not self._heap:
+                if not block or self._closed:
+                    return None
+                self._state.wait()
+            step = heapq.heappop(self._heap)[2]
+            if self._bound:
+                self._state.notify_all()
+            return step
+
+    def _work(self) -> None:
+        in_flight: deque[_InFlight] = deque()
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        while True:
+            step = self._next(block=not in_flight)
+            if step is not None:
+                self._start(step, in_flight)
+            elif not in_flight:
+                return
+            elif not self._retire(in_flight):
+                time.sleep(_POLL_S)
+            while in_flight and self._retire(in_flight):
+                pass
+
+    def _start(self, step: Step, in_flight: deque[_InFlight]) -> None:
+        if step.ticket.stopped:
+            step.abandon()
+            return
+        step.ticket.enter()
+        start = time.perf_counter()
+        outcome = _guarded(step.ticket, step.start)
+        step.ticket.leave()
+        if isinstance(outcome, BaseException):
+            step.abandon()
+        elif outcome is None:
+            self._trace.add(self.name, step.name, start, time.perf_counter(), step.nbytes)
+            _guarded(step.ticket, step.finish)
+        else:
+            in_flight.append(_InFlight(outcome, step, start))
+
+    def _retire(self, in_flight: deque[_InFlight]) -> bool:
+        """Look at the oldest step in flight; True when it left the queue."""
+        oldest = in_flight[0]
+        step = oldest.step
+        now = time.perf_counter()
+        done = _guarded(step.ticket, oldest.pending.done)
+        if done is False:
+            silent_s = now - oldest.start
+            if silent_s > self._stall_s:
+                message = f"{step.name}: the device made no progress for {self._stall_s} s"
+                step.ticket.fail(DestinationError(message, mutated=True))
+            if silent_s <= 2 * self._stall_s:
+                return False
+        in_flight.popleft()
+        if done is True:
+            self._trace.add(self.name, step.name, oldest.start, now, step.nbytes)
+            _guarded(step.ticket, step.finish)
+        else:
+            step.abandon()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    pending: Pending
+    step: Step
+    start: float
+
+
+def _guarded(ticket: Ticket, call: Callable[[], T]) -> T | BaseException:
+    """Call; an error stops the ticket, whose waiter raises it, and is returned.
+
+    The one place where an executor's thread meets foreign code: nothing may end the thread without a word.
+    """
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001
+        ticket.fail(error)
+        return error

@@ -1,0 +1,138 @@
+"""CUDA memory as a place: pinned staging, asynchronous copies on one stream, slabs from torch's own allocator.
+
+In: packed segments. Out: `Pending`s that are CUDA events.
+Not here: digests on the device (`check`).
+
+Slabs are allocated on the stream that was current where the place was made, so torch's allocator tracks them as the
+caller's own; the copy stream waits for that stream after each allocation, because a recycled block may still be in
+use by kernels queued there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.engine.place import Segment
+from penstock.errors import DestinationError, DeviceOutOfMemory
+from penstock.memory.staging import StagingBuffer
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
+
+
+class CudaRegistrar:
+    """Pins host memory for CUDA's copy engines."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `Registrar.register`."""
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code != 0:
+            raise DestinationError(f"cudaHostRegister of {nbytes} bytes failed with {code}", hint="lower memory_bytes")
+
+    def unregister(self, address: int) -> None:
+        """See `Registrar.unregister`."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class CudaPending:
+    """Copies or kernels up to an event."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return bool(self._event.query())
+
+
+class CudaPlace:
+    """Slabs on one CUDA device.
+
+    Args:
+        device: with an index.
+        slab_nbytes: bytes of each slab.
+        slabs: flat uint8 tensors to fill (live parameters), or None to allocate.
+    """
+
+    def __init__(
+        self, device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        self.device = device
+        self.registrar = CudaRegistrar(device)
+        self._nbytes = slab_nbytes
+        self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
+        self._caller = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(self._caller)
+        self._host: dict[int, torch.Tensor] = {}
+
+    def allocate(self) -> None:
+        """Make every slab now, all from one piece of device memory where torch's allocator has none to reuse.
+
+        One cudaMalloc instead of hundreds: the piece is allocated, freed into torch's cache, and split again.
+
+        Raises:
+            DeviceOutOfMemory: nothing stays allocated.
+        """
+        try:
+            with torch.cuda.stream(self._caller):
+                total = sum(-(-n // 512) * 512 for n in self._nbytes)
+                del_me = torch.empty(total, dtype=torch.uint8, device=self.device)
+                del del_me
+                self._slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self._nbytes]
+        except torch.cuda.OutOfMemoryError as error:
+            self._slabs = [None] * len(self._nbytes)
+            raise self._no_room(sum(self._nbytes)) from error
+        self._stream.wait_stream(self._caller)
+
+    def slab(self, index: int) -> torch.Tensor:
+        """The slab, flat uint8 [nbytes]; allocated if it was not."""
+        found = self._slabs[index]
+        if found is None:
+            try:
+                with torch.cuda.stream(self._caller):
+                    found = torch.empty(self._nbytes[index], dtype=torch.uint8, device=self.device)
+            except torch.cuda.OutOfMemoryError as error:
+                raise self._no_room(self._nbytes[index]) from error
+            self._slabs[index] = found
+            self._stream.wait_stream(self._caller)
+        return found
+
+    def take(self, index: int) -> torch.Tensor:
+        """The slab, forgotten here."""
+        found = self.slab(index)
+        self._slabs[index] = None
+        return found
+
+    def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
+        """See `Place.direct`: no source writes to device memory."""
+        return None
+
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
+        """See `Place.copy`."""
+        host = self._host.get(buffer.address)
+        if host is None:
+            host = self._host[buffer.address] = torch.from_numpy(buffer.array)
+        slabs = [self.slab(segment.slab) for segment in segments]
+        with torch.cuda.stream(self._stream):
+            for (src, _, dst, run, _, _), slab in zip(segments, slabs, strict=True):
+                slab[dst : dst + run].copy_(host[src : src + run], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return CudaPending(event)
+
+    def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceOutOfMemory(
+            f"{self.device} has {free} of {total} bytes free, {nbytes} are needed",
+            hint="free memory there, load fewer names, or load boxes",
+        )

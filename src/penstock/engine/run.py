@@ -1,0 +1,297 @@
+"""Runs a load plan: fetch -> place -> compute, one budget, one ticket, one trace.
+
+In: a `LoadPlan`, its sources, a `Place`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
+Not here: what a slab becomes (`loader`).
+
+    reads --fetch--> staging --place--> slabs --compute--> ready, in order
+              `----------------(host memory: straight)--^
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.engine.check import Checker
+from penstock.engine.executors import Executor, Pending
+from penstock.engine.place import Place, Segment, pack
+from penstock.engine.ticket import Ticket
+from penstock.engine.trace import Trace
+from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.plan.schedule import LoadPlan
+from penstock.storage import Source
+
+
+class LoadRun:
+    """One running load. A context manager: leaving it drains I/O and device copies, then frees the staging pool.
+
+    Args:
+        plan: what to read and where it goes.
+        sources: by file index of the plan.
+        place: the destination's slabs.
+        pool: staging; None only where every read can go straight to its slabs.
+        num_fetch_threads: reading threads.
+        stall_s: deadline by progress of every wait.
+        trace: where spans go.
+        checker: digests complete slabs; None: slabs are ready when their bytes are.
+        reads: which reads of the plan to carry out; None: all.
+        window_bytes: reads start at most this far ahead of the slabs consumed; 0: no bound.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        sources: Sequence[Source],
+        place: Place,
+        *,
+        pool: StagingPool | None,
+        num_fetch_threads: int,
+        stall_s: float,
+        trace: Trace,
+        checker: Checker | None = None,
+        reads: Sequence[int] | None = None,
+        window_bytes: int = 0,
+    ) -> None:
+        self.plan, self.sources, self.place, self.pool, self.stall_s = plan, sources, place, pool, stall_s
+        self._checker = checker
+        self._reads = range(plan.num_reads) if reads is None else reads
+        self._window_bytes = window_bytes
+        self.ticket = Ticket(plan.nbytes)
+        self.fetch = Executor("fetch", num_fetch_threads, trace=trace, stall_s=stall_s)
+        self._place = Executor("place", 1, trace=trace, stall_s=stall_s)
+        self._compute = Executor("compute", checker.num_threads if checker else 1, trace=trace, stall_s=stall_s)
+        self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
+        self._missing = list(self._slab_nbytes)
+        self._ready = [False] * len(self._missing)
+        self._num_open = self._num_unready = len(self._missing)
+        self._awaited = 0
+        self._placed: set[int] = set()
+        self._unchecked: list[int] = []
+        self._unchecked_bytes = 0
+        self._consumed_bytes = 0
+        before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
+        self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
+        self._lock = threading.Lock()
+        self.paths: dict[tuple[int, str], int] = {}
+        """Bytes read per (file index, path word)."""
+
+    def start(self) -> Ticket:
+        """Set everything going; returns at once."""
+        if self._num_open == 0:
+            self.ticket.finish()
+        for r in self._reads:
+            self.fetch.post(_FetchStep(self, r))
+        return self.ticket
+
+    def slabs(self) -> Iterator[int]:
+        """Slab indices in plan order, each once it is complete and checked.
+
+        Raises:
+            PenstockError: what stopped the run.
+        """
+        ready, ticket = self._ready, self.ticket
+        for index, nbytes in enumerate(self._slab_nbytes):
+            self._awaited = index
+            if not ready[index]:
+                if self._window_bytes:
+                    ticket.advance(0)
+                if self._window_bytes and self._missing[index] == 0:
+                    self._flush_checks()
+                ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
+            yield index
+            self._consumed_bytes += nbytes
+
+    def close(self) -> None:
+        """Stop what runs, wait for what a device or a kernel call still does, free the pool. Idempotent."""
+        if not self.ticket.done:
+            self.ticket.cancel()
+        if self.ticket.stopped and self.pool is not None:
+            self.pool.cancel()
+        for executor in (self.fetch, self._place, self._compute):
+            executor.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    def __enter__(self) -> LoadRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def admit(self, read: int) -> None:
+        """Wait until the window has room for this read, or the ticket stops."""
+        if not self._window_bytes:
+            return
+        start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
+        with self.ticket.changed:
+            # A slab larger than the window is read all the same once it is the one waited for.
+            while (
+                start - self._consumed_bytes > self._window_bytes
+                and first_slab > self._awaited
+                and not self.ticket.stopped
+            ):
+                self.ticket.changed.wait(1.0)
+
+    def segments(self, read: int) -> list[Segment]:
+        """The read's segments as tuples."""
+        p = self.plan
+        at = slice(int(p.seg_first[read]), int(p.seg_first[read + 1]))
+        columns = (p.seg_src, p.seg_slab, p.seg_dst, p.seg_run, p.seg_rows, p.seg_pitch)
+        return [Segment(*row) for row in zip(*(column[at].tolist() for column in columns), strict=True)]
+
+    def took(self, file: int, path: str, nbytes: int) -> None:
+        """Note which path a read's bytes took."""
+        with self._lock:
+            self.paths[file, path] = self.paths.get((file, path), 0) + nbytes
+
+    def post_place(self, step: _PlaceStep) -> None:
+        """Hand a full staging buffer to the place executor."""
+        self._place.post(step)
+
+    def wait_read(self, read: int) -> None:
+        """Return once this read's bytes are in their slabs. Raises what stopped the run."""
+        self.ticket.wait_until(lambda: read in self._placed, stall_s=self.stall_s)
+
+    def placed(self, read: int, segments: Sequence[Segment]) -> None:
+        """This read's bytes are in their slabs."""
+        self._placed.add(read)
+        self.arrived(segments)
+
+    def arrived(self, segments: Sequence[Segment]) -> None:
+        """The bytes of these segments are in their slabs."""
+        total = 0
+        full = []
+        with self._lock:
+            for segment in segments:
+                nbytes = segment.run * segment.rows
+                total += nbytes
+                self._missing[segment.slab] -= nbytes
+                if self._missing[segment.slab] == 0:
+                    full.append(segment.slab)
+            if self._checker is not None:
+                self._unchecked.extend(full)
+                self._unchecked_bytes += sum(self._slab_nbytes[slab] for slab in full)
+                self._num_open -= len(full)
+                flush = self._unchecked_bytes >= self._checker.batch_bytes or self._num_open == 0
+                # A stream's consumer may be waiting for a slab that alone does not fill a batch.
+                flush |= bool(self._window_bytes) and self._awaited in full
+        if self._checker is None:
+            self.mark_ready(full)
+        elif flush:
+            self._flush_checks()
+        self.ticket.advance(total)
+
+    def mark_ready(self, slabs: Sequence[int]) -> None:
+        """These slabs may be given away; the last one finishes the ticket."""
+        if not slabs:
+            return
+        with self.ticket.changed:
+            for slab in slabs:
+                self._ready[slab] = True
+            self._num_unready -= len(slabs)
+            self.ticket.changed.notify_all()
+            if self._num_unready == 0:
+                self.ticket.finish()
+
+    def _flush_checks(self) -> None:
+        """Post a check of the complete slabs that wait for one."""
+        with self._lock:
+            batch, self._unchecked, self._unchecked_bytes = self._unchecked, [], 0
+        if batch and self._checker is not None:
+            self._compute.post(_CheckStep(self, self._checker, batch))
+
+
+class _FetchStep:
+    """Read one range into staging (or straight into host slabs)."""
+
+    __slots__ = ("_buffer", "_read", "_run", "name", "nbytes", "priority", "ticket")
+
+    def __init__(self, run: LoadRun, read: int) -> None:
+        self._run, self._read = run, read
+        self.priority, self.name, self.ticket = read, f"read {read}", run.ticket
+        self.nbytes = int(run.plan.read_nbytes[read])
+        self._buffer: StagingBuffer | None = None
+
+    def start(self) -> Pending | None:
+        run, r = self._run, self._read
+        run.admit(r)
+        file, offset = int(run.plan.read_file[r]), int(run.plan.read_offset[r])
+        segments = run.segments(r)
+        views = self._direct(segments)
+        if views is not None:
+            run.took(file, run.sources[file].readv(offset, views), self.nbytes)
+            run.placed(r, segments)
+            return None
+        assert run.pool is not None
+        self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
+        run.took(file, run.sources[file].readv(offset, [buffer.view[: self.nbytes]]), self.nbytes)
+        packed = pack(buffer.array, segments) if segments[0].rows > 1 else segments
+        self._buffer = None
+        run.post_place(_PlaceStep(run, r, buffer, packed))
+        return None
+
+    def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
+        if sum(s.run for s in segments if s.rows == 1) != self.nbytes:
+            return None
+        views = []
+        for _, slab, dst, run, _, _ in segments:
+            view = self._run.place.direct(slab, dst, dst + run)
+            if view is None:
+                return None
+            views.append(view)
+        return views
+
+    def finish(self) -> None:
+        """Nothing left to do: `start` handed the bytes on."""
+
+    def abandon(self) -> None:
+        if self._buffer is not None and self._run.pool is not None:
+            self._run.pool.release(self._buffer)
+            self._buffer = None
+
+
+class _PlaceStep:
+    """Copy a staging buffer's segments into their slabs, then give the buffer back."""
+
+    __slots__ = ("_buffer", "_run", "_segments", "name", "nbytes", "priority", "ticket")
+
+    def __init__(self, run: LoadRun, read: int, buffer: StagingBuffer, packed: Sequence[Segment]) -> None:
+        self._run, self._buffer, self._segments = run, buffer, packed
+        self.priority, self.name, self.ticket = read, f"place {read}", run.ticket
+        self.nbytes = sum(s.run for s in packed)
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        return self._run.place.copy(self._buffer, self._segments)
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        self.abandon()
+        self._run.placed(self.priority, self._segments)
+
+    def abandon(self) -> None:
+        """See `Step.abandon`."""
+        assert self._run.pool is not None
+        self._run.pool.release(self._buffer)
+
+
+class _CheckStep:
+    """Digest a batch of complete slabs and compare."""
+
+    __slots__ = ("_checker", "_run", "_slabs", "name", "nbytes", "priority", "ticket")
+
+    def __init__(self, run: LoadRun, checker: Checker, slabs: list[int]) -> None:
+        self._run, self._checker, self._slabs = run, checker, slabs
+        self.priority, self.name, self.ticket = slabs[0], f"check {slabs[0]}..{slabs[-1]}", run.ticket
+        self.nbytes = sum(int(run.plan.slab_nbytes[s]) for s in slabs)
+
+    def start(self) -> Pending | None:
+        return self._checker.check(self._slabs)
+
+    def finish(self) -> None:
+        self._run.mark_ready(self._slabs)
+
+    def abandon(self) -> None:
+        """Holds nothing."""

@@ -1,0 +1,112 @@
+"""Tickets: what posting work returns. Progress, outcome, cancel; the first error wins.
+
+In: `advance`, `fail`, `finish` from the engine's threads. Out: `wait` in the caller's.
+Not here: the work itself (`run`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from penstock.errors import Cancelled, PenstockError, SourceStalled
+
+
+class Ticket:
+    """The state of one posted piece of work.
+
+    Attributes:
+        nbytes: bytes the work is to move.
+        moved_bytes: bytes at their destination so far.
+        active_steps: steps inside an executor now; while one is, its own deadline holds, not the ticket's.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.moved_bytes = 0
+        self.active_steps = 0
+        self.changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._done = False
+
+    @property
+    def stopped(self) -> bool:
+        """Failed or cancelled: nothing new may start."""
+        return self._error is not None
+
+    @property
+    def done(self) -> bool:
+        """Finished, failed or cancelled."""
+        return self._done or self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, if one happened."""
+        return self._error
+
+    def enter(self) -> None:
+        """A step starts."""
+        with self.changed:
+            self.active_steps += 1
+
+    def leave(self) -> None:
+        """A step ended."""
+        with self.changed:
+            self.active_steps -= 1
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more arrived."""
+        with self.changed:
+            self.moved_bytes += nbytes
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the work with `error`; later ones are dropped."""
+        with self.changed:
+            if not self.done:
+                self._error = error
+            self.changed.notify_all()
+
+    def cancel(self) -> None:
+        """Stop the work; `wait` raises Cancelled."""
+        self.fail(Cancelled("cancelled by the caller"))
+
+    def finish(self) -> None:
+        """Everything arrived."""
+        with self.changed:
+            self._done = True
+            self.changed.notify_all()
+
+    def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
+        """Return once `reached()`, which is asked with `changed` held, whenever something changed.
+
+        Args:
+            reached: whether what the caller waits for holds.
+            stall_s: raise when no byte arrived and no step was running for this many seconds.
+
+        Raises:
+            PenstockError: whatever stopped the work; `mutated` as the engine set it.
+            SourceStalled: see `stall_s`.
+        """
+        last, since = -1, time.monotonic()
+        with self.changed:
+            while not reached() and self._error is None:
+                if self.moved_bytes != last or self.active_steps:
+                    last, since = self.moved_bytes, time.monotonic()
+                elif time.monotonic() - since > stall_s:
+                    self._error = SourceStalled(f"no progress for {stall_s} s at {last} of {self.nbytes} bytes")
+                self.changed.wait(min(stall_s, 1.0))
+        self.check()
+
+    def wait(self, *, stall_s: float) -> None:
+        """`wait_until` everything arrived."""
+        self.wait_until(lambda: self._done, stall_s=stall_s)
+
+    def check(self) -> None:
+        """Raise what stopped the work, if something did."""
+        if self._error is None:
+            return
+        if isinstance(self._error, PenstockError):
+            raise self._error
+        raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self._error

@@ -1,0 +1,193 @@
+"""Loading as a process group: each rank reads its own part of the bytes once, and the ranks exchange the parts.
+
+In: a session and a torch.distributed group whose ranks all call with the same plan. Out: every tensor, on every rank.
+Not here: reading and placing (`session`, `engine`).
+
+    round k: rank r has read chunk k*W + r into its slabs -> packs it with a status word -> all_gather -> each rank
+    unpacks the others' chunks into its own slabs. A rank that failed goes on taking part, with its status word set,
+    so that all ranks raise after the same round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+
+from penstock.engine.place import HostPlace, Place, Segment
+from penstock.engine.run import LoadRun
+from penstock.errors import PeerLost, PenstockError, PlanError
+from penstock.loader.session import Session
+from penstock.plan.schedule import LoadPlan
+from penstock.types import Box, TensorTable
+
+STATUS_BYTES = 512
+"""Room for the status word behind each payload; keeps payloads aligned to what copy engines like."""
+
+LAG_ROUNDS = 4
+"""Rounds between sending a status word and looking at it, so that no round waits for the device."""
+
+_POLL_S = 5e-5
+
+
+def exchange(
+    session: Session, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load `table` (whole tensors) with the group; yield `(name, tensor)`, or the rank's own box of it.
+
+    Raises:
+        PlanError: the ranks' weight sets or options differ; on every rank.
+        PeerLost: another rank failed or fell silent; on every other rank. The failing rank raises its own error.
+
+    Order: collective; every rank of `group` calls it, in the same order as its other collectives.
+    """
+    plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
+    wire = _Wire(group, session.options.device, session.settings.stall_s)
+    wire.agree(plan, session.manifest.revision)
+    mine = range(wire.rank, plan.num_reads, wire.world_size)
+    place: Place
+    if session.options.device.type == "cuda":
+        from penstock.engine.place_cuda import CudaPlace
+
+        place = cuda = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
+        session.phases.enter("allocate")
+        cuda.allocate()
+    else:
+        place = HostPlace(plan.slab_nbytes.tolist())
+    checker = session.checker(plan, place)
+    run = session.begin(plan, place, checker=checker, reads=mine, local_world_size=wire.world_size)
+    session.phases.enter("move")
+    _Rounds(run, place, wire).carry_out()
+    run.ticket.wait(stall_s=session.settings.stall_s)
+    for (name, tensor), box in zip(session.tensors(run, place), boxes, strict=True):
+        if box is None:
+            yield name, tensor
+        else:
+            yield name, tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].clone()
+
+
+class _Wire:
+    """The group's collectives, each with a deadline."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
+        self.group, self.device, self.stall_s = group, device, stall_s
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise PlanError("this process is not a rank of the group")
+
+    def agree(self, plan: LoadPlan, revision: str) -> None:
+        """PlanError on every rank unless all planned the same reads of the same weights."""
+        digest = blake3(revision.encode())
+        for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
+            digest.update(column.tobytes())
+        digest.update("\n".join(plan.table.names).encode())
+        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(self.device)
+        found = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=self.device)
+        self.gather(found, own)
+        rows = found.cpu().view(self.world_size, -1)
+        odd = [rank for rank in range(self.world_size) if not torch.equal(rows[rank], rows[0])]
+        if odd:
+            raise PlanError(
+                f"ranks {odd} see other weights, names or chunk sizes than rank 0", hint="give all the same"
+            )
+
+    def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        """all_gather, waited for. PeerLost when a rank fails or is silent for `stall_s`."""
+        try:
+            work = dist.all_gather_into_tensor(into, own, group=self.group, async_op=True)
+            deadline = time.monotonic() + self.stall_s
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise PeerLost(
+                        f"rank {self.rank}: another rank of the group was silent for {self.stall_s} s",
+                        hint="see the other ranks' errors; make a new process group",
+                    )
+                time.sleep(_POLL_S)
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
+            raise PeerLost(f"rank {self.rank}: the group's all_gather failed: {error}") from error
+
+
+class _Rounds:
+    """The exchange of one run."""
+
+    def __init__(self, run: LoadRun, place: Place, wire: _Wire) -> None:
+        self._run, self._wire, self._plan = run, wire, run.plan
+        self._slab = place.slab  # type: ignore[attr-defined]
+        self._is_host = wire.device.type == "cpu"
+        sums = np.add.reduceat(np.append(self._plan.seg_run, 0), self._plan.seg_first[:-1])
+        self._payload = max((int(n) for n in sums[: self._plan.num_reads]), default=0)
+        width = -(-self._payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
+        self._send = torch.zeros(width, dtype=torch.uint8, device=wire.device)
+        self._received = torch.empty(wire.world_size, width, dtype=torch.uint8, device=wire.device)
+        self._status: list[torch.Tensor] = []
+        self._failed: PenstockError | RuntimeError | None = None
+
+    def carry_out(self) -> None:
+        """Every round; then raise what any rank met."""
+        plan, wire = self._plan, self._wire
+        num_rounds = -(-plan.num_reads // wire.world_size)
+        for k in range(num_rounds):
+            own = k * wire.world_size + wire.rank
+            if own < plan.num_reads and self._failed is None:
+                self._send_own(own)
+            wire.gather(self._received.view(-1), self._send)
+            self._unpack(k)
+            if k % LAG_ROUNDS == LAG_ROUNDS - 1 or k == num_rounds - 1:
+                self._look()
+
+    def _send_own(self, read: int) -> None:
+        run = self._run
+        try:
+            run.wait_read(read)
+        except (PenstockError, RuntimeError) as error:
+            self._failed = error
+            self._send[-1] = 1
+            return
+        at = 0
+        for segment in run.segments(read):
+            self._send[at : at + segment.run].copy_(self._piece(segment))
+            at += segment.run
+
+    def _unpack(self, k: int) -> None:
+        """Put the other ranks' chunks where they belong, and keep the status words."""
+        wire = self._wire
+        for rank in range(wire.world_size):
+            read = k * wire.world_size + rank
+            if rank == wire.rank or read >= self._plan.num_reads:
+                continue
+            segments, at = self._run.segments(read), 0
+            for segment in segments:
+                self._piece(segment).copy_(self._received[rank, at : at + segment.run])
+                at += segment.run
+            self._arrive(segments)
+        self._status.append(self._received[:, -1].clone())
+
+    def _arrive(self, segments: Sequence[Segment]) -> None:
+        if not self._is_host:
+            # The copies run on this stream; a check on another must find them done.
+            torch.cuda.current_stream(self._wire.device).synchronize()
+        if self._failed is None and not self._run.ticket.stopped:
+            self._run.arrived(segments)
+
+    def _look(self) -> None:
+        """Raise together: the failing rank its own error, the others PeerLost."""
+        words = torch.stack(self._status).amax(dim=0).tolist()
+        self._status.clear()
+        if self._failed is not None:
+            raise self._failed
+        lost = [rank for rank, word in enumerate(words) if word]
+        if lost:
+            raise PeerLost(f"ranks {lost} of the group failed to read their part", hint="see those ranks' errors")
+
+    def _piece(self, segment: Segment) -> Any:
+        slab = self._slab(segment.slab)
+        piece = slab[segment.dst : segment.dst + segment.run]
+        return torch.from_numpy(piece) if self._is_host else piece

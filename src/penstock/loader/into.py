@@ -1,0 +1,185 @@
+"""The verb `load_into`: straight into live parameters, keeping every `data_ptr`.
+
+In: a module or a dict of tensors, and a URI. Out: a report; an error says whether anything was touched.
+Not here: the run itself (`session`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.engine.place import HostPlace, Place
+from penstock.errors import PenstockError, PlanError
+from penstock.loader.load import read_settings
+from penstock.loader.report import Report
+from penstock.loader.session import Options, Session
+from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.storage.manifest import Names, Uris
+from penstock.types import TensorTable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Rename = Callable[[str], str | None] | Mapping[str, str] | None
+"""Checkpoint name -> target name; None leaves the tensor out. A mapping leaves out what it does not name."""
+
+
+def load_into(
+    target: torch.nn.Module | Mapping[str, torch.Tensor],
+    uri: Uris,
+    *,
+    strict: bool = True,
+    rename: Rename = None,
+    names: Names = None,
+    verify: bool | None = None,
+    group: ProcessGroup | None = None,
+    memory_bytes: int | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Fill live parameters and buffers in place from a weight set.
+
+    Args:
+        target: a module (its parameters and persistent buffers, tied ones filled once) or tensors by name.
+        uri, names, verify, group, memory_bytes, storage_options, progress, trace: see `load`.
+        strict: every tensor must have a target and every target a tensor; False fills what both sides have.
+        rename: checkpoint name to target name.
+
+    Raises:
+        PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
+        PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
+
+    Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold.
+    """
+    targets = _targets(target)
+    devices = {tensor.device for tensor in targets.values() if tensor.numel()}
+    if any(device.type == "meta" for device in devices):
+        raise PlanError(
+            "some targets are on the meta device", hint="materialise them first: module.to_empty(device=...)"
+        )
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    if devices:
+        raise PlanError("targets are on several devices", hint="call load_into once for the targets of each device")
+    options = Options(
+        device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
+    )
+    with Session(uri, options, read_settings(memory_bytes)) as session:
+        session.phases.enter("plan")
+        table = session.manifest.tensors.take(session.rows().tolist())
+        rows, filled = _match(table, targets, rename, strict)
+        table = table.take(rows)
+        if group is not None:
+            return _from_group(session, group, table, filled)
+        return _fill(session, table, filled)
+
+
+def _targets(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if isinstance(target, torch.nn.Module):
+        return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
+    return {name: tensor.detach() for name, tensor in target.items()}
+
+
+def _match(
+    table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Rows to load and the tensor each fills. PlanError with every offender."""
+    rows: list[int] = []
+    filled: list[torch.Tensor] = []
+    used: dict[str, str] = {}
+    faults: list[str] = []
+    places: set[tuple[int, int]] = set()
+    for row, name in enumerate(table.names):
+        wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
+        if wanted is None:
+            continue
+        if wanted not in targets:
+            if strict:
+                faults.append(f"{name}: the target has no {wanted}")
+            continue
+        if wanted in used:
+            faults.append(f"{name} and {used[wanted]} both go to {wanted}")
+            continue
+        used[wanted] = name
+        tensor = targets[wanted]
+        dtype, shape = torch_dtype(table.dtypes[row]), torch_shape(table.dtypes[row], table.shapes[row])
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            faults.append(f"{name}: {dtype} {list(shape)} does not fit {wanted}: {tensor.dtype} {list(tensor.shape)}")
+            continue
+        if (place := _place_of(tensor)) in places and tensor.numel():
+            continue  # tied to a target that is filled already
+        places.add(place)
+        rows.append(row)
+        filled.append(tensor)
+    if strict:
+        missing = [n for n, t in targets.items() if n not in used and t.numel() and _place_of(t) not in places]
+        faults.extend(f"{name}: the weight set has no tensor for it" for name in missing)
+    if faults:
+        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
+        raise PlanError(
+            f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}", hint="or pass strict=False"
+        )
+    return rows, filled
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> Report:
+    plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
+    held = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
+    # A target that is not contiguous is filled through a slab of its own and copied when that is complete.
+    flat = [
+        (tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+        .reshape(-1)
+        .view(torch.uint8)
+        for tensor in held
+    ]
+    nbytes = plan.slab_nbytes.tolist()
+    place: Place
+    if session.options.device.type == "cuda":
+        from penstock.engine.place_cuda import CudaPlace
+
+        place = CudaPlace(session.options.device, nbytes, flat)
+    else:
+        place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
+    checker = session.checker(plan, place)
+    with _telling(session):
+        run = session.begin(plan, place, checker=checker)
+        session.phases.enter("move")
+        for slab in run.slabs():
+            target = held[slab]
+            if not target.is_contiguous():
+                target.copy_(flat[slab].view(target.dtype).view(target.shape))
+        run.ticket.wait(stall_s=session.settings.stall_s)
+        return session.finish(num_tensors=len(table), nbytes=plan.nbytes)
+
+
+def _from_group(session: Session, group: ProcessGroup, table: TensorTable, filled: list[torch.Tensor]) -> Report:
+    from penstock.loader.group import exchange
+
+    nbytes = 0
+    with _telling(session):
+        tensors = exchange(session, group, table, [None] * len(table))
+        for (_, tensor), target in zip(tensors, filled, strict=True):
+            target.copy_(tensor)
+            nbytes += tensor.nbytes
+        return session.finish(num_tensors=len(table), nbytes=nbytes)
+
+
+@contextmanager
+def _telling(session: Session) -> Iterator[None]:
+    """An error from inside says that the target was touched, if any byte can have reached it."""
+    try:
+        yield
+    except PenstockError as error:
+        session.close()
+        error.mutated = error.mutated or (session.run is not None and bool(session.run.paths))
+        raise

@@ -1,0 +1,255 @@
+"""The verbs `load` and `stream`.
+
+In: a URI and options. Out: tensors the caller owns, verified where there are digests, and a report.
+Not here: how (`session`), live parameters (`into`), the exchange between ranks (`group`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.engine.place import HostPlace
+from penstock.engine.run import LoadRun
+from penstock.errors import Cancelled
+from penstock.loader.report import Report
+from penstock.loader.session import Boxes, Options, Session, require_dtypes, resolve_device
+from penstock.storage.manifest import Names, Uris
+from penstock.types import Manifest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Weights(dict[str, torch.Tensor]):
+    """Tensors by name, in file order: a plain dict that also says where they came from.
+
+    Attributes:
+        report: what the load did.
+        manifest: of the tensors asked for.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], report: Report, manifest: Manifest) -> None:
+        super().__init__(tensors)
+        self.report = report
+        self.manifest = manifest
+
+
+class TensorStream(Iterator[tuple[str, torch.Tensor]]):
+    """`(name, tensor)` in file order, each complete and verified when it is yielded, and the caller's own.
+
+    A context manager. Leaving it early, or dropping it, drains what is under way and frees everything not yielded.
+
+    Attributes:
+        manifest: of the tensors asked for.
+    """
+
+    def __init__(self, session: Session, group: ProcessGroup | None) -> None:
+        self._session = session
+        self._report: Report | None = None
+        self.manifest = session.manifest
+        window_bytes = session.settings.memory_bytes
+        self._tensors = _run(session, group, window_bytes)
+        self._num_tensors = self._nbytes = 0
+
+    @property
+    def report(self) -> Report:
+        """Of the whole stream. Cancelled before it is exhausted: there is nothing to report yet."""
+        if self._report is None:
+            raise Cancelled("the stream has not been read to its end", hint="iterate it to the end first")
+        return self._report
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            name, tensor = next(self._tensors)
+        except StopIteration:
+            if self._report is None:
+                self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
+                self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self._num_tensors += 1
+        self._nbytes += tensor.nbytes
+        return name, tensor
+
+    def close(self) -> None:
+        """Drain and free. Idempotent."""
+        if isinstance(self._tensors, _Closable):
+            self._tensors.close()
+        self._session.close()
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_session"):
+            self.close()
+
+
+def load(
+    uri: Uris,
+    *,
+    device: str | int | torch.device = "cpu",
+    names: Names = None,
+    boxes: Boxes = None,
+    verify: bool | None = None,
+    group: ProcessGroup | None = None,
+    copy: bool | None = None,
+    memory_bytes: int | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Weights:
+    """Load a weight set into memory: {name: tensor}, complete, and verified where there are digests.
+
+    Args:
+        uri: a safetensors file, directory, index, glob, prefix (`s3://`, `gs://`, `az://`, `http(s)://`), or a list.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"`.
+        names: glob, list of globs and names, compiled regex, or predicate of the name; None: all.
+        boxes: regions wanted, by name or by a function of (name, shape); only their bytes are read, give or take gaps.
+        verify: compare with the manifest's leaf digests; None: if there is one; True: or fail; False: do not.
+        group: a torch.distributed group whose ranks all call this; each reads its part once, all end with everything.
+        copy: on the CPU, memory that does not lean on the file; by default local files are mapped (private pages).
+        memory_bytes: bound of host staging, e.g. `"256M"`; by default `PENSTOCK_MEMORY_BYTES` or 256 MiB.
+        storage_options: for the object store, by obstore's names; they win over the environment.
+        progress: a bar on stderr; None: on a terminal.
+        trace: where to save a Chrome trace of the load.
+
+    Returns:
+        Tensors in file order, with `.report` and `.manifest`.
+
+    Raises:
+        PenstockError: see `penstock.errors`; nothing stays allocated.
+
+    Ownership: the caller's; dropping a tensor of 1 MiB or more frees its memory, smaller ones share slabs of ~2 MiB.
+    """
+    options = Options(
+        device=resolve_device(device),
+        names=names,
+        boxes=boxes,
+        verify=verify,
+        copy=copy,
+        storage_options=storage_options,
+        progress=progress,
+        trace=trace,
+    )
+    with Session(uri, options, read_settings(memory_bytes)) as session:
+        tensors = dict(_run(session, group, 0))
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
+        return Weights(tensors, report, session.manifest)
+
+
+def stream(
+    uri: Uris,
+    *,
+    device: str | int | torch.device = "cpu",
+    names: Names = None,
+    boxes: Boxes = None,
+    verify: bool | None = None,
+    group: ProcessGroup | None = None,
+    copy: bool | None = None,
+    memory_bytes: int | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> TensorStream:
+    """As `load`, but yield each tensor as soon as it is there; reads run at most `memory_bytes` ahead of the consumer.
+
+    Raises:
+        PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
+    """
+    options = Options(
+        device=resolve_device(device),
+        names=names,
+        boxes=boxes,
+        verify=verify,
+        copy=copy,
+        storage_options=storage_options,
+        progress=progress,
+        trace=trace,
+    )
+    return TensorStream(Session(uri, options, read_settings(memory_bytes)), group)
+
+
+def read_settings(memory_bytes: int | str | None) -> Settings:
+    """The environment's settings with the caller's memory bound over them."""
+    from penstock.config import parse_bytes
+
+    return Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
+
+
+class _Closable:
+    """What generators are."""
+
+    def close(self) -> None:
+        """End the generator."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return hasattr(other, "close")
+
+
+def _run(session: Session, group: ProcessGroup | None, window_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Plan and run; a generator, so that nothing starts before the first `next`."""
+    session.phases.enter("plan")
+    table = session.manifest.tensors.take(session.rows().tolist())
+    require_dtypes(table)
+    boxes = session.boxes(table)
+    if group is not None:
+        from penstock.loader.group import exchange
+
+        yield from exchange(session, group, table, boxes)
+        return
+    if session.options.device.type == "cuda":
+        run, slabs = _start_cuda(session, table, boxes, window_bytes)
+    else:
+        run, slabs = _start_host(session, table, boxes, window_bytes)
+    session.phases.enter("move")
+    yield from session.tensors(run, slabs)
+
+
+def _start_host(session: Session, table: Any, boxes: Any, window_bytes: int) -> tuple[LoadRun, HostPlace]:
+    whole = all(box is None for box in boxes)
+    plan = session.make_plan(table, boxes, pack=True, exact=whole)
+    if session.maps_files(boxes):
+        session.phases.enter("allocate")
+        place, sources = session.map_files(plan)
+        checker = session.checker(plan, place)
+        return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes), place
+    place = HostPlace(plan.slab_nbytes.tolist())
+    checker = session.checker(plan, place)
+    return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
+
+
+def _start_cuda(session: Session, table: Any, boxes: Any, window_bytes: int) -> tuple[LoadRun, Any]:
+    from penstock.engine.place_cuda import CudaPlace
+
+    plan = session.make_plan(table, boxes, pack=True, exact=False)
+    place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
+    checker = session.checker(plan, place)
+    if not window_bytes:
+        # Fetching starts first: the first chunks are read while the device's memory is made.
+        run = session.begin(plan, place, checker=checker)
+        session.phases.enter("allocate")
+        place.allocate()
+        return run, place
+    return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
+
+
+def nbytes_of(plan_nbytes: np.ndarray[Any, Any]) -> int:
+    """Sum of a column of byte counts, as an int."""
+    return int(plan_nbytes.sum())

@@ -1,0 +1,388 @@
+"""One load from URI to tensors: open, plan, choose places and threads, run, report.
+
+In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `Report`.
+Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`).
+
+    open_weights -> rows, boxes -> LoadPlan -> (place, pool, checker) -> LoadRun -> slabs -> tensors
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.engine.check import Checker, Expected, HostChecker
+from penstock.engine.place import Bytes, HostPlace, Place
+from penstock.engine.run import LoadRun
+from penstock.engine.trace import Trace
+from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
+from penstock.loader.progress import Progress
+from penstock.loader.report import FilePath, Phases, Report
+from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
+from penstock.memory.staging import StagingPool
+from penstock.plan.schedule import LoadPlan, plan_load
+from penstock.storage import Source, is_remote, local_path
+from penstock.storage.files import FileSource, MappedFile
+from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
+from penstock.storage.manifest_file import leaves_of
+from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
+from penstock.types import I64, MIB, Box, Manifest, TensorTable
+
+Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
+"""Regions wanted, by tensor name, or asked of a function of name and shape; None: all of every tensor."""
+
+MIN_CHUNK_BYTES = 64 << 10
+"""Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""
+
+MAX_GAP_BYTES = 64 << 10
+"""Unwanted bytes read rather than skipped between two wanted ones, in a local file: about what one more call costs."""
+
+MAX_GAP_REMOTE_BYTES = MIB
+"""The same for an object store, where a request costs a round trip."""
+
+PAGE_BYTES = 4096
+"""Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
+
+MAX_LOCAL_THREADS = 12
+"""Readers of local files into a device's staging. Source: benchmarks/results/h200x1_202611/load.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a caller may ask of any load; see `penstock.load`."""
+
+    device: torch.device
+    names: Names = None
+    boxes: Boxes = None
+    verify: bool | None = None
+    copy: bool | None = None
+    storage_options: Mapping[str, str] | None = None
+    progress: bool | None = None
+    trace: str | os.PathLike[str] | None = None
+
+
+class Slabs(Protocol):
+    """Where a place's complete slabs are taken from."""
+
+    def take(self, index: int) -> Any:
+        """The slab's memory, forgotten there."""
+        ...
+
+
+class Session:
+    """One load. A context manager; leaving it drains and frees everything but what was given away."""
+
+    def __init__(self, uri: Uris, options: Options, settings: Settings) -> None:
+        self.options, self.settings = options, settings
+        self.phases = Phases()
+        self.trace = Trace(enabled=options.trace is not None)
+        self.weights: WeightSet = open_weights(
+            uri, settings=settings, storage_options=options.storage_options, names=options.names
+        )
+        self.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
+        self.run: LoadRun | None = None
+        self.plan: LoadPlan | None = None
+        self._mapped: list[MappedFile] = []
+        self._pool: StagingPool | None = None
+        self.verified = False
+        self.why = ""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the tensors asked for."""
+        return self.weights.manifest
+
+    def close(self) -> None:
+        """Drain, free, close. Idempotent."""
+        if self.run is not None:
+            self.run.close()
+        for mapped in self._mapped:
+            mapped.close()
+        self.weights.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- planning
+
+    def rows(self) -> I64:
+        """Rows of the manifest in file order: the order of the plan."""
+        table = self.manifest.tensors
+        return np.lexsort((table.offset, table.file_index)).astype(np.int64)
+
+    def boxes(self, table: TensorTable) -> tuple[Box | None, ...]:
+        """The region wanted of each row. PlanError for a box of a tensor that is not there."""
+        boxes = self.options.boxes
+        if boxes is None:
+            return (None,) * len(table)
+        if callable(boxes):
+            return tuple(boxes(name, shape) for name, shape in zip(table.names, table.shapes, strict=True))
+        unknown = sorted(set(boxes) - set(table.names))
+        if unknown:
+            raise PlanError(f"boxes for tensors that are not there: {', '.join(unknown[:5])}")
+        return tuple(boxes.get(name) for name in table.names)
+
+    def make_plan(self, table: TensorTable, boxes: Sequence[Box | None], *, pack: bool, exact: bool) -> LoadPlan:
+        """Plan the rows of `table` (in file order).
+
+        Args:
+            table: rows wanted.
+            boxes: region of each, or None.
+            pack: see `plan_load`.
+            exact: read no byte that is not wanted (the destination itself is read into).
+        """
+        chunk = min(self.settings.chunk_bytes, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
+        if chunk < MIN_CHUNK_BYTES and not exact:
+            raise BudgetTooSmall(
+                f"memory_bytes={self.settings.memory_bytes} leaves chunks of {chunk} bytes",
+                minimum_bytes=4 * MIN_CHUNK_BYTES,
+            )
+        gap = MAX_GAP_REMOTE_BYTES if self.is_remote else MAX_GAP_BYTES
+        self.plan = plan_load(
+            table,
+            file_nbytes=[source.nbytes for source in self.weights.sources],
+            chunk_bytes=max(chunk, MIN_CHUNK_BYTES),
+            boxes=boxes,
+            pack=pack,
+            align_bytes=1 if exact or self.is_remote else PAGE_BYTES,
+            max_gap_bytes=0 if exact else min(gap, chunk),
+        )
+        return self.plan
+
+    # -- running
+
+    def maps_files(self, boxes: Sequence[Box | None]) -> bool:
+        """Whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
+        local = all(isinstance(source, FileSource) for source in self.weights.sources)
+        return (
+            self.options.device.type == "cpu" and not self.options.copy and local and all(box is None for box in boxes)
+        )
+
+    def map_files(self, plan: LoadPlan) -> tuple[HostPlace, list[Source]]:
+        """A place whose slabs are views of mapped files, and sources that bring them in."""
+        files = self.weights.sources
+        self._mapped = [MappedFile(local_path(source.uri), identity=source.identity) for source in files]
+        first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
+        slabs: list[Bytes | None] = [
+            np.frombuffer(self._mapped[file].view(offset, nbytes), np.uint8)
+            for file, offset, nbytes in zip(
+                plan.table.file_index[first].tolist(),
+                plan.table.offset[first].tolist(),
+                plan.slab_nbytes.tolist(),
+                strict=True,
+            )
+        ]
+        return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped) for mapped in self._mapped]
+
+    def begin(
+        self,
+        plan: LoadPlan,
+        place: Place,
+        *,
+        sources: Sequence[Source] | None = None,
+        checker: Checker | None = None,
+        reads: Sequence[int] | None = None,
+        window_bytes: int = 0,
+        local_world_size: int = 1,
+    ) -> LoadRun:
+        """Start the run of `plan` into `place`; the session closes it."""
+        direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
+        if not (direct and bool(plan.covered().all())):
+            buffer_bytes = max(plan.max_read_nbytes, PAGE_BYTES)
+            self._pool = StagingPool(self.settings.memory_bytes, buffer_bytes, registrar=place.registrar)
+        self.run = LoadRun(
+            plan,
+            self.weights.sources if sources is None else sources,
+            place,
+            pool=self._pool,
+            num_fetch_threads=self._num_fetch_threads(local_world_size),
+            stall_s=self.settings.stall_s,
+            trace=self.trace,
+            checker=checker,
+            reads=reads,
+            window_bytes=window_bytes,
+        )
+        self.run.start()
+        return self.run
+
+    def _num_fetch_threads(self, local_world_size: int) -> int:
+        if self.settings.fetch_threads:
+            return self.settings.fetch_threads
+        if self.is_remote:
+            return REMOTE_FETCH_THREADS
+        cores = len(os.sched_getaffinity(0))
+        if self.options.device.type == "cpu":
+            return min(4, max(2, cores))
+        return max(2, min(MAX_LOCAL_THREADS, cores * 3 // 4 // local_world_size))
+
+    def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
+        """What checks slabs of `place`, or None with `why` saying why not.
+
+        Raises:
+            IntegrityError: `verify=True` was asked for and there is nothing to verify against.
+        """
+        manifest, asked = self.manifest, self.options.verify
+        if asked is False:
+            self.why = "verify=False"
+            return None
+        if manifest.leaves is None:
+            self.why = self.weights.why_unverified or "no digests"
+            if asked:
+                raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
+            return None
+        regions = sum(box is not None for box in plan.boxes)
+        row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
+        rows = np.fromiter((row_of[name] for name in plan.table.names), np.int64, len(plan.table))
+        leaves = leaves_of(manifest, rows)
+        assert leaves is not None
+        expected = Expected(plan, leaves, manifest.leaf_bytes)
+        where = "CPU" if self.options.device.type == "cpu" else "device"
+        self.verified = regions == 0
+        self.why = f"{len(leaves)} leaf digests compared on the {where}"
+        if regions:
+            self.why = f"{regions} tensors are regions, which have no digests; the others were compared"
+        if self.options.device.type == "cuda":
+            from penstock.engine.check_cuda import CudaChecker
+
+            return CudaChecker(expected, place.slab, self.options.device)
+        return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
+
+    # -- results
+
+    def tensors(self, run: LoadRun, slabs: Slabs) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` of every row in file order, each slab's as it becomes ready; owned by the caller."""
+        plan = run.plan
+        table, row = plan.table, 0
+        shapes = [shape if box is None else box.shape for shape, box in zip(table.shapes, plan.boxes, strict=True)]
+        num_rows = len(table)
+        last_row = np.zeros(len(plan.slab_nbytes), np.int64)
+        held = np.flatnonzero(plan.row_slab >= 0)
+        last_row[plan.row_slab[held]] = held
+        stops: list[int] = (last_row + 1).tolist()
+        offsets: list[int] = plan.row_offset.tolist()
+        is_empty: list[bool] = (plan.row_slab < 0).tolist()
+        with Progress(self._progress(), str(self.weights.uri)) as progress:
+            for slab in run.slabs():
+                while is_empty[row]:
+                    yield table.names[row], self.empty(table.dtypes[row], shapes[row])
+                    row += 1
+                stop = stops[slab]
+                memory = slabs.take(slab)
+                if isinstance(memory, np.ndarray):
+                    memory = torch.from_numpy(memory)
+                keep = [i for i in range(row, stop) if not is_empty[i]]
+                made = as_tensors(
+                    memory, [table.dtypes[i] for i in keep], [shapes[i] for i in keep], [offsets[i] for i in keep]
+                )
+                del memory
+                made_of = dict(zip(keep, made, strict=True))
+                for i in range(row, stop):
+                    yield table.names[i], made_of.pop(i) if i in made_of else self.empty(table.dtypes[i], shapes[i])
+                row = stop
+                progress.show(run.ticket)
+            for i in range(row, num_rows):
+                yield table.names[i], self.empty(table.dtypes[i], shapes[i])
+
+    def empty(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor of no bytes."""
+        return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
+
+    def _progress(self) -> bool | None:
+        return self.settings.progress if self.options.progress is None else self.options.progress
+
+    def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
+        """Check that no source changed meanwhile, end every thread, save the trace, and report."""
+        self.phases.enter("finish")
+        for source in (*self.weights.sources, *self._mapped):
+            if isinstance(source, FileSource | MappedFile):
+                source.check_unchanged()
+        run = self.run
+        if run is not None:
+            run.close()
+        if self.options.trace is not None:
+            self.trace.save(self.options.trace)
+        paths = run.paths if run is not None else {}
+        files = [
+            FilePath(
+                uri=self.weights.sources[file].uri,
+                nbytes=nbytes_read,
+                path=path,
+                why="" if path in {"mmap", "direct"} else getattr(self.weights.sources[file], "why", ""),
+            )
+            for (file, path), nbytes_read in sorted(paths.items())
+        ]
+        if num_group_bytes:
+            files.append(FilePath(uri=self.weights.uri, nbytes=num_group_bytes, path="group", why=""))
+        cuda = self.options.device.type == "cuda"
+        phases = self.phases.stop()
+        return Report(
+            uri=self.weights.uri,
+            device=str(self.options.device),
+            num_tensors=num_tensors,
+            nbytes=nbytes,
+            read_bytes=sum(paths.values()),
+            wall_s=sum(phases.values()),
+            phases=phases,
+            busy_s=self.trace.busy_s(),
+            peak_staging_bytes=self._pool.peak_bytes if self._pool is not None else 0,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_device_bytes=torch.cuda.max_memory_allocated(self.options.device) if cuda else 0,
+            files=tuple(files),
+            verified=self.verified,
+            why=self.why,
+            revision=self.manifest.revision,
+        )
+
+
+class _MappedSource:
+    """A mapped file as a source whose bytes are already where they go: reading is bringing them in."""
+
+    def __init__(self, mapped: MappedFile) -> None:
+        self._mapped = mapped
+        self.uri, self.nbytes, self.identity = mapped.uri, mapped.nbytes, mapped.identity
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        """See `Source.readv`; `buffers` are views of this very range."""
+        self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
+        return "mmap"
+
+    def close(self) -> None:
+        """The session closes the mapping."""
+
+
+def resolve_device(device: str | int | torch.device) -> torch.device:
+    """`"cuda"` gets the current index.
+
+    Raises:
+        ConfigError: torch does not know the device, or the device is not there.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{device!r} is not a device: {error}") from error
+    if found.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {found} is not supported", hint='use "cpu", "cuda" or "cuda:N"')
+    if found.type == "cuda":
+        if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return found
+
+
+def require_dtypes(table: TensorTable) -> None:
+    """PlanError before anything is read if torch cannot hold one of the rows."""
+    for dtype in set(table.dtypes):
+        torch_dtype(dtype)
+    for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
+        if dtype == "F4" and (not shape or shape[-1] % 2):
+            raise PlanError(f"float4_e2m1fn_x2 needs an even last dim, not shape {list(shape)}", tensor=name)

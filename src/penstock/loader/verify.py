@@ -1,0 +1,139 @@
+"""The verbs `inspect` and `verify`: what a weight set holds, and whether its bytes are those of its manifest.
+
+In: a URI, optionally a public key. Out: frozen values.
+Not here: writing manifests (`storage.manifest`), moving weights (`load`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, IntegrityError, NotFound
+from penstock.storage import read_small
+from penstock.storage.manifest import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
+from penstock.types import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What a weight set holds, from its headers alone."""
+
+    uri: str
+    manifest: Manifest
+    num_tensors: int
+    nbytes: int
+    dtypes: Mapping[str, int]
+    """Bytes of each dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Outcome of `verify`; `verified` is False only when there was nothing to verify against."""
+
+    verified: bool
+    why: str
+    num_leaves: int
+    nbytes: int
+    revision: str
+    signature: str
+    """`good`, `not asked` or `none`."""
+
+
+def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> Inspection:
+    """Read headers, index and manifest, no bodies.
+
+    Raises:
+        FormatError, SourceError: as `load`.
+    """
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        table = weights.manifest.tensors
+        dtypes: dict[str, int] = {}
+        for dtype, nbytes in zip(table.dtypes, table.nbytes.tolist(), strict=True):
+            dtypes[dtype.value] = dtypes.get(dtype.value, 0) + nbytes
+        return Inspection(
+            uri=weights.uri,
+            manifest=weights.manifest,
+            num_tensors=len(table),
+            nbytes=weights.manifest.nbytes,
+            dtypes=dtypes,
+        )
+
+
+def verify(
+    uri: Uris, *, public_key: str | os.PathLike[str] | None = None, storage_options: Mapping[str, str] | None = None
+) -> Verification:
+    """Read every body and compare it with the manifest's digests; with a key, the manifest with its signature first.
+
+    Args:
+        uri: as `load`.
+        public_key: path of an Ed25519 public key in PEM.
+
+    Raises:
+        IntegrityError: a leaf differs (the tensor and range are named), or the signature does not hold.
+        NotFound: a key was given and there is no manifest, or no signature beside it.
+        SourceError, FormatError: as `load`.
+    """
+    settings = Settings.read()
+    signature, signed_revision = "not asked", None
+    if public_key is not None:
+        if not isinstance(uri, str | os.PathLike):
+            raise ConfigError("a signature belongs to one manifest", hint="give one directory, prefix or file")
+        place = str(uri)
+        raw = read_small(sidecar_uri(place), settings=settings, storage_options=storage_options)
+        signed = read_small(signature_uri(place), settings=settings, storage_options=storage_options)
+        if raw is None or signed is None:
+            what = "manifest" if raw is None else "signature"
+            raise NotFound(f"there is no {what} to verify", uri=str(uri), hint="penstock manifest URI --sign KEY")
+        check_signature(raw, signed, Path(public_key).read_bytes())
+        signature = "good"
+        signed_revision = decode(raw, uri=sidecar_uri(place)).revision
+    with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
+        stated = weights.manifest
+        if signed_revision not in {None, stated.revision}:
+            raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
+        if stated.leaves is None:
+            return Verification(
+                verified=False,
+                why=weights.why_unverified or "no digests",
+                num_leaves=0,
+                nbytes=stated.nbytes,
+                revision=stated.revision,
+                signature=signature,
+            )
+        found = build(weights, leaf_bytes=stated.leaf_bytes)
+    assert found.leaves is not None
+    wrong = np.flatnonzero(found.leaves != stated.leaves)
+    if len(wrong):
+        raise _fault(stated, int(wrong[0]), len(wrong))
+    return Verification(
+        verified=True,
+        why=f"{len(stated.leaves)} leaf digests compared",
+        num_leaves=len(stated.leaves),
+        nbytes=stated.nbytes,
+        revision=stated.revision,
+        signature=signature,
+    )
+
+
+def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
+    """The error that names the tensor and range of the first leaf that differs."""
+    table = manifest.tensors
+    stops = np.cumsum(-(-table.nbytes // manifest.leaf_bytes))
+    row = int(np.searchsorted(stops, leaf, side="right"))
+    inside = leaf - (int(stops[row - 1]) if row else 0)
+    start = inside * manifest.leaf_bytes
+    stop = min(start + manifest.leaf_bytes, int(table.nbytes[row]))
+    at = int(table.offset[row])
+    return IntegrityError(
+        f"{count} of the manifest's digests differ, the first at bytes [{start}, {stop}) of the tensor",
+        uri=manifest.files[int(table.file_index[row])].name,
+        tensor=table.names[row],
+        byte_range=(at + start, at + stop),
+        hint="fetch the file anew",
+    )

@@ -1,0 +1,172 @@
+"""The staging pool: page-aligned buffers of one size, pinned on request, bounded by `memory_bytes`.
+
+In: a budget. Out: `StagingBuffer`s, each owned by whoever acquired it until released.
+Not here: device memory (`arena`), what the bytes are (`engine`).
+
+Buffers are touched and registered by the thread that first needs them, so set-up is spread over the reading
+threads and a small load never pays for the whole pool; released buffers are reused last-in first-out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
+
+_MADV_POPULATE_WRITE = 23
+"""Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Registrar(Protocol):
+    """Makes host memory reachable by a device's copy engine (page-locks it)."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin `nbytes` from `address`. Raises DestinationError when the device refuses."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; never raises for memory that is registered."""
+        ...
+
+
+class StagingBuffer:
+    """One buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes."""
+
+    __slots__ = ("_ready", "address", "array", "nbytes", "view")
+
+    def __init__(self, memory: mmap.mmap, offset: int, nbytes: int) -> None:
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, nbytes, offset)
+        self.view = memoryview(memory)[offset : offset + nbytes]
+        self.address = int(self.array.ctypes.data)
+        self.nbytes = nbytes
+        self._ready = False
+
+    def prepare(self, registrar: Registrar | None) -> None:
+        """Touch every page and pin it, once."""
+        if self._ready:
+            return
+        # A kernel without MADV_POPULATE_WRITE answers EINVAL; the pages are then faulted by their first use.
+        _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
+        if registrar is not None:
+            registrar.register(self.address, self.nbytes)
+        self._ready = True
+
+    def retire(self, registrar: Registrar | None) -> None:
+        """Unpin, if it was pinned."""
+        if self._ready and registrar is not None:
+            registrar.unregister(self.address)
+        self._ready = False
+
+
+class StagingPool:
+    """`memory_bytes // buffer_bytes` buffers, handed out one at a time.
+
+    Above `high_watermark_bytes` in use no buffer is handed out until use falls to `low_watermark_bytes`; by default
+    both are the whole pool, so that a buffer is reused the moment it is free.
+
+    Args:
+        memory_bytes: bound of the pool, in bytes.
+        buffer_bytes: size of a buffer, rounded up to a page.
+        registrar: pins the buffers; None leaves them pageable.
+
+    Raises:
+        BudgetTooSmall: `memory_bytes` holds fewer than two buffers (one filling while one drains).
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        buffer_bytes: int,
+        *,
+        registrar: Registrar | None = None,
+        high_watermark_bytes: int | None = None,
+        low_watermark_bytes: int | None = None,
+    ) -> None:
+        size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_buffers = memory_bytes // size
+        if num_buffers < 2:
+            raise BudgetTooSmall(
+                f"memory_bytes={memory_bytes} holds {num_buffers} buffers of {size} bytes, two are needed",
+                minimum_bytes=2 * size,
+            )
+        self.buffer_bytes = size
+        self.num_buffers = num_buffers
+        self._high = num_buffers if high_watermark_bytes is None else max(1, high_watermark_bytes // size)
+        self._low = self._high - 1 if low_watermark_bytes is None else min(low_watermark_bytes // size, self._high - 1)
+        self._memory = mmap.mmap(-1, num_buffers * size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not copy-on-write what a device writes to
+        self._registrar = registrar
+        self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
+        self._free = self._all[::-1]
+        self._state = threading.Condition()
+        self._in_use = 0
+        self._gated = False
+        self._cancelled = False
+        self.peak_bytes = 0
+
+    def acquire(self, *, stall_s: float) -> StagingBuffer:
+        """A buffer of your own until `release`.
+
+        Raises:
+            SourceStalled: nothing was released for `stall_s` seconds: whoever drains the pool is stuck.
+            Cancelled: the pool was cancelled while waiting.
+            DestinationError: the buffer could not be pinned.
+        """
+        deadline = time.monotonic() + stall_s
+        with self._state:
+            while (self._gated or not self._free) and not self._cancelled:
+                before = self._in_use
+                if not self._state.wait(max(0.0, deadline - time.monotonic())):
+                    raise SourceStalled(
+                        f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s"
+                    )
+                if self._in_use != before:
+                    deadline = time.monotonic() + stall_s
+            if self._cancelled:
+                raise Cancelled("staging pool cancelled")
+            buffer = self._free.pop()
+            self._in_use += 1
+            self._gated = self._in_use >= self._high
+            self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
+        try:
+            buffer.prepare(self._registrar)
+        except DestinationError:
+            self.release(buffer)
+            raise
+        return buffer
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Give a buffer back; it must be idle (no copy in flight)."""
+        with self._state:
+            self._free.append(buffer)
+            self._in_use -= 1
+            if self._gated and self._in_use <= self._low:
+                self._gated = False
+                self._state.notify_all()
+            else:
+                self._state.notify()
+
+    def cancel(self) -> None:
+        """Wake every waiter with `Cancelled`."""
+        with self._state:
+            self._cancelled = True
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """Unpin and free. Every buffer must have been released. Idempotent."""
+        for buffer in self._all:
+            buffer.retire(self._registrar)
+            buffer.view.release()
+        self._all, self._free = [], []
