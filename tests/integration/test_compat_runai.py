@@ -23,6 +23,7 @@ from penstock.compat.runai_streamer import (
     pull_files,
 )
 from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock.testing.ranks import run_ranks
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -176,6 +177,17 @@ class TestSafetensorsStreamer:
         monkeypatch.setenv("RUNAI_STREAMER_CONCURRENCY", "none")
         with SafetensorsStreamer() as streamer, pytest.raises(ConfigError, match="RUNAI_STREAMER_CONCURRENCY"):
             streamer.stream_files(files(model))
+
+
+def sums_of_every_tensor(rank: int, world_size: int, paths: list[str]) -> dict[str, float]:
+    return {name: float(tensor.double().sum()) for name, tensor in read_as_engines_do(paths, is_distributed=True)}
+
+
+@pytest.mark.parametrize("dist", ["auto", "1", "0"])
+def test_ranks_all_end_with_everything(model: Path, dist: str) -> None:
+    outcomes = run_ranks(sums_of_every_tensor, 2, files(model), environ={"RUNAI_STREAMER_DIST": dist})
+    wanted = {name: float(tensor.double().sum()) for name, tensor in TENSORS.items()}
+    assert [outcome.value for outcome in outcomes] == [wanted, wanted]
 
 
 class TestFileStreamer:

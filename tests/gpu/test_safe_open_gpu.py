@@ -1,0 +1,82 @@
+"""On a GPU: `safe_open` beside safetensors' own, for every dtype and many index forms; and `load_file`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
+
+import numpy as np  # noqa: E402 - after what it needs
+
+from penstock.loader.safe_open import load_file, safe_open  # noqa: E402
+from penstock.storage.safetensors import write_file  # noqa: E402
+from penstock.types import DType, bits_to_bytes  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+HELD = [d for d in DType if not d.startswith("F6")]
+SHAPE = (5, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("safe_open") / "all.safetensors"
+    random = np.random.default_rng(0)
+
+    def some(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...], bytes]:
+        nbytes = bits_to_bytes(int(np.prod(shape)), dtype)
+        return dtype, shape, random.integers(0, 2 if dtype is DType.BOOL else 256, nbytes, dtype=np.uint8).tobytes()
+
+    tensors = {f"t.{d}": some(d, SHAPE) for d in HELD}
+    tensors |= {"scalar": some(DType.F32, ()), "none": some(DType.F16, (0, 3)), "odd": some(DType.U8, (3,))}
+    tensors |= {"after.odd": some(DType.F32, (7,)), "big": some(DType.BF16, (3000, 5000))}
+    write_file(path, tensors)
+    return path
+
+
+def assert_same(mine: Any, true: Any) -> None:
+    assert mine.device == true.device
+    assert mine.dtype == true.dtype
+    assert mine.shape == true.shape
+    if mine.numel():
+        flat = [t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (mine, true)]
+        assert torch.equal(*flat)
+
+
+@pytest.mark.parametrize("name", [*(f"t.{d}" for d in HELD), "scalar", "none", "odd", "after.odd", "big"])
+@pytest.mark.parametrize("device", ["cuda", 0, "cuda:0"])
+def test_get_tensor(file: Path, name: str, device: Any) -> None:
+    with safe_open(file, "pt", device=device) as mine, safetensors.safe_open(file, "pt", device=device) as true:
+        found = mine.get_tensor(name)
+        assert_same(found, true.get_tensor(name))
+        assert found.data_ptr() % max(found.element_size(), 1) == 0
+
+
+@pytest.mark.parametrize(
+    "index",
+    [0, -1, np.s_[1:3], np.s_[::2], np.s_[:, 1:5:2], np.s_[..., 3], np.s_[2, :, 4:], (1, 2, 3), None, [0, 2],
+     (slice(None), [1, 3]), np.s_[4:2], ...],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [d for d in HELD if d is not DType.F4])
+def test_slices(file: Path, dtype: DType, index: Any) -> None:
+    try:
+        true = safetensors.safe_open(file, "pt", device="cuda").get_slice(f"t.{dtype}")[index]
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"safetensors cannot: {error}")
+    assert_same(safe_open(file, "pt", device="cuda").get_slice(f"t.{dtype}")[index], true)
+
+
+def test_a_slice_of_columns_of_a_big_tensor(file: Path) -> None:
+    true = safetensors.safe_open(file, "pt", device="cuda").get_slice("big")[10:2990, 1234:4321]
+    assert_same(safe_open(file, "pt", device="cuda").get_slice("big")[10:2990, 1234:4321], true)
+
+
+def test_load_file(file: Path) -> None:
+    true = safetensors.safe_open(file, "pt", device="cuda").get_tensors()
+    mine = load_file(file, device="cuda")
+    assert list(mine) == safe_open(file).offset_keys()
+    for name, tensor in true.items():
+        assert_same(mine[name], tensor)
