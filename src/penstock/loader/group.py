@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.engine.place import HostPlace, Place, Segment
+from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Session
@@ -34,6 +35,11 @@ LAG_ROUNDS = 4
 
 _POLL_S = 5e-5
 
+_DIGEST_BYTES = 32
+
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def exchange(
     session: Session, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
@@ -46,23 +52,16 @@ def exchange(
 
     Order: collective; every rank of `group` calls it, in the same order as its other collectives.
     """
-    plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
-    wire = _Wire(group, session.options.device, session.settings.stall_s)
+    wire = Wire(group, session.options.device, session.settings.stall_s)
+    with wire.telling():
+        plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     wire.agree(plan, session.manifest.revision)
-    mine = range(wire.rank, plan.num_reads, wire.world_size)
-    place: Place
-    if session.options.device.type == "cuda":
-        from penstock.engine.place_cuda import CudaPlace
-
-        place = cuda = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
-        session.phases.enter("allocate")
-        cuda.allocate()
-    else:
-        place = HostPlace(plan.slab_nbytes.tolist())
+    place, failed = _place(session, plan)
     checker = session.checker(plan, place)
+    mine = () if failed is not None else range(wire.rank, plan.num_reads, wire.world_size)
     run = session.begin(plan, place, checker=checker, reads=mine, local_world_size=wire.world_size)
     session.phases.enter("move")
-    _Rounds(run, place, wire).carry_out()
+    _Rounds(run, place, wire, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)
     for (name, tensor), box in zip(session.tensors(run, place), boxes, strict=True):
         if box is None:
@@ -71,7 +70,23 @@ def exchange(
             yield name, tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].clone()
 
 
-class _Wire:
+def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
+    """The slabs, or the error that the other ranks must hear of before this one raises it."""
+    nbytes = plan.slab_nbytes.tolist()
+    if session.options.device.type == "cpu":
+        return HostPlace(nbytes), None
+    from penstock.engine.place_cuda import CudaPlace
+
+    place = CudaPlace(session.options.device, nbytes)
+    session.phases.enter("allocate")
+    try:
+        place.allocate()
+    except PenstockError as error:
+        return place, error
+    return place, None
+
+
+class Wire:
     """The group's collectives, each with a deadline."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
@@ -81,26 +96,45 @@ class _Wire:
         if self.rank < 0:
             raise PlanError("this process is not a rank of the group")
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error before the ranks agreed is told to the others, who are waiting to agree, then raised."""
+        try:
+            yield
+        except PenstockError:
+            self._digests(bytes(_DIGEST_BYTES))
+            raise
+
     def agree(self, plan: LoadPlan, revision: str) -> None:
-        """PlanError on every rank unless all planned the same reads of the same weights."""
+        """Go on only if all ranks planned the same reads of the same weights.
+
+        Raises:
+            PlanError: they did not; on every rank.
+            PeerLost: a rank failed before it had a plan; on every other rank.
+        """
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
         digest.update("\n".join(plan.table.names).encode())
-        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(self.device)
-        found = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=self.device)
-        self.gather(found, own)
-        rows = found.cpu().view(self.world_size, -1)
-        odd = [rank for rank in range(self.world_size) if not torch.equal(rows[rank], rows[0])]
+        found = self._digests(digest.digest())
+        lost = [rank for rank, one in enumerate(found) if not any(one)]
+        if lost:
+            raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see those ranks' errors")
+        odd = [rank for rank, one in enumerate(found) if one != found[0]]
         if odd:
-            raise PlanError(
-                f"ranks {odd} see other weights, names or chunk sizes than rank 0", hint="give all the same"
-            )
+            raise PlanError(f"ranks {odd} see other weights or options than rank 0", hint="give all ranks the same")
+
+    def _digests(self, own: bytes) -> list[bytes]:
+        """Every rank's digest; all zeros says that the rank failed."""
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        found = torch.empty(self.world_size * _DIGEST_BYTES, dtype=torch.uint8, device=self.device)
+        self.gather(found, mine)
+        return [bytes(row.tolist()) for row in found.cpu().view(self.world_size, -1)]
 
     def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """all_gather, waited for. PeerLost when a rank fails or is silent for `stall_s`."""
         try:
-            work = dist.all_gather_into_tensor(into, own, group=self.group, async_op=True)
+            work = _all_gather(into, own, group=self.group, async_op=True)
             deadline = time.monotonic() + self.stall_s
             while not work.is_completed():
                 if time.monotonic() > deadline:
@@ -118,9 +152,9 @@ class _Wire:
 class _Rounds:
     """The exchange of one run."""
 
-    def __init__(self, run: LoadRun, place: Place, wire: _Wire) -> None:
+    def __init__(self, run: LoadRun, place: Any, wire: Wire, failed: PenstockError | None) -> None:
         self._run, self._wire, self._plan = run, wire, run.plan
-        self._slab = place.slab  # type: ignore[attr-defined]
+        self._slab = place.slab
         self._is_host = wire.device.type == "cpu"
         sums = np.add.reduceat(np.append(self._plan.seg_run, 0), self._plan.seg_first[:-1])
         self._payload = max((int(n) for n in sums[: self._plan.num_reads]), default=0)
@@ -128,7 +162,8 @@ class _Rounds:
         self._send = torch.zeros(width, dtype=torch.uint8, device=wire.device)
         self._received = torch.empty(wire.world_size, width, dtype=torch.uint8, device=wire.device)
         self._status: list[torch.Tensor] = []
-        self._failed: PenstockError | RuntimeError | None = None
+        self._failed: PenstockError | RuntimeError | None = failed
+        self._send[-1] = failed is not None
 
     def carry_out(self) -> None:
         """Every round; then raise what any rank met."""
@@ -161,7 +196,7 @@ class _Rounds:
         wire = self._wire
         for rank in range(wire.world_size):
             read = k * wire.world_size + rank
-            if rank == wire.rank or read >= self._plan.num_reads:
+            if rank == wire.rank or read >= self._plan.num_reads or self._failed is not None:
                 continue
             segments, at = self._run.segments(read), 0
             for segment in segments:
@@ -174,7 +209,7 @@ class _Rounds:
         if not self._is_host:
             # The copies run on this stream; a check on another must find them done.
             torch.cuda.current_stream(self._wire.device).synchronize()
-        if self._failed is None and not self._run.ticket.stopped:
+        if not self._run.ticket.stopped:
             self._run.arrived(segments)
 
     def _look(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.engine.place import HostPlace, Place
 from penstock.errors import PenstockError, PlanError
-from penstock.loader.load import read_settings
+from penstock.loader.load import open_session, telling
 from penstock.loader.report import Report
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
@@ -70,10 +70,11 @@ def load_into(
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
-    with Session(uri, options, read_settings(memory_bytes)) as session:
+    with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
-        table = session.manifest.tensors.take(session.rows().tolist())
-        rows, filled = _match(table, targets, rename, strict)
+        with telling(group, options, session.settings.stall_s):
+            table = session.manifest.tensors.take(session.rows().tolist())
+            rows, filled = _match(table, targets, rename, strict)
         table = table.take(rows)
         if group is not None:
             return _from_group(session, group, table, filled)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from penstock.config import Settings
+from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
@@ -146,7 +146,7 @@ def load(
         progress=progress,
         trace=trace,
     )
-    with Session(uri, options, read_settings(memory_bytes)) as session:
+    with open_session(uri, options, memory_bytes, group) as session:
         tensors = dict(_run(session, group, 0))
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
@@ -182,14 +182,23 @@ def stream(
         progress=progress,
         trace=trace,
     )
-    return TensorStream(Session(uri, options, read_settings(memory_bytes)), group)
+    return TensorStream(open_session(uri, options, memory_bytes, group), group)
 
 
-def read_settings(memory_bytes: int | str | None) -> Settings:
-    """The environment's settings with the caller's memory bound over them."""
-    from penstock.config import parse_bytes
+def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
+    """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others."""
+    settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
+    with telling(group, options, settings.stall_s):
+        return Session(uri, options, settings)
 
-    return Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
+
+def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> AbstractContextManager[None]:
+    """Errors inside are told to the group's other ranks, who wait to agree on a plan."""
+    if group is None:
+        return nullcontext()
+    from penstock.loader.group import Wire
+
+    return Wire(group, options.device, stall_s).telling()
 
 
 class _Closable:
@@ -206,9 +215,10 @@ class _Closable:
 def _run(session: Session, group: ProcessGroup | None, window_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Plan and run; a generator, so that nothing starts before the first `next`."""
     session.phases.enter("plan")
-    table = session.manifest.tensors.take(session.rows().tolist())
-    require_dtypes(table)
-    boxes = session.boxes(table)
+    with telling(group, session.options, session.settings.stall_s):
+        table = session.manifest.tensors.take(session.rows().tolist())
+        require_dtypes(table)
+        boxes = session.boxes(table)
     if group is not None:
         from penstock.loader.group import exchange
 
@@ -248,8 +258,3 @@ def _start_cuda(session: Session, table: Any, boxes: Any, window_bytes: int) -> 
         place.allocate()
         return run, place
     return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
-
-
-def nbytes_of(plan_nbytes: np.ndarray[Any, Any]) -> int:
-    """Sum of a column of byte counts, as an int."""
-    return int(plan_nbytes.sum())

@@ -1,0 +1,211 @@
+"""`group=` on the CPU: each rank reads its part once; all end with everything or their boxes, or all with an error."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock
+from penstock.errors import SourceUnavailable
+from penstock.plan.layout import shard_box
+from penstock.storage.files import FileSource
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.ranks import Outcome, run_ranks
+
+STALL_S = 3.0
+ENVIRON = {"PENSTOCK_STALL_S": str(STALL_S), "OMP_NUM_THREADS": "1"}
+# Told of a failure at once, at the stall deadline of one wait, or at that of the next.
+BOUND_S = 3 * STALL_S + 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("group") / "model"
+    write_llama(directory, num_layers=2, hidden=512, shards=3)
+    return directory
+
+
+def bits(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
+
+
+def all_bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def tensor_bytes(directory: Path) -> int:
+    return sum(tensor.nbytes for tensor in by_safetensors(directory).values())
+
+
+def load_rank(rank: int, directories: list[str], **options: Any) -> penstock.Weights:
+    return penstock.load(directories[rank], group=torch.distributed.group.WORLD, **options)
+
+
+def everything(rank: int, world_size: int, directories: list[str], options: dict[str, Any]) -> Any:
+    weights = load_rank(rank, directories, **options)
+    return all_bits(weights), weights.report.read_bytes
+
+
+def own_boxes(rank: int, world_size: int, directories: list[str], dim: int) -> Any:
+    whole = by_safetensors(Path(directories[rank]))
+    boxes = {
+        name: shard_box(tuple(tensor.shape), dim, rank, world_size)
+        for name, tensor in whole.items()
+        if tensor.ndim == 2 and tensor.shape[dim] % world_size == 0
+    }
+    weights = load_rank(rank, directories, boxes=boxes)
+    wanted = {
+        name: tensor[tuple(map(slice, boxes[name].start, boxes[name].stop))] if name in boxes else tensor
+        for name, tensor in whole.items()
+    }
+    return all_bits(weights) == all_bits(wanted), weights.report.read_bytes
+
+
+def twice(rank: int, world_size: int, directories: list[str]) -> Any:
+    first, second = load_rank(rank, directories), load_rank(rank, directories, names="*layers.1.*")
+    return all_bits(first), all_bits(second)
+
+
+def after_failure(rank: int, world_size: int, directories: list[str], good: str) -> Any:
+    with pytest.raises(penstock.PenstockError):
+        load_rank(rank, directories)
+    return all_bits(load_rank(rank, [good] * world_size))
+
+
+def patched_reads(act: Callable[[], None], rank: int, victim: int) -> None:
+    """In the victim's process, the first read of a file's body acts instead."""
+    if rank != victim:
+        return
+    original, count = FileSource.readv, [0]
+
+    def readv(self: FileSource, offset: int, buffers: Any) -> str:
+        if offset >= 8 and sum(len(b) for b in buffers) >= 64 << 10:
+            count[0] += 1
+            if count[0] == 1:
+                act()
+        return original(self, offset, buffers)
+
+    FileSource.readv = readv  # type: ignore[method-assign]
+
+
+def reading_fails(rank: int, world_size: int, directories: list[str], victim: int) -> Any:
+    def fail() -> None:
+        raise SourceUnavailable("the disk is gone", uri=directories[rank])
+
+    patched_reads(fail, rank, victim)
+    return everything(rank, world_size, directories, {})
+
+
+def reading_kills(rank: int, world_size: int, directories: list[str], victim: int) -> Any:
+    patched_reads(lambda: os.kill(os.getpid(), signal.SIGKILL), rank, victim)
+    return everything(rank, world_size, directories, {})
+
+
+def dies_before(rank: int, world_size: int, directories: list[str], victim: int) -> Any:
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return everything(rank, world_size, directories, {})
+
+
+def run(body: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
+    return run_ranks(body, world_size, *args, timeout_s=60, environ=ENVIRON)
+
+
+def assert_all_raised(outcomes: list[Outcome], *, within_s: float = BOUND_S) -> None:
+    assert [outcome.ended for outcome in outcomes] == ["raised"] * len(outcomes), outcomes
+    for outcome in outcomes:
+        assert issubclass(getattr(penstock, outcome.error, Exception), penstock.PenstockError), outcome
+        assert outcome.seconds < within_s
+        assert not outcome.mutated
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_has_everything_and_the_bytes_are_read_once(checkpoint: Path, world_size: int) -> None:
+    outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
+    wanted = all_bits(by_safetensors(checkpoint))
+    assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
+    assert all(outcome.value[0] == wanted for outcome in outcomes)
+    read = [outcome.value[1] for outcome in outcomes]
+    total = tensor_bytes(checkpoint)
+    assert total <= sum(read) <= 1.1 * total
+    assert max(read) < 0.9 * total
+
+
+def test_a_budget_smaller_than_a_tensor_is_enough(checkpoint: Path) -> None:
+    outcomes = run(everything, 2, [str(checkpoint)] * 2, {"memory_bytes": 1 << 20})
+    wanted = all_bits(by_safetensors(checkpoint))
+    assert [outcome.value[0] if outcome.ended == "returned" else outcome for outcome in outcomes] == [wanted] * 2
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_rank_has_its_own_boxes(checkpoint: Path, dim: int) -> None:
+    outcomes = run(own_boxes, 2, [str(checkpoint)] * 2, dim)
+    assert [(outcome.ended, outcome.value[0]) for outcome in outcomes] == [("returned", True)] * 2, outcomes
+    assert sum(outcome.value[1] for outcome in outcomes) <= 1.3 * tensor_bytes(checkpoint)
+
+
+def test_the_group_loads_again_and_by_name(checkpoint: Path) -> None:
+    outcomes = run(twice, 2, [str(checkpoint)] * 2)
+    wanted = all_bits(by_safetensors(checkpoint))
+    some = {name: value for name, value in wanted.items() if ".layers.1." in name}
+    assert [outcome.value for outcome in outcomes] == [(wanted, some)] * 2
+
+
+def test_a_truncated_file_on_one_rank_is_an_error_on_all(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    last = sorted(broken.glob("*.safetensors"))[-1]
+    os.truncate(last, last.stat().st_size - 100_000)
+    outcomes = run(everything, 2, [str(checkpoint), str(broken)], {})
+    assert_all_raised(outcomes)
+    assert last.name in str(outcomes[1].value)
+
+
+def test_a_missing_file_on_one_rank_is_an_error_on_all(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    sorted(broken.glob("*.safetensors"))[-1].unlink()
+    assert_all_raised(run(everything, 3, [str(checkpoint), str(broken), str(checkpoint)], {}))
+
+
+def test_after_such_an_error_the_group_still_works(checkpoint: Path, tmp_path: Path) -> None:
+    directories = [str(checkpoint), str(tmp_path / "absent")]
+    outcomes = run(after_failure, 2, directories, str(checkpoint))
+    wanted = all_bits(by_safetensors(checkpoint))
+    assert [outcome.value for outcome in outcomes] == [wanted] * 2, outcomes
+
+
+def test_a_rank_that_cannot_read_is_an_error_on_all(checkpoint: Path) -> None:
+    outcomes = run(reading_fails, 3, [str(checkpoint)] * 3, 1)
+    assert_all_raised(outcomes)
+    assert "the disk is gone" in str(outcomes[1].value)
+
+
+@pytest.mark.parametrize("body", [dies_before, reading_kills])
+def test_a_killed_rank_is_lost_to_the_others_within_the_deadline(checkpoint: Path, body: Callable[..., Any]) -> None:
+    outcomes = run(body, 3, [str(checkpoint)] * 3, 2)
+    assert outcomes[2].ended == "died"
+    assert_all_raised(outcomes[:2])
+    assert [outcome.error for outcome in outcomes[:2]] == ["PeerLost"] * 2, outcomes
+
+
+def test_different_weights_on_the_ranks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_llama(other, num_layers=1, hidden=512, shards=3)
+    outcomes = run(everything, 2, [str(checkpoint), str(other)], {})
+    assert_all_raised(outcomes)
+    assert [outcome.error for outcome in outcomes] == ["PlanError"] * 2, outcomes
