@@ -341,6 +341,7 @@ def test_through_a_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -
     assert server.requests[0].headers["host"] == "model.invalid"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
 def test_forked_child_does_not_use_the_parents_connections(server: RangeServer, opened: Open) -> None:
     source = opened(HASTY)
     read(source, 0, [10])

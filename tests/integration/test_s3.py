@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -281,3 +282,24 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(MissingExtra, match="penstock\\[aws\\]"):
         open_object("s3://bucket/key", settings=SETTINGS)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
+def test_forked_child(server: S3Server, options: dict[str, str]) -> None:
+    """What is open reads on in a forked child; opening more there is refused, where obstore would wait for ever."""
+    data = sample(100_000)
+    source = open_object(put(server, "forked.bin", data), settings=SETTINGS, storage_options=options)
+    try:
+        read(source, 0, [10])
+        child = os.fork()
+        if child == 0:  # no pytest in the child: only an exit status
+            right = read(source, 10, [1000])[0] == data[10:1010]
+            try:
+                open_object(source.uri, settings=SETTINGS, storage_options=options)
+            except ConfigError as error:
+                os._exit(0 if right and error.hint else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read(source, 20, [10])[0] == data[20:30]
+    finally:
+        source.close()

@@ -24,7 +24,7 @@ from penstock.storage import MAX_SMALL_BYTES, Source
 from penstock.storage.exchange import Address, Validators
 from penstock.storage.http import HttpSource, clean, open_http
 from penstock.storage.retry import Patience
-from penstock.storage.stores import Place, Store, locate, mapped, twin_for_urls
+from penstock.storage.stores import Place, Store, check_process, locate, mapped, twin_for_urls
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -53,6 +53,7 @@ class SignedAddress:
         """See `Address.url`."""
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
+            check_process()
             with mapped(self._place.uri):
                 signed = obstore.sign(self._place.store, "GET", self._place.key, timedelta(seconds=_SIGNED_S))
             current = self._current = (urlsplit(signed), time.monotonic())
@@ -131,6 +132,7 @@ class StoreSource:
         return "obstore"
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
         if self.identity and not self.identity.startswith("W/"):
             options["if_match"] = self.identity

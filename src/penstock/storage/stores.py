@@ -71,7 +71,7 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
         ConfigError: the URI or an option is wrong.
         MissingExtra: a profile is asked for and boto3 is not installed.
     """
-    _check_process()
+    check_process()
     scheme, _, rest = uri.partition("://")
     prefix = _SCHEMES.get(scheme)
     bucket, _, key = rest.partition("/")
@@ -157,6 +157,8 @@ def _store(
         return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
     profile = _profile(config, dict(environ))
     provider = None if profile is None else _profile_credentials(profile, config)
+    if str(config.get("endpoint", "")).lower().startswith("http://"):  # a profile may name it
+        client_options["allow_http"] = True
     return S3Store(
         bucket,
         config=config,  # type: ignore[arg-type]
@@ -208,8 +210,12 @@ def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialPr
 _first_pid: int | None = None
 
 
-def _check_process() -> None:
-    """obstore's threads do not survive a fork: say so instead of failing inside it."""
+def check_process() -> None:
+    """Before every use of a store. obstore's threads do not survive a fork, and it would wait for them for ever.
+
+    Raises:
+        ConfigError: stores were used before this process was forked off.
+    """
     global _first_pid
     if _first_pid is None:
         _first_pid = os.getpid()
