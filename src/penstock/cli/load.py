@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri
-from penstock.cli.output import bytes_text, write_fields, write_json, write_lines
+from penstock.cli.output import bytes_text, plain, write_fields, write_json, write_lines
 from penstock.config import Settings, parse_bytes
 from penstock.types import MIB
 
@@ -54,7 +54,7 @@ def load(
         trace=None if trace is None else str(trace),
     )
     if format is Format.json:
-        write_json(weights.report)
+        write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})
     else:
         write_lines(weights.report.summary())
 

@@ -72,7 +72,9 @@ def verify(
     """Read every body and hold it to the manifest's digests, and the manifest to its signature."""
     from penstock import api
 
-    verdict = api.verify(uri, public_key=None if public_key is None else read_key(public_key))
+    if public_key is not None:
+        read_key(public_key)
+    verdict = api.verify(uri, public_key=public_key)
     if format is Format.json:
         write_json(verdict)
     else:

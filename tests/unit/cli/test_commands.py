@@ -1,17 +1,18 @@
-"""The commands on a small real checkpoint, as a user runs them: in a process, exit code, stdout, stderr."""
+"""The commands on a small real checkpoint, as a user meets them: exit code, stdout, stderr."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from penstock.cli.main import run
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
@@ -19,14 +20,22 @@ from penstock.types import MIB
 pytest.importorskip("torch")
 
 
-def penstock(*arguments: object, code: int = 0, **environ: str) -> tuple[str, str]:
-    """stdout and stderr of `penstock ...`; asserts its exit code."""
-    command = [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | dict(environ)
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout, done.stderr
+Penstock = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def penstock(capsys) -> Penstock:
+    """stdout and stderr of `penstock ...` in this process; asserts its exit code."""
+
+    def call(*arguments: object, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run([str(argument) for argument in arguments])
+        written = capsys.readouterr()
+        assert (caught.value.code or 0) == code, f"exit {caught.value.code}\n{written.out}\n{written.err}"
+        return written.out, written.err
+
+    return call
 
 
 @pytest.fixture
@@ -51,7 +60,7 @@ def flip_bit(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path) -> None:
+def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path, penstock: Penstock) -> None:
     found = json.loads(penstock("inspect", llama, "--format", "json")[0])
     index = json.loads((llama / "model.safetensors.index.json").read_text())
     assert {tensor["name"]: tensor["file"] for tensor in found["tensors"]} == index["weight_map"]
@@ -63,14 +72,14 @@ def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path) -> None:
     assert found["digests"] is False
 
 
-def test_inspect_for_people_shows_some_tensors_and_all_on_request(llama: Path) -> None:
+def test_inspect_for_people_shows_some_tensors_and_all_on_request(llama: Path, penstock: Penstock) -> None:
     some, every = penstock("inspect", llama)[0], penstock("inspect", llama, "--all")[0]
     assert "more (--all)" in some
     assert "model.norm.weight" in every
     assert "more (--all)" not in every
 
 
-def test_load_reports_what_it_did(llama: Path) -> None:
+def test_load_reports_what_it_did(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("load", llama, "--format", "json")
     report = json.loads(out)
     index = json.loads((llama / "model.safetensors.index.json").read_text())
@@ -78,12 +87,13 @@ def test_load_reports_what_it_did(llama: Path) -> None:
     assert report["num_tensors"] == len(index["weight_map"])
     assert report["verified"] is False
     assert report["why"]
+    assert report["gb_per_s"] == pytest.approx(report["nbytes"] / report["wall_s"] / 1e9)
     assert sum(report["phases"].values()) == pytest.approx(report["wall_s"], rel=0.01)
     assert err == ""
     assert str(report["num_tensors"]) in penstock("load", llama)[0]
 
 
-def test_load_takes_names_and_memory(llama: Path) -> None:
+def test_load_takes_names_and_memory(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock(
         "load", llama, "--names", "*norm*", "--names", "lm_head.*", "--memory-bytes", "64M", "--format", "json"
     )
@@ -92,12 +102,12 @@ def test_load_takes_names_and_memory(llama: Path) -> None:
     assert report["num_tensors"] == sum("norm" in name or "lm_head" in name for name in index["weight_map"])
 
 
-def test_load_writes_a_trace_for_perfetto(llama: Path, tmp_path: Path) -> None:
+def test_load_writes_a_trace_for_perfetto(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("load", llama, "--trace", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_dry_run_plans_and_predicts_without_loading(llama: Path) -> None:
+def test_a_dry_run_plans_and_predicts_without_loading(llama: Path, penstock: Penstock) -> None:
     plan = json.loads(penstock("load", llama, "--dry-run", "--format", "json")[0])
     index = json.loads((llama / "model.safetensors.index.json").read_text())
     assert plan["nbytes"] == index["metadata"]["total_size"]
@@ -107,7 +117,7 @@ def test_a_dry_run_plans_and_predicts_without_loading(llama: Path) -> None:
     assert "read 0: file 0" in penstock("load", llama, "--dry-run")[0]
 
 
-def test_manifest_then_load_and_verify(llama: Path) -> None:
+def test_manifest_then_load_and_verify(llama: Path, penstock: Penstock) -> None:
     facts = json.loads(penstock("manifest", llama, "--format", "json")[0])
     assert facts["written"] == [f"{llama}/penstock.manifest"]
     assert facts["revision"].startswith("w1-")
@@ -120,7 +130,7 @@ def test_manifest_then_load_and_verify(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["load", "verify"])
-def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str) -> None:
+def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str, penstock: Penstock) -> None:
     penstock("manifest", llama)
     shard = sorted(llama.glob("*.safetensors"))[1]
     flip_bit(shard, shard.stat().st_size - 1)
@@ -132,13 +142,15 @@ def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str) 
     assert out == ""
 
 
-def test_verify_without_a_manifest_is_three_and_says_why(llama: Path) -> None:
+def test_verify_without_a_manifest_is_three_and_says_why(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock("verify", llama, code=3)
     assert "NO" in out
     assert "no manifest" in out
 
 
-def test_a_signature_is_made_and_asked_for(llama: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_signature_is_made_and_asked_for(
+    llama: Path, keys: tuple[Path, Path], tmp_path: Path, penstock: Penstock
+) -> None:
     private, public = keys
     facts = json.loads(penstock("manifest", llama, "--sign", private, "--format", "json")[0])
     assert facts["written"] == [f"{llama}/penstock.manifest.sig", f"{llama}/penstock.manifest"]
@@ -149,12 +161,12 @@ def test_a_signature_is_made_and_asked_for(llama: Path, keys: tuple[Path, Path],
     penstock("verify", llama, "--public-key", public, code=3)
 
 
-def test_a_key_that_is_not_there_is_wrong_usage(llama: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_not_there_is_wrong_usage(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
     assert not (llama / "penstock.manifest").exists()
 
 
-def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path) -> None:
+def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("manifest", llama, "--out", tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere").stat().st_size > 0
     assert not (llama / "penstock.manifest").exists()
@@ -162,7 +174,7 @@ def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path) -> Non
     assert "DestinationError" in err
 
 
-def test_http_is_read_and_cannot_be_written(llama: Path) -> None:
+def test_http_is_read_and_cannot_be_written(llama: Path, penstock: Penstock) -> None:
     with RangeServer(llama) as server:
         index = f"{server.url}/model.safetensors.index.json"
         report = json.loads(penstock("load", index, "--format", "json")[0])
@@ -172,7 +184,7 @@ def test_http_is_read_and_cannot_be_written(llama: Path) -> None:
         assert len(server.requests) == num_requests
 
 
-def test_bench_load_measures_beside_safetensors(llama: Path) -> None:
+def test_bench_load_measures_beside_safetensors(llama: Path, penstock: Penstock) -> None:
     rows = json.loads(penstock("bench", "load", llama, "--repeat", 2, "--format", "json")[0])
     assert [row["loader"] for row in rows] == ["penstock", "safetensors"]
     assert len({row["nbytes"] for row in rows}) == 1
@@ -180,13 +192,13 @@ def test_bench_load_measures_beside_safetensors(llama: Path) -> None:
     assert penstock("bench", "load", llama, "--repeat", 1, "--cold")[0].startswith("loader")
 
 
-def test_bench_load_of_a_part_leaves_safetensors_out_and_says_so(llama: Path) -> None:
+def test_bench_load_of_a_part_leaves_safetensors_out_and_says_so(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("bench", "load", llama, "--names", "*norm*", "--repeat", 1, "--format", "json")
     assert [row["loader"] for row in json.loads(out)] == ["penstock"]
     assert "left out" in err
 
 
-def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path) -> None:
+def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path, penstock: Penstock) -> None:
     assert "NotFound" in penstock("load", tmp_path / "absent", code=3)[1]
     shard = sorted(llama.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -195,9 +207,10 @@ def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path) -> None:
     assert "FormatError" in penstock("inspect", tmp_path / "junk.safetensors", code=3)[1]
 
 
-def test_wrong_configuration_is_two(llama: Path) -> None:
-    assert "PENSTOCK_RETRIES" in penstock("load", llama, code=2, PENSTOCK_RETRIES="many")[1]
+def test_wrong_configuration_is_two(llama: Path, penstock: Penstock, monkeypatch) -> None:
     penstock("load", "nonsense://bucket/x", code=2)
+    monkeypatch.setenv("PENSTOCK_RETRIES", "many")
+    assert "PENSTOCK_RETRIES" in penstock("load", llama, code=2)[1]
 
 
 def test_inspect_imports_no_torch(llama: Path) -> None:
@@ -208,3 +221,12 @@ def test_inspect_imports_no_torch(llama: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_exit_code_reaches_the_shell(llama: Path) -> None:
+    (llama / "model-00002-of-00002.safetensors").unlink()
+    command = [sys.executable, "-m", "penstock.cli.main", "load", str(llama)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert "NotFound" in done.stderr
