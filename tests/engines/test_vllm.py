@@ -1,5 +1,6 @@
 """vLLM with `--load-format penstock` gives the tokens that vLLM's own loader gives; each engine in its own process."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,11 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.integrations.vllm import read_options
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 ENGINE = """
 import json, sys
