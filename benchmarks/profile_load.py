@@ -88,7 +88,7 @@ def profile_load(directory: str, device: str, options: dict[str, Any], *, with_p
                 profiler.disable()
             traced = json.loads(Path(file.name).read_bytes() or b'{"traceEvents": []}')
         print(f"\n{attempt} {options or ''}: {seconds:.3f} s, {nbytes / seconds / GB:.1f} GB/s")
-        print(weights.report)
+        print(weights.report.summary())
         print("\n".join(executor_table(traced["traceEvents"])))
         if profiler is not None:
             text = io.StringIO()

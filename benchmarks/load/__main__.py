@@ -62,12 +62,14 @@ class Run:
         self.samples: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self.places = {
-            "shm": f"{arguments.shm_dir}/penstock-bench-{os.getpid()}",
-            "disk": f"{arguments.disk_dir}/penstock-bench-{os.getpid()}",
+            "shm": f"{arguments.shm_dir}/penstock-bench-shm-{os.getpid()}",
+            "disk": f"{arguments.disk_dir}/penstock-bench-disk-{os.getpid()}",
         }
         self.made: dict[tuple[str, str], Checkpoint] = {}
         self.references: dict[str, list[str]] = {}
         self.cost_s: dict[tuple[str, str], float] = {}
+        self.late: dict[tuple[str, str], int] = {}
+        """Rows and loaders cut short by the budget, and after how many repetitions."""
 
     def left_s(self) -> float:
         """Seconds of the budget still there."""
@@ -135,6 +137,8 @@ class Run:
         if loader == "reference":
             sample.pop("seconds", None)
             self.references[at.directory] = sample.get("fingerprints", [])
+        if "fingerprints" in sample:
+            sample["expected"] = self.references.get(at.directory, [])
         self.samples.append(sample)
         self.cost_s[row.key, loader] = sample["process_s"]
         return sample
@@ -159,23 +163,23 @@ class Run:
                 name = contestants[(index + turn) % len(contestants)]
                 if broken.get(name, 0) >= 2 or self._too_late(row, name, turn, deadline):
                     continue
-                self._report(row, self.one(row, name, at, turn), at, broken)
+                self._report(row, self.one(row, name, at, turn), broken)
 
     def _too_late(self, row: Row, name: str, turn: int, deadline: float) -> bool:
         expected = self.cost_s.get((row.key, name), 8.0)
         late = time.monotonic() + expected > deadline and turn > 0
         if late or self.left_s() < expected:
-            self.skipped.append(f"row {row.key}, {name}, repetition {turn + 1}: the time budget was used up")
+            self.late.setdefault((row.key, name), turn)
             return True
         return False
 
-    def _report(self, row: Row, sample: dict[str, Any], at: Checkpoint, broken: dict[str, int]) -> None:
+    def _report(self, row: Row, sample: dict[str, Any], broken: dict[str, int]) -> None:
         name = sample["loader"]
         if "error" in sample:
             broken[name] = broken.get(name, 0) + 1
             self.say(f"{row.key} {name:24s} FAILED {sample['error'].splitlines()[-1][:300]}")
             return
-        same = sample.get("fingerprints", []) == self.references.get(at.directory) or "fingerprints" not in sample
+        same = not sample.get("expected") or sample["fingerprints"] == sample["expected"]
         cached = f" cached {sample['resident']:.0%}" if "resident" in sample else ""
         self.say(
             f"{row.key} {name:24s} {sample.get('seconds', 0):7.3f} s {sample['gb_per_s']:8.2f} GB/s"
@@ -188,7 +192,10 @@ class Run:
             "machine": machine(self.arguments),
             "command": "python -m benchmarks.load " + " ".join(sys.argv[1:]),
             "topology": _shell("nvidia-smi topo -m") if self.arguments.device == "cuda" else "",
-            "skipped": self.skipped,
+            "skipped": [
+                *self.skipped,
+                *(f"row {key}, {name}: {n} repetitions, then no time was left" for (key, name), n in self.late.items()),
+            ],
         }
         lines = [json.dumps(item) for item in [head, *self.samples]]
         (self.out / "load.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -40,6 +40,8 @@ class Row:
     limits: tuple[str, ...] = ("limit:h2d",)
     """The first one is the ceiling that fractions are of."""
     goals: tuple[Goal, ...] = ()
+    cpu_goals: tuple[Goal, ...] = ()
+    """Instead of `goals` where the device is the CPU."""
     memory_bytes: int | None = None
     max_reps: int = 99
     timeout_s: float = 60.0
@@ -54,16 +56,24 @@ _CACHED = (
     Goal(kind="versus", value=1.8, peers=("fastsafetensors",)),
     Goal(kind="versus", value=6, peers=("runai",)),
 )
+_ZERO_COPY = (Goal(kind="versus", value=1.0, peers=PEERS),)
 ROWS: dict[str, Row] = {
     row.key: row
     for row in (
-        Row(key="a", title="dense BF16, tmpfs -> one GPU", limits=("limit:h2d", "limit:read"), goals=_CACHED),
+        Row(
+            key="a",
+            title="dense BF16, tmpfs -> one GPU",
+            limits=("limit:h2d", "limit:read"),
+            goals=_CACHED,
+            cpu_goals=_ZERO_COPY,
+        ),
         Row(
             key="b",
             title="dense BF16, page cache of a disk -> one GPU",
             place="disk",
             limits=("limit:h2d", "limit:read"),
             goals=_CACHED,
+            cpu_goals=_ZERO_COPY,
             share=1.3,
         ),
         Row(
@@ -73,6 +83,7 @@ ROWS: dict[str, Row] = {
             cold=True,
             limits=("limit:direct",),
             goals=(Goal(kind="ceiling", value=0.95), Goal(kind="versus", value=1.0, peers=PEERS)),
+            cpu_goals=(Goal(kind="versus", value=1.3, peers=PEERS),),
             share=2.0,
         ),
         Row(

@@ -22,7 +22,8 @@ from penstock.testing.checkpoints import write_llama
 from penstock.testing.ranks import Outcome, run_ranks
 
 STALL_S = 3.0
-ENVIRON = {"PENSTOCK_STALL_S": str(STALL_S), "OMP_NUM_THREADS": "1"}
+# Small chunks, so that each rank reads several times and takes part in several rounds.
+ENVIRON = {"PENSTOCK_STALL_S": str(STALL_S), "PENSTOCK_CHUNK_BYTES": "512K", "OMP_NUM_THREADS": "1"}
 # Told of a failure at once, at the stall deadline of one wait, or at that of the next.
 BOUND_S = 3 * STALL_S + 10
 
