@@ -1,0 +1,23 @@
+"""What `--model-loader-extra-config` may say; needs no vLLM."""
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.integrations.vllm import read_options
+from penstock.types import MIB
+
+
+def test_bytes_are_read_as_everywhere() -> None:
+    assert read_options({"memory_bytes": "64M", "verify": True}) == {"memory_bytes": 64 * MIB, "verify": True}
+    assert read_options({}) == {}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [[], {"verify": "yes"}, {"memory_bytes": "lots"}, {"storage_options": 3}, {"distributed": 1}, {"memroy_bytes": 1}],
+)
+def test_what_is_refused(extra: Any) -> None:
+    with pytest.raises(ConfigError):
+        read_options(extra)
