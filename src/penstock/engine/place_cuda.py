@@ -10,6 +10,7 @@ use by kernels queued there.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -74,6 +75,8 @@ class CudaPlace:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(self._caller)
         self._host: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._entered = False
 
     def allocate(self) -> None:
         """Make every slab now, all from one piece of device memory where torch's allocator has none to reuse.
@@ -84,28 +87,32 @@ class CudaPlace:
             DeviceOutOfMemory: nothing stays allocated.
         """
         try:
-            with torch.cuda.stream(self._caller):
-                total = sum(-(-n // 512) * 512 for n in self._nbytes)
-                del_me = torch.empty(total, dtype=torch.uint8, device=self.device)
-                del del_me
-                self._slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self._nbytes]
+            with self._lock, torch.cuda.stream(self._caller):
+                torch.empty(sum(-(-n // 512) * 512 for n in self._nbytes), dtype=torch.uint8, device=self.device)
+                made = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self._nbytes]
+                self._stream.wait_stream(self._caller)
+                self._slabs[:] = made
         except torch.cuda.OutOfMemoryError as error:
-            self._slabs = [None] * len(self._nbytes)
             raise self._no_room(sum(self._nbytes)) from error
-        self._stream.wait_stream(self._caller)
 
     def slab(self, index: int) -> torch.Tensor:
         """The slab, flat uint8 [nbytes]; allocated if it was not."""
         found = self._slabs[index]
         if found is None:
-            try:
-                with torch.cuda.stream(self._caller):
-                    found = torch.empty(self._nbytes[index], dtype=torch.uint8, device=self.device)
-            except torch.cuda.OutOfMemoryError as error:
-                raise self._no_room(self._nbytes[index]) from error
-            self._slabs[index] = found
-            self._stream.wait_stream(self._caller)
+            with self._lock:
+                found = self._slabs[index]
+                if found is None:
+                    found = self._slabs[index] = self._allocate_one(self._nbytes[index])
         return found
+
+    def _allocate_one(self, nbytes: int) -> torch.Tensor:
+        try:
+            with torch.cuda.stream(self._caller):
+                made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._no_room(nbytes) from error
+        self._stream.wait_stream(self._caller)
+        return made
 
     def take(self, index: int) -> torch.Tensor:
         """The slab, forgotten here."""
@@ -122,12 +129,15 @@ class CudaPlace:
         host = self._host.get(buffer.address)
         if host is None:
             host = self._host[buffer.address] = torch.from_numpy(buffer.array)
-        slabs = [self.slab(segment.slab) for segment in segments]
-        with torch.cuda.stream(self._stream):
-            for (src, _, dst, run, _, _), slab in zip(segments, slabs, strict=True):
-                slab[dst : dst + run].copy_(host[src : src + run], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
+        if not self._entered:
+            # Once, for the one thread that calls this: entering a stream costs as much as issuing a copy.
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self._stream)
+            self._entered = True
+        for src, slab, dst, run, _, _ in segments:
+            self.slab(slab)[dst : dst + run].copy_(host[src : src + run], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._stream)
         return CudaPending(event)
 
     def _no_room(self, nbytes: int) -> DeviceOutOfMemory:

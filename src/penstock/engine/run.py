@@ -58,21 +58,26 @@ class LoadRun:
         self._checker = checker
         self._reads = range(plan.num_reads) if reads is None else reads
         self._window_bytes = window_bytes
-        self.ticket = Ticket(plan.nbytes)
         self.fetch = Executor("fetch", num_fetch_threads, trace=trace, stall_s=stall_s)
         self._place = Executor("place", 1, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", checker.num_threads if checker else 1, trace=trace, stall_s=stall_s)
+        self.ticket = Ticket(plan.nbytes, lambda: any(e.is_busy() for e in (self.fetch, self._place, self._compute)))
         self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
         self._missing = list(self._slab_nbytes)
         self._ready = [False] * len(self._missing)
+        # The slab a consumer waits for; until one does, only the last matters.
         self._num_open = self._num_unready = len(self._missing)
-        self._awaited = 0
+        self._awaited = max(0, len(self._missing) - 1)
         self._placed: set[int] = set()
+        self._awaited_read = -1
         self._unchecked: list[int] = []
         self._unchecked_bytes = 0
         self._consumed_bytes = 0
         before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
         self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
+        columns = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
+        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in columns), strict=True)))
+        self._seg_first: list[int] = plan.seg_first.tolist()
         self._lock = threading.Lock()
         self.paths: dict[tuple[int, str], int] = {}
         """Bytes read per (file index, path word)."""
@@ -81,8 +86,7 @@ class LoadRun:
         """Set everything going; returns at once."""
         if self._num_open == 0:
             self.ticket.finish()
-        for r in self._reads:
-            self.fetch.post(_FetchStep(self, r))
+        self.fetch.post(*[_FetchStep(self, r) for r in self._reads])
         return self.ticket
 
     def slabs(self) -> Iterator[int]:
@@ -96,7 +100,7 @@ class LoadRun:
             self._awaited = index
             if not ready[index]:
                 if self._window_bytes:
-                    ticket.advance(0)
+                    ticket.wake()
                 if self._window_bytes and self._missing[index] == 0:
                     self._flush_checks()
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
@@ -136,10 +140,7 @@ class LoadRun:
 
     def segments(self, read: int) -> list[Segment]:
         """The read's segments as tuples."""
-        p = self.plan
-        at = slice(int(p.seg_first[read]), int(p.seg_first[read + 1]))
-        columns = (p.seg_src, p.seg_slab, p.seg_dst, p.seg_run, p.seg_rows, p.seg_pitch)
-        return [Segment(*row) for row in zip(*(column[at].tolist() for column in columns), strict=True)]
+        return self._segments[self._seg_first[read] : self._seg_first[read + 1]]
 
     def took(self, file: int, path: str, nbytes: int) -> None:
         """Note which path a read's bytes took."""
@@ -152,12 +153,15 @@ class LoadRun:
 
     def wait_read(self, read: int) -> None:
         """Return once this read's bytes are in their slabs. Raises what stopped the run."""
+        self._awaited_read = read
         self.ticket.wait_until(lambda: read in self._placed, stall_s=self.stall_s)
 
     def placed(self, read: int, segments: Sequence[Segment]) -> None:
         """This read's bytes are in their slabs."""
         self._placed.add(read)
         self.arrived(segments)
+        if read == self._awaited_read:
+            self.ticket.wake()
 
     def arrived(self, segments: Sequence[Segment]) -> None:
         """The bytes of these segments are in their slabs."""
@@ -170,6 +174,7 @@ class LoadRun:
                 self._missing[segment.slab] -= nbytes
                 if self._missing[segment.slab] == 0:
                     full.append(segment.slab)
+            self.ticket.moved_bytes += total
             if self._checker is not None:
                 self._unchecked.extend(full)
                 self._unchecked_bytes += sum(self._slab_nbytes[slab] for slab in full)
@@ -181,19 +186,20 @@ class LoadRun:
             self.mark_ready(full)
         elif flush:
             self._flush_checks()
-        self.ticket.advance(total)
 
     def mark_ready(self, slabs: Sequence[int]) -> None:
         """These slabs may be given away; the last one finishes the ticket."""
         if not slabs:
             return
-        with self.ticket.changed:
+        with self._lock:
             for slab in slabs:
                 self._ready[slab] = True
             self._num_unready -= len(slabs)
-            self.ticket.changed.notify_all()
-            if self._num_unready == 0:
-                self.ticket.finish()
+            done = self._num_unready == 0
+        if done:
+            self.ticket.finish()
+        elif self._ready[self._awaited]:
+            self.ticket.wake()
 
     def _flush_checks(self) -> None:
         """Post a check of the complete slabs that wait for one."""

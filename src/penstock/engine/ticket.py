@@ -19,13 +19,13 @@ class Ticket:
     Attributes:
         nbytes: bytes the work is to move.
         moved_bytes: bytes at their destination so far.
-        active_steps: steps inside an executor now; while one is, its own deadline holds, not the ticket's.
+        is_busy: whether a step is inside an executor now; while one is, its own deadline holds, not the ticket's.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, is_busy: Callable[[], bool]) -> None:
         self.nbytes = nbytes
         self.moved_bytes = 0
-        self.active_steps = 0
+        self.is_busy = is_busy
         self.changed = threading.Condition()
         self._error: BaseException | None = None
         self._done = False
@@ -45,20 +45,9 @@ class Ticket:
         """The first error, if one happened."""
         return self._error
 
-    def enter(self) -> None:
-        """A step starts."""
+    def wake(self) -> None:
+        """Let every waiter look again."""
         with self.changed:
-            self.active_steps += 1
-
-    def leave(self) -> None:
-        """A step ended."""
-        with self.changed:
-            self.active_steps -= 1
-
-    def advance(self, nbytes: int) -> None:
-        """`nbytes` more arrived."""
-        with self.changed:
-            self.moved_bytes += nbytes
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -92,7 +81,7 @@ class Ticket:
         last, since = -1, time.monotonic()
         with self.changed:
             while not reached() and self._error is None:
-                if self.moved_bytes != last or self.active_steps:
+                if self.moved_bytes != last or self.is_busy():
                     last, since = self.moved_bytes, time.monotonic()
                 elif time.monotonic() - since > stall_s:
                     self._error = SourceStalled(f"no progress for {stall_s} s at {last} of {self.nbytes} bytes")

@@ -23,7 +23,7 @@ from blake3 import blake3
 from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
-from penstock.loader.session import Session
+from penstock.loader.session import Batch, Session
 from penstock.plan.schedule import LoadPlan
 from penstock.types import Box, TensorTable
 
@@ -43,8 +43,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def exchange(
     session: Session, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load `table` (whole tensors) with the group; yield `(name, tensor)`, or the rank's own box of it.
+) -> Iterator[Batch]:
+    """Load `table` (whole tensors) with the group; yield names and tensors, or the rank's own boxes of them.
 
     Raises:
         PlanError: the ranks' weight sets or options differ; on every rank.
@@ -63,11 +63,16 @@ def exchange(
     session.phases.enter("move")
     _Rounds(run, place, wire, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)
-    for (name, tensor), box in zip(session.tensors(run, place), boxes, strict=True):
-        if box is None:
-            yield name, tensor
-        else:
-            yield name, tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].clone()
+    region = dict(zip(table.names, boxes, strict=True))
+    for names, made in session.batches(plan, run.slabs(), place.take):
+        yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, made, strict=True)]
+
+
+def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+    """The rank's own box of a whole tensor, in memory of its own."""
+    if box is None:
+        return tensor
+    return tensor[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))].clone()
 
 
 def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:

@@ -73,7 +73,7 @@ def load_into(
     with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
         with telling(group, options, session.settings.stall_s):
-            table = session.manifest.tensors.take(session.rows().tolist())
+            table = session.table()
             rows, filled = _match(table, targets, rename, strict)
         table = table.take(rows)
         if group is not None:
@@ -168,10 +168,11 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
 
     nbytes = 0
     with _telling(session):
-        tensors = exchange(session, group, table, [None] * len(table))
-        for (_, tensor), target in zip(tensors, filled, strict=True):
-            target.copy_(tensor)
-            nbytes += tensor.nbytes
+        targets = iter(filled)
+        for _, made in exchange(session, group, table, [None] * len(table)):
+            for tensor in made:
+                next(targets).copy_(tensor)
+                nbytes += tensor.nbytes
         return session.finish(num_tensors=len(table), nbytes=nbytes)
 
 

@@ -7,7 +7,8 @@ Not here: how (`session`), live parameters (`into`), the exchange between ranks 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
+from penstock.loader.pause import paused_gc
 from penstock.loader.report import Report
-from penstock.loader.session import Boxes, Options, Session, require_dtypes, resolve_device
+from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.storage.manifest import Names, Uris
-from penstock.types import Manifest
+from penstock.types import Box, Manifest, TensorTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,8 +56,7 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
         self._session = session
         self._report: Report | None = None
         self.manifest = session.manifest
-        window_bytes = session.settings.memory_bytes
-        self._tensors = _run(session, group, window_bytes)
+        self._tensors = _yielding(session, group)
         self._num_tensors = self._nbytes = 0
 
     @property
@@ -82,8 +83,7 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
 
     def close(self) -> None:
         """Drain and free. Idempotent."""
-        if isinstance(self._tensors, _Closable):
-            self._tensors.close()
+        self._tensors.close()
         self._session.close()
 
     def __enter__(self) -> TensorStream:
@@ -147,8 +147,7 @@ def load(
         trace=trace,
     )
     with open_session(uri, options, memory_bytes, group) as session:
-        tensors = dict(_run(session, group, 0))
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
         return Weights(tensors, report, session.manifest)
 
@@ -188,7 +187,7 @@ def stream(
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
     """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others."""
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
-    with telling(group, options, settings.stall_s):
+    with telling(group, options, settings.stall_s), paused_gc():
         return Session(uri, options, settings)
 
 
@@ -201,40 +200,63 @@ def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> Abs
     return Wire(group, options.device, stall_s).telling()
 
 
-class _Closable:
-    """What generators are."""
+def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
+    """Every tensor, and their bytes. The tensors are made while their bytes are still on the way."""
+    if group is not None:
+        batches = list(_exchanged(session, group))
+        tensors = {name: tensor for names, made in batches for name, tensor in zip(names, made, strict=True)}
+        return tensors, sum(tensor.nbytes for tensor in tensors.values())
+    tensors = {}
+    with paused_gc():
+        run, place = _start(session, window_bytes=0)
+        for names, made in session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab):
+            tensors.update(zip(names, made, strict=True))
+    with session.progress() as progress:
+        progress.follow(run.ticket, stall_s=session.settings.stall_s)
+    return tensors, run.plan.nbytes
 
-    def close(self) -> None:
-        """End the generator."""
 
-    @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
-        return hasattr(other, "close")
+def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Each tensor when its bytes are there; a generator, so that nothing starts before the first `next`."""
+    if group is not None:
+        for names, made in _exchanged(session, group):
+            yield from zip(names, made, strict=True)
+        return
+    run, place = _start(session, window_bytes=session.settings.memory_bytes)
+    with session.progress() as progress:
+        for names, made in session.batches(run.plan, run.slabs(), place.take):
+            progress.show(run.ticket)
+            pairs = deque(zip(names, made, strict=True))
+            del made
+            while pairs:
+                yield pairs.popleft()
 
 
-def _run(session: Session, group: ProcessGroup | None, window_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Plan and run; a generator, so that nothing starts before the first `next`."""
+def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
+    from penstock.loader.group import exchange
+
     session.phases.enter("plan")
     with telling(group, session.options, session.settings.stall_s):
-        table = session.manifest.tensors.take(session.rows().tolist())
-        require_dtypes(table)
+        table = session.table()
         boxes = session.boxes(table)
-    if group is not None:
-        from penstock.loader.group import exchange
+    return exchange(session, group, table, boxes)
 
-        yield from exchange(session, group, table, boxes)
-        return
-    if session.options.device.type == "cuda":
-        run, slabs = _start_cuda(session, table, boxes, window_bytes)
-    else:
-        run, slabs = _start_host(session, table, boxes, window_bytes)
+
+def _start(session: Session, *, window_bytes: int) -> tuple[LoadRun, Any]:
+    """Plan, choose the place, set the run going."""
+    session.phases.enter("plan")
+    table = session.table()
+    boxes = session.boxes(table)
+    starts = _start_cuda if session.options.device.type == "cuda" else _start_host
+    run, place = starts(session, table, boxes, window_bytes)
     session.phases.enter("move")
-    yield from session.tensors(run, slabs)
+    return run, place
 
 
-def _start_host(session: Session, table: Any, boxes: Any, window_bytes: int) -> tuple[LoadRun, HostPlace]:
-    whole = all(box is None for box in boxes)
-    plan = session.make_plan(table, boxes, pack=True, exact=whole)
+def _start_host(
+    session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
+) -> tuple[LoadRun, HostPlace]:
+    plan = session.make_plan(table, boxes, pack=True, exact=all(box is None for box in boxes))
     if session.maps_files(boxes):
         session.phases.enter("allocate")
         place, sources = session.map_files(plan)
@@ -245,16 +267,17 @@ def _start_host(session: Session, table: Any, boxes: Any, window_bytes: int) -> 
     return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
 
 
-def _start_cuda(session: Session, table: Any, boxes: Any, window_bytes: int) -> tuple[LoadRun, Any]:
+def _start_cuda(
+    session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
+) -> tuple[LoadRun, Any]:
     from penstock.engine.place_cuda import CudaPlace
 
     plan = session.make_plan(table, boxes, pack=True, exact=False)
     place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
     checker = session.checker(plan, place)
+    run = session.begin(plan, place, checker=checker, window_bytes=window_bytes)
     if not window_bytes:
-        # Fetching starts first: the first chunks are read while the device's memory is made.
-        run = session.begin(plan, place, checker=checker)
+        # The first chunks are being read while the device's memory is made.
         session.phases.enter("allocate")
         place.allocate()
-        return run, place
-    return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
+    return run, place

@@ -7,9 +7,13 @@ Not here: the report at the end (`report`).
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from penstock.engine.ticket import Ticket
+
+_REDRAW_S = 0.1
+"""Seconds between redraws: what an eye still sees as moving."""
 
 
 class Progress:
@@ -41,6 +45,13 @@ class Progress:
         """Draw how far the ticket is."""
         if self._enabled:
             self._bar.update(self._task, completed=ticket.moved_bytes, total=ticket.nbytes)  # type: ignore[attr-defined]
+
+    def follow(self, ticket: Ticket, *, stall_s: float) -> None:
+        """Wait for the ticket, drawing as it moves."""
+        while self._enabled and not ticket.done:
+            self.show(ticket)
+            time.sleep(_REDRAW_S)
+        ticket.wait(stall_s=stall_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

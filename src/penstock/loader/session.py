@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.loader.progress import Progress
 from penstock.loader.report import FilePath, Phases, Report
-from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
+from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path
@@ -33,7 +33,7 @@ from penstock.storage.files import FileSource, MappedFile
 from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
 from penstock.storage.manifest_file import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
-from penstock.types import I64, MIB, Box, Manifest, TensorTable
+from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
 """Regions wanted, by tensor name, or asked of a function of name and shape; None: all of every tensor."""
@@ -68,12 +68,8 @@ class Options:
     trace: str | os.PathLike[str] | None = None
 
 
-class Slabs(Protocol):
-    """Where a place's complete slabs are taken from."""
-
-    def take(self, index: int) -> Any:
-        """The slab's memory, forgotten there."""
-        ...
+Batch = tuple[Sequence[str], list[torch.Tensor]]
+"""Names and their tensors, side by side."""
 
 
 class Session:
@@ -115,10 +111,18 @@ class Session:
 
     # -- planning
 
-    def rows(self) -> I64:
-        """Rows of the manifest in file order: the order of the plan."""
+    def table(self) -> TensorTable:
+        """The tensors asked for in file order, the order of the plan. PlanError if torch cannot hold one of them."""
         table = self.manifest.tensors
-        return np.lexsort((table.offset, table.file_index)).astype(np.int64)
+        order = np.lexsort((table.offset, table.file_index))
+        if not (order == np.arange(len(order))).all():
+            table = table.take(order.tolist())
+        for dtype in set(table.dtypes):
+            torch_dtype(dtype)
+        if DType.F4 in table.dtypes:
+            for dtype, shape in zip(table.dtypes, table.shapes, strict=True):
+                torch_shape(dtype, shape)
+        return table
 
     def boxes(self, table: TensorTable) -> tuple[Box | None, ...]:
         """The region wanted of each row. PlanError for a box of a tensor that is not there."""
@@ -241,8 +245,8 @@ class Session:
                 raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
             return None
         regions = sum(box is not None for box in plan.boxes)
-        row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
-        rows = np.fromiter((row_of[name] for name in plan.table.names), np.int64, len(plan.table))
+        row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
+        rows = np.fromiter(map(row_of.__getitem__, plan.table.names), np.int64, len(plan.table))
         leaves = leaves_of(manifest, rows)
         assert leaves is not None
         expected = Expected(plan, leaves, manifest.leaf_bytes)
@@ -259,46 +263,55 @@ class Session:
 
     # -- results
 
-    def tensors(self, run: LoadRun, slabs: Slabs) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every row in file order, each slab's as it becomes ready; owned by the caller."""
-        plan = run.plan
+    def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
+        """Names and tensors of each slab's rows, with the empty rows before them; file order; owned by the caller.
+
+        Args:
+            plan: of the slabs.
+            indices: every slab, in order.
+            memory: the slab's bytes, as a flat uint8 tensor or array.
+        """
         table, row = plan.table, 0
-        shapes = [shape if box is None else box.shape for shape, box in zip(table.shapes, plan.boxes, strict=True)]
-        num_rows = len(table)
-        last_row = np.zeros(len(plan.slab_nbytes), np.int64)
+        shapes: Sequence[tuple[int, ...]] = table.shapes
+        if any(box is not None for box in plan.boxes):
+            both = zip(table.shapes, plan.boxes, strict=True)
+            shapes = [shape if box is None else box.shape for shape, box in both]
         held = np.flatnonzero(plan.row_slab >= 0)
-        last_row[plan.row_slab[held]] = held
-        stops: list[int] = (last_row + 1).tolist()
+        first, last = np.zeros((2, len(plan.slab_nbytes)), np.int64)
+        last[plan.row_slab[held]] = held + 1
+        first[plan.row_slab[held[::-1]]] = held[::-1]
+        starts, stops = first.tolist(), last.tolist()
         offsets: list[int] = plan.row_offset.tolist()
-        is_empty: list[bool] = (plan.row_slab < 0).tolist()
-        with Progress(self._progress(), str(self.weights.uri)) as progress:
-            for slab in run.slabs():
-                while is_empty[row]:
-                    yield table.names[row], self.empty(table.dtypes[row], shapes[row])
-                    row += 1
-                stop = stops[slab]
-                memory = slabs.take(slab)
-                if isinstance(memory, np.ndarray):
-                    memory = torch.from_numpy(memory)
-                keep = [i for i in range(row, stop) if not is_empty[i]]
-                made = as_tensors(
-                    memory, [table.dtypes[i] for i in keep], [shapes[i] for i in keep], [offsets[i] for i in keep]
-                )
-                del memory
-                made_of = dict(zip(keep, made, strict=True))
-                for i in range(row, stop):
-                    yield table.names[i], made_of.pop(i) if i in made_of else self.empty(table.dtypes[i], shapes[i])
-                row = stop
-                progress.show(run.ticket)
-            for i in range(row, num_rows):
-                yield table.names[i], self.empty(table.dtypes[i], shapes[i])
+        num_rows = len(table)
+
+        def empties(begin: int, end: int) -> Batch:
+            return table.names[begin:end], [self.empty(table.dtypes[i], shapes[i]) for i in range(begin, end)]
+
+        for slab in indices:
+            start, stop = starts[slab], stops[slab]
+            if start > row:
+                yield empties(row, start)
+            at, found = slice(start, stop), memory(slab)
+            raw = torch.from_numpy(found) if isinstance(found, np.ndarray) else found
+            del found
+            if stop - start == 1:
+                yield table.names[at], [as_tensor(raw, table.dtypes[start], shapes[start])]
+            else:
+                # Rows of no bytes between these make empty tensors too.
+                yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
+            del raw
+            row = stop
+        if row < num_rows:
+            yield empties(row, num_rows)
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor of no bytes."""
         return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
 
-    def _progress(self) -> bool | None:
-        return self.settings.progress if self.options.progress is None else self.options.progress
+    def progress(self) -> Progress:
+        """The bar the caller asked for."""
+        wanted = self.settings.progress if self.options.progress is None else self.options.progress
+        return Progress(wanted, self.weights.uri)
 
     def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
@@ -377,12 +390,3 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
             raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found
-
-
-def require_dtypes(table: TensorTable) -> None:
-    """PlanError before anything is read if torch cannot hold one of the rows."""
-    for dtype in set(table.dtypes):
-        torch_dtype(dtype)
-    for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
-        if dtype == "F4" and (not shape or shape[-1] % 2):
-            raise PlanError(f"float4_e2m1fn_x2 needs an even last dim, not shape {list(shape)}", tensor=name)

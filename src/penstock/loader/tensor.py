@@ -24,6 +24,9 @@ from penstock.types import DType
 Bytes = memoryview | torch.Tensor
 """`[nbytes]` uint8, contiguous: a writable memoryview of format "B", or a tensor on any device."""
 
+_ALIKE = 4
+"""Fewer tensors than this are not worth looking whether they are alike."""
+
 _TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
     DType.F4: torch.float4_e2m1fn_x2,
@@ -152,8 +155,11 @@ def as_tensors(
 ) -> list[torch.Tensor]:
     """Several tensors inside one buffer, each at its byte offset, as `as_tensor` gives one.
 
-    Cost: one `as_strided` each (1.2 us), where slice, view and reshape would take 4 us.
+    Cost: one `as_strided` each (1.2 us), where slice, view and reshape would take 4 us; 0.3 us each where all are alike
+        and side by side, as experts are.
     """
+    if len(shapes) >= _ALIKE and (alike := _alike(as_bytes(buffer), dtypes, shapes, offsets)):
+        return alike
     raw = as_bytes(buffer)
     address = raw.data_ptr()
     typed: dict[torch.dtype, torch.Tensor] = {}
@@ -177,6 +183,23 @@ def as_tensors(
         place = (raw.storage_offset() + offset) // width
         found.append(base.as_strided(extent, _strides(extent), place))
     return found
+
+
+def _alike(
+    raw: torch.Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
+) -> list[torch.Tensor] | None:
+    """`as_tensors` in one call of torch's; None unless all have one dtype and shape and lie side by side."""
+    dtype, shape, count = dtypes[0], shapes[0], len(shapes)
+    kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
+    nbytes = math.prod(extent) * kind.itemsize
+    if not nbytes or list(offsets) != list(range(offsets[0], offsets[0] + count * nbytes, nbytes)):
+        return None
+    if any(one != dtype for one in dtypes) or any(one != shape for one in shapes):
+        return None
+    if (raw.data_ptr() + offsets[0]) % kind.itemsize or (raw.storage_offset() + offsets[0]) % kind.itemsize:
+        return None
+    run = raw.narrow(0, offsets[0], count * nbytes)
+    return list(run.view(kind).view(count, *extent).unbind(0))
 
 
 def as_array(buffer: memoryview, dtype: DType, shape: Sequence[int]) -> npt.NDArray[Any]:

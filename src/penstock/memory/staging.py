@@ -102,7 +102,8 @@ class StagingPool:
         self.num_buffers = num_buffers
         self._high = num_buffers if high_watermark_bytes is None else max(1, high_watermark_bytes // size)
         self._low = self._high - 1 if low_watermark_bytes is None else min(low_watermark_bytes // size, self._high - 1)
-        self._memory = mmap.mmap(-1, num_buffers * size)
+        # Private: shared anonymous memory is tmpfs underneath and gets no huge pages.
+        self._memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if hasattr(mmap, "MADV_DONTFORK"):
