@@ -180,3 +180,9 @@ def prepare(name: str) -> None:
     os.environ.update(LOADERS[name].environ)
     for module in LOADERS[name].modules:
         importlib.import_module(module)
+    import torch
+
+    if LOADERS[name].package == "penstock" and torch.cuda.is_available():
+        importlib.import_module("penstock.engine.place_cuda")
+        if name == "penstock-verify":
+            importlib.import_module("penstock.engine.check_cuda")
