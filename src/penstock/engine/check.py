@@ -49,7 +49,8 @@ class Expected:
         self.plan, self.leaves, self.leaf_bytes = plan, leaves, leaf_bytes
         self.counts: I64 = num_leaves(plan.table.nbytes, leaf_bytes)
         self.first: I64 = np.cumsum(self.counts) - self.counts
-        whole = np.fromiter((box is None for box in plan.boxes), bool, len(plan.boxes))
+        is_boxed = plan.boxes.count(None) < len(plan.boxes)
+        whole = np.array([box is None for box in plan.boxes], bool) if is_boxed else np.ones(len(plan.boxes), bool)
         self._rows = np.flatnonzero((plan.row_slab >= 0) & whole)
         self._slab_of = plan.row_slab[self._rows]
 

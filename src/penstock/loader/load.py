@@ -256,7 +256,7 @@ def _start(session: Session, *, window_bytes: int) -> tuple[LoadRun, Any]:
 def _start_host(
     session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
 ) -> tuple[LoadRun, HostPlace]:
-    plan = session.make_plan(table, boxes, pack=True, exact=all(box is None for box in boxes))
+    plan = session.make_plan(table, boxes, pack=True, exact=boxes.count(None) == len(boxes))
     if session.maps_files(boxes):
         session.phases.enter("allocate")
         place, sources = session.map_files(plan)

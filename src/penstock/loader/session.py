@@ -168,9 +168,7 @@ class Session:
     def maps_files(self, boxes: Sequence[Box | None]) -> bool:
         """Whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
-        return (
-            self.options.device.type == "cpu" and not self.options.copy and local and all(box is None for box in boxes)
-        )
+        return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
 
     def map_files(self, plan: LoadPlan) -> tuple[HostPlace, list[Source]]:
         """A place whose slabs are views of mapped files, and sources that bring them in."""
@@ -244,7 +242,7 @@ class Session:
             if asked:
                 raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
             return None
-        regions = sum(box is not None for box in plan.boxes)
+        regions = len(plan.boxes) - plan.boxes.count(None)
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         rows = np.fromiter(map(row_of.__getitem__, plan.table.names), np.int64, len(plan.table))
         leaves = leaves_of(manifest, rows)
@@ -273,7 +271,7 @@ class Session:
         """
         table, row = plan.table, 0
         shapes: Sequence[tuple[int, ...]] = table.shapes
-        if any(box is not None for box in plan.boxes):
+        if plan.boxes.count(None) < len(plan.boxes):
             both = zip(table.shapes, plan.boxes, strict=True)
             shapes = [shape if box is None else box.shape for shape, box in both]
         held = np.flatnonzero(plan.row_slab >= 0)

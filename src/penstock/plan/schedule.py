@@ -147,7 +147,8 @@ def plan_load(
     in_order = bool((order == np.arange(len(order))).all())
     rows = table if in_order else table.take(order.tolist())
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
-    boxed = np.zeros(len(rows), bool) if boxes is None else np.array([b is not None for b in wanted], bool)
+    is_boxed = wanted.count(None) < len(wanted)
+    boxed = np.array([b is not None for b in wanted], bool) if is_boxed else np.zeros(len(rows), bool)
     row_nbytes = rows.nbytes.copy()
     runs: dict[int, Runs] = {}
     for i in np.flatnonzero(boxed).tolist():
