@@ -1,7 +1,7 @@
 """Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
 
 In: the process environment. Out: a frozen `Settings`. Arguments given by a caller win over both.
-Not here: credentials of object stores, which obstore reads by the ecosystem's own names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
+Not here: credentials of object stores, which obstore reads by the ecosystem's names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
 """
 
 from __future__ import annotations
