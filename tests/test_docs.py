@@ -6,6 +6,7 @@ which holds a small checkpoint, `llama`; its Python blocks share their names. `$
 
 from __future__ import annotations
 
+import code
 import os
 import re
 import subprocess
@@ -75,8 +76,15 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch) -> No
         if block.kind == "console":
             run_console(block, page)
             continue
-        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-        exec(code, names)
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
+
+
+def test_the_quickstart_can_be_pasted_line_by_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    console = code.InteractiveConsole()
+    for line in next(block for block in blocks(ROOT / "README.md") if block.kind == "python").text.splitlines():
+        assert not console.push(line), f"waits for more after: {line}"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
