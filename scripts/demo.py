@@ -285,7 +285,8 @@ def demo(args: argparse.Namespace) -> int:
     nbytes = sum(file.stat().st_size for file in files)
     table = Table(
         title=f"{nbytes / GB:.2f} GB in {len(files)} shards to {args.device}, median of {args.repeat}",
-        caption="peak memory: of the process, over what it held before the load",
+        caption="time: until every page was touched; warm files on the CPU are mapped, not copied\n"
+        "peak memory: of the process, over what it held before the load",
     )
     for column in ("from", "loader", "seconds", "GB/s", "peak memory", "path", "verified", "bits"):
         table.add_column(column, justify="right" if column in {"seconds", "GB/s"} else "left", overflow="fold")

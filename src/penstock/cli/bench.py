@@ -6,6 +6,7 @@ Not here: the repository's benchmarks with their peers, limits and fresh process
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -128,7 +129,8 @@ def touch(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def drop_cached(files: Sequence[str]) -> None:
-    """Ask the kernel to forget the pages of these files; what is being written is written first."""
+    """Ask the kernel to forget the pages of these files; what is mapped still, or not yet written, it would keep."""
+    gc.collect()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
