@@ -65,14 +65,17 @@ def bench_load(
         raise ConfigError("--cold is for local files", uri=uri)
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
 
+    load = api.load  # imports torch, which is not to be timed
+
     def penstock_load() -> tuple[int, str]:
-        weights = api.load(uri, device=device, names=names, memory_bytes=budget, progress=False)
+        weights = load(uri, device=device, names=names, memory_bytes=budget, progress=False)
         touch(weights.values())
         return weights.report.nbytes, ",".join(sorted({file.path for file in weights.report.files}))
 
-    def safetensors_load() -> tuple[int, str]:
+    if importable("safetensors"):
         from safetensors.torch import load_file
 
+    def safetensors_load() -> tuple[int, str]:
         weights = [load_file(file, device=device) for file in files]
         touch(tensor for tensors in weights for tensor in tensors.values())
         return sum(tensor.nbytes for tensors in weights for tensor in tensors.values()), "mmap"

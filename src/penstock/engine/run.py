@@ -25,7 +25,7 @@ from penstock.storage import Source
 
 
 class LoadRun:
-    """One running load. A context manager: leaving it drains I/O and device copies, then frees the staging pool.
+    """One running load. A context manager: leaving it drains I/O and device copies.
 
     Args:
         plan: what to read and where it goes.
@@ -86,7 +86,10 @@ class LoadRun:
         """Set everything going; returns at once."""
         if self._num_open == 0:
             self.ticket.finish()
-        self.fetch.post(*[_FetchStep(self, r) for r in self._reads])
+        # The first reads start while the steps of the others are made.
+        first = 2 * self.fetch.num_threads
+        for part in (self._reads[:first], self._reads[first:]):
+            self.fetch.post(*[_FetchStep(self, r) for r in part])
         return self.ticket
 
     def slabs(self) -> Iterator[int]:
@@ -108,15 +111,16 @@ class LoadRun:
             self._consumed_bytes += nbytes
 
     def close(self) -> None:
-        """Stop what runs, wait for what a device or a kernel call still does, free the pool. Idempotent."""
+        """Stop what runs, wait for what a device or a kernel call still does. Idempotent.
+
+        Afterwards nothing writes to the slabs or the pool, whose owner may free it.
+        """
         if not self.ticket.done:
             self.ticket.cancel()
         if self.ticket.stopped and self.pool is not None:
             self.pool.cancel()
         for executor in (self.fetch, self._place, self._compute):
             executor.close()
-        if self.pool is not None:
-            self.pool.close()
 
     def __enter__(self) -> LoadRun:
         return self

@@ -7,6 +7,7 @@ Not here: how (`session`), live parameters (`into`), the exchange between ranks 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -146,7 +147,7 @@ def load(
         progress=progress,
         trace=trace,
     )
-    with open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
         return Weights(tensors, report, session.manifest)
@@ -207,10 +208,10 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         tensors = {name: tensor for names, made in batches for name, tensor in zip(names, made, strict=True)}
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     tensors = {}
-    with paused_gc():
-        run, place = _start(session, window_bytes=0)
-        for names, made in session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab):
-            tensors.update(zip(names, made, strict=True))
+    run, place = _start(session, window_bytes=0)
+    for names, made in session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab):
+        tensors.update(zip(names, made, strict=True))
+        time.sleep(0)  # hand the GIL to readers, who would else wait out its switch interval
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
     return tensors, run.plan.nbytes
@@ -270,8 +271,9 @@ def _start_host(
 def _start_cuda(
     session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
 ) -> tuple[LoadRun, Any]:
-    from penstock.engine.place_cuda import CudaPlace
+    from penstock.engine.place_cuda import CudaPlace, CudaRegistrar
 
+    session.open_pool(CudaRegistrar(session.options.device))
     plan = session.make_plan(table, boxes, pack=True, exact=False)
     place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
     checker = session.checker(plan, place)

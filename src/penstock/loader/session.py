@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanErr
 from penstock.loader.progress import Progress
 from penstock.loader.report import FilePath, Phases, Report
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
-from penstock.memory.staging import StagingPool
+from penstock.memory.staging import Registrar, StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path
 from penstock.storage.files import FileSource, MappedFile
@@ -50,8 +51,12 @@ MAX_GAP_REMOTE_BYTES = MIB
 PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
-MAX_LOCAL_THREADS = 12
-"""Readers of local files into a device's staging. Source: benchmarks/results/h200x1_202611/load.md."""
+MAX_LOCAL_THREADS = 10
+"""Readers of local files into a device's staging: 10 x 8 MiB read faster than PCIe 5 copies, 16 only fight for the GIL
+(35 GB/s where 10 reach 50). Source: benchmarks/results/h200x1_202611/load.md."""
+
+SPARE_BUFFERS = 4
+"""Staging buffers beyond one that fills and one that drains for each reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,7 @@ class Session:
         self.plan: LoadPlan | None = None
         self._mapped: list[MappedFile] = []
         self._pool: StagingPool | None = None
+        self._peak_staging_bytes = 0
         self.verified = False
         self.why = ""
 
@@ -99,6 +105,10 @@ class Session:
         """Drain, free, close. Idempotent."""
         if self.run is not None:
             self.run.close()
+        if self._pool is not None:
+            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
+            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
+            self._peak_staging_bytes, self._pool = self._pool.peak_bytes, None
         for mapped in self._mapped:
             mapped.close()
         self.weights.close()
@@ -110,6 +120,17 @@ class Session:
         self.close()
 
     # -- planning
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
+        chunk = min(self.settings.chunk_bytes, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
+        if chunk < MIN_CHUNK_BYTES:
+            raise BudgetTooSmall(
+                f"memory_bytes={self.settings.memory_bytes} leaves chunks of {chunk} bytes",
+                minimum_bytes=4 * MIN_CHUNK_BYTES,
+            )
+        return chunk
 
     def table(self) -> TensorTable:
         """The tensors asked for in file order, the order of the plan. PlanError if torch cannot hold one of them."""
@@ -145,21 +166,15 @@ class Session:
             pack: see `plan_load`.
             exact: read no byte that is not wanted (the destination itself is read into).
         """
-        chunk = min(self.settings.chunk_bytes, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
-        if chunk < MIN_CHUNK_BYTES and not exact:
-            raise BudgetTooSmall(
-                f"memory_bytes={self.settings.memory_bytes} leaves chunks of {chunk} bytes",
-                minimum_bytes=4 * MIN_CHUNK_BYTES,
-            )
         gap = MAX_GAP_REMOTE_BYTES if self.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
             file_nbytes=[source.nbytes for source in self.weights.sources],
-            chunk_bytes=max(chunk, MIN_CHUNK_BYTES),
+            chunk_bytes=self.chunk_bytes,
             boxes=boxes,
             pack=pack,
             align_bytes=1 if exact or self.is_remote else PAGE_BYTES,
-            max_gap_bytes=0 if exact else min(gap, chunk),
+            max_gap_bytes=0 if exact else min(gap, self.chunk_bytes),
         )
         return self.plan
 
@@ -186,6 +201,14 @@ class Session:
         ]
         return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped) for mapped in self._mapped]
 
+    def open_pool(self, registrar: Registrar | None, local_world_size: int = 1) -> None:
+        """Make the staging pool, as large as keeps readers and device busy, and begin to touch and pin it."""
+        num_threads = self._num_fetch_threads(local_world_size)
+        enough = (2 * num_threads + SPARE_BUFFERS) * self.chunk_bytes
+        self._pool = StagingPool(min(self.settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
+        if registrar is not None and self.manifest.nbytes > enough:
+            self._pool.warm(num_threads)
+
     def begin(
         self,
         plan: LoadPlan,
@@ -199,9 +222,8 @@ class Session:
     ) -> LoadRun:
         """Start the run of `plan` into `place`; the session closes it."""
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
-        if not (direct and bool(plan.covered().all())):
-            buffer_bytes = max(plan.max_read_nbytes, PAGE_BYTES)
-            self._pool = StagingPool(self.settings.memory_bytes, buffer_bytes, registrar=place.registrar)
+        if self._pool is None and not (direct and bool(plan.covered().all())):
+            self.open_pool(place.registrar, local_world_size)
         self.run = LoadRun(
             plan,
             self.weights.sources if sources is None else sources,
@@ -225,7 +247,7 @@ class Session:
         cores = len(os.sched_getaffinity(0))
         if self.options.device.type == "cpu":
             return min(4, max(2, cores))
-        return max(2, min(MAX_LOCAL_THREADS, cores * 3 // 4 // local_world_size))
+        return max(2, min(MAX_LOCAL_THREADS, cores * 5 // 8 // local_world_size))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
         """What checks slabs of `place`, or None with `why` saying why not.
@@ -345,7 +367,7 @@ class Session:
             wall_s=sum(phases.values()),
             phases=phases,
             busy_s=self.trace.busy_s(),
-            peak_staging_bytes=self._pool.peak_bytes if self._pool is not None else 0,
+            peak_staging_bytes=self._pool.peak_bytes if self._pool is not None else self._peak_staging_bytes,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             peak_device_bytes=torch.cuda.max_memory_allocated(self.options.device) if cuda else 0,
             files=tuple(files),

@@ -41,30 +41,30 @@ class Registrar(Protocol):
 class StagingBuffer:
     """One buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes."""
 
-    __slots__ = ("_ready", "address", "array", "nbytes", "view")
+    __slots__ = ("address", "array", "is_ready", "nbytes", "view")
 
     def __init__(self, memory: mmap.mmap, offset: int, nbytes: int) -> None:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, nbytes, offset)
         self.view = memoryview(memory)[offset : offset + nbytes]
         self.address = int(self.array.ctypes.data)
         self.nbytes = nbytes
-        self._ready = False
+        self.is_ready = False
 
     def prepare(self, registrar: Registrar | None) -> None:
         """Touch every page and pin it, once."""
-        if self._ready:
+        if self.is_ready:
             return
         # A kernel without MADV_POPULATE_WRITE answers EINVAL; the pages are then faulted by their first use.
         _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
-        self._ready = True
+        self.is_ready = True
 
     def retire(self, registrar: Registrar | None) -> None:
         """Unpin, if it was pinned."""
-        if self._ready and registrar is not None:
+        if self.is_ready and registrar is not None:
             registrar.unregister(self.address)
-        self._ready = False
+        self.is_ready = False
 
 
 class StagingPool:
@@ -115,7 +115,34 @@ class StagingPool:
         self._in_use = 0
         self._gated = False
         self._cancelled = False
+        self._warmers: list[threading.Thread] = []
         self.peak_bytes = 0
+
+    def warm(self, num_threads: int) -> None:
+        """Begin to touch and pin every buffer with so many threads; returns at once. Costs no Python per page.
+
+        A buffer being warmed counts as in use. `close` waits for the threads.
+        """
+        share = -(-self.num_buffers // num_threads)
+        for index in range(min(num_threads, self.num_buffers)):
+            thread = threading.Thread(target=self._warm, args=(share,), name=f"penstock-staging-{index}", daemon=True)
+            self._warmers.append(thread)
+            thread.start()
+
+    def _warm(self, share: int) -> None:
+        for _ in range(share):
+            with self._state:
+                cold = next((buffer for buffer in self._free if not buffer.is_ready), None)
+                if cold is None or self._cancelled:
+                    return
+                self._free.remove(cold)
+                self._in_use += 1
+            try:
+                cold.prepare(self._registrar)
+            except DestinationError:
+                return  # whoever acquires the buffer next meets the same error, and is there to hear it
+            finally:
+                self.release(cold)
 
     def acquire(self, *, stall_s: float) -> StagingBuffer:
         """A buffer of your own until `release`.
@@ -167,6 +194,8 @@ class StagingPool:
 
     def close(self) -> None:
         """Unpin and free. Every buffer must have been released. Idempotent."""
+        for thread in self._warmers:
+            thread.join()
         for buffer in self._all:
             buffer.retire(self._registrar)
             buffer.view.release()

@@ -35,7 +35,7 @@ ALIGN_IN_SLAB = 16
 class LoadPlan:
     """The reads of one load, as columns. Offsets and lengths are bytes.
 
-    A read is one contiguous file range of at most `chunk_bytes` (a little more where it is aligned outward).
+    A read is one contiguous file range of at most `chunk_bytes`.
     Its segments, `seg_first[r]:seg_first[r + 1]`, say where its bytes go: `seg_rows` runs of `seg_run` bytes,
     `seg_pitch` apart in the read from `seg_src` on, packed at `seg_dst` of slab `seg_slab`.
     """
@@ -157,7 +157,9 @@ def plan_load(
         runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
         row_nbytes[i] = runs[i].nbytes
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
-    pieces = _pieces(rows, row_slab, row_offset, slab_nbytes, boxed, runs, chunk_bytes, max_gap_bytes)
+    # Rectangles are aligned outward at both ends and must still fit a chunk.
+    room_bytes = chunk_bytes - 2 * (align_bytes - 1)
+    pieces = _pieces(rows, row_slab, row_offset, slab_nbytes, boxed, runs, room_bytes, max_gap_bytes)
     spans = _spans(pieces, np.asarray(file_nbytes, np.int64), align_bytes, max_gap_bytes)
     reads = _cut(pieces, spans, chunk_bytes)
     return LoadPlan(
@@ -208,7 +210,7 @@ def _pieces(
     slab_nbytes: I64,
     boxed: Bools,
     runs: dict[int, Runs],
-    chunk_bytes: int,
+    room_bytes: int,
     max_gap_bytes: int,
 ) -> _Pieces:
     """One piece a slab of whole rows; runs or rectangles for boxed rows; sorted by (file, offset)."""
@@ -226,19 +228,19 @@ def _pieces(
     ]
     for i, box in runs.items():
         if row_slab[i] >= 0:
-            columns.append(_box_pieces(rows, i, int(row_slab[i]), box, chunk_bytes, max_gap_bytes))
+            columns.append(_box_pieces(rows, i, int(row_slab[i]), box, room_bytes, max_gap_bytes))
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     order = np.lexsort((joined[1], joined[0]))
     return _Pieces(*(column[order] for column in joined))
 
 
 def _box_pieces(
-    rows: TensorTable, i: int, slab: int, runs: Runs, chunk_bytes: int, max_gap_bytes: int
+    rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
     """Rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
-    tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= chunk_bytes
-    step = min(num_rows, chunk_bytes // pitch) if tall else 1
+    tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
+    step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
     offset = (starts[:, None] + row0 * pitch).reshape(-1)
     height = np.tile(np.minimum(step, num_rows - row0), len(starts))
