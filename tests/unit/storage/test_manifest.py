@@ -36,6 +36,7 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.storage import MemorySource, digester, manifest, manifest_file, place
+from penstock.storage.files import FileSource
 from penstock.storage.manifest import WeightSet, build, decode, encode, open_weights, sidecar_uri, signature_uri
 from penstock.storage.safetensors import write_file
 from penstock.types import DType, FileEntry, TensorTable
@@ -238,16 +239,18 @@ def test_sources_are_closed_when_one_file_is_bad(tmp_path: Path, monkeypatch: py
     (tmp_path / "model-1.safetensors").write_bytes(b"not a file of weights")
     opened: list[str] = []
     closed: list[str] = []
-    open_source = storage.open_source
+    open_source, close = storage.open_source, FileSource.close
 
-    def watched(uri: str, **kwargs: object) -> storage.Source:
-        source = open_source(uri, **kwargs)  # type: ignore[arg-type]
+    def opening(uri: str, **kwargs: object) -> storage.Source:
         opened.append(uri)
-        close = source.close
-        monkeypatch.setattr(type(source), "close", lambda self: (closed.append(self.uri), close())[1])
-        return source
+        return open_source(uri, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(manifest, "open_source", watched)
+    def closing(source: FileSource) -> None:
+        closed.append(source.uri)
+        close(source)
+
+    monkeypatch.setattr(manifest, "open_source", opening)
+    monkeypatch.setattr(FileSource, "close", closing)
     with pytest.raises(FormatError):
         open_weights(tmp_path, settings=SETTINGS)
     assert set(opened) <= set(closed)
