@@ -107,9 +107,11 @@ class Mapping:
         # Not __del__: while that runs, another thread still gets the object from a weak reference. At exit the
         # mappings stay, since tensors may be in use until the very end.
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+
+    def read_in_huge_pages(self) -> None:
+        """Ask that faults of this mapping read the file in 2 MiB folios, whatever read_ahead_kb is. A hint."""
         if _LINUX:
-            # On a file mapping: read ahead in 2 MiB folios, whatever read_ahead_kb is. Refused without THP; no loss.
-            _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+            _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
 
     def give_up(self, start: int, nbytes: int) -> None:
         """Free the whole pages of a part for good; its addresses stay reserved, so nothing else moves in."""
@@ -141,6 +143,10 @@ class Part:
     def bytes(self) -> memoryview:
         """Writable, format "B"; the memoryview keeps the part alive."""
         return memoryview(np.asarray(self).data)
+
+    def read_in_huge_pages(self) -> None:
+        """See `Mapping.read_in_huge_pages`; of the whole mapping."""
+        self._mapping.read_in_huge_pages()
 
     def populate(self, start: int, nbytes: int) -> bool:
         """Read `nbytes` from `start` on and map them, as if each page were read; nothing is copied.

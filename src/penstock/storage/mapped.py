@@ -10,6 +10,7 @@ import bisect
 import errno
 import os
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -17,6 +18,14 @@ import numpy as np
 from penstock.errors import DestinationError, SourceChanged, SourceTruncated
 from penstock.storage.kernel import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
 from penstock.storage.local import identity_of, open_regular, require_unchanged, typed_error
+from penstock.types import MIB
+
+# 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
+_WILLNEED_BYTES = 2 * MIB
+# 24 MiB: three chunks of each way are tried before one is chosen; a chunk's time varies by half.
+_TRIAL_BYTES = 24 * MIB
+# 0.75: a chunk counts for half after three more, so that a way that has become slow is left within a tenth of a second.
+_FADE = 0.75
 
 
 class MappedFile:
@@ -48,6 +57,7 @@ class MappedFile:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._parts: list[weakref.ref[Part]] = []
+        self._pace = _Pace()
         if identity and identity != self.identity:
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
@@ -94,13 +104,19 @@ class MappedFile:
         if stop <= offset:
             return
         cold = resident_pages(self._fd, offset, stop - offset) != num_pages(offset, stop - offset)
-        parts = self._live(offset, stop)
-        if not parts and cold:
-            start = offset - offset % PAGE_BYTES
-            parts = [(Part(self._map(start, stop - start), 0, stop - start), start)]
+        parts = self._live(offset, stop) or ([self._scratch(offset, stop)] if cold else [])
+        huge = self._pace.pick()
+        began = time.perf_counter()
         for part, base in parts:
             start = max(offset - base, 0)
-            self._bring_in(part, start, min(stop - base, part.nbytes) - start, base, cold)
+            nbytes = min(stop - base, part.nbytes) - start
+            if cold:
+                self._read_ahead(base + start, nbytes, huge)
+            self._populate(part, start, nbytes, base)
+            if cold:
+                self._touch(part, start, nbytes)
+        if cold:
+            self._pace.note(huge, stop - offset, time.perf_counter() - began)
 
     def check_unchanged(self) -> None:
         """See `FileSource.check_unchanged`."""
@@ -148,15 +164,60 @@ class MappedFile:
             found = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
         return [(part, base) for part, base in found if part is not None]
 
-    def _bring_in(self, part: Part, start: int, nbytes: int, base: int, cold: bool) -> None:
+    def _scratch(self, offset: int, stop: int) -> tuple[Part, int]:
+        """A mapping of the range for the time of one call, and its file offset."""
+        start = offset - offset % PAGE_BYTES
+        return Part(self._map(start, stop - start), 0, stop - start), start
+
+    def _read_ahead(self, offset: int, nbytes: int, huge: bool) -> None:
+        """Fill the page cache, in 2 MiB folios or in single pages."""
+        if huge:
+            part, start = self._scratch(offset, offset + nbytes)
+            part.read_in_huge_pages()
+            self._populate(part, 0, part.nbytes, start)
+            return
+        for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
+            os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
+
+    def _populate(self, part: Part, start: int, nbytes: int, base: int) -> None:
         try:
             part.populate(start, nbytes)
         except OSError as error:
             require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
             raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
-        if cold:
-            # Touching a page that a truncation took away is SIGBUS: ask first.
-            require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
-            # In a virtual machine a page that the device filled still faults at its first use by the CPU, in the
-            # host; here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
-            np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
+
+    def _touch(self, part: Part, start: int, nbytes: int) -> None:
+        """Read a byte of each page.
+
+        In a virtual machine a page that the device filled faults once more, in the host, at its first use by the CPU;
+        here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
+        """
+        # A page that a truncation took away is SIGBUS: ask first.
+        require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
+        np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
+
+
+class _Pace:
+    """Which of two ways of reading ahead is the faster here and now, judged by the last chunks of each.
+
+    Huge folios take a third of the CPU and are mapped at 10 times the rate, but they come out of large free blocks,
+    which a virtual machine that reports free pages has given back to its host: there they are the slower by half.
+    Source: benchmarks/results/cpu2_202611/files.md.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = [0.0, 0.0]
+        self._seconds = [0.0, 0.0]
+
+    def pick(self) -> bool:
+        """True: huge folios. The lesser known way until both have been tried."""
+        single, huge = self._nbytes
+        if min(single, huge) < _TRIAL_BYTES:
+            return huge <= single
+        return self._seconds[1] * single <= self._seconds[0] * huge
+
+    def note(self, huge: bool, nbytes: int, seconds: float) -> None:
+        """Threads may lose an update to each other; the choice stands on many."""
+        fade = _FADE if self._nbytes[huge] > _TRIAL_BYTES else 1.0
+        self._nbytes[huge] = self._nbytes[huge] * fade + nbytes
+        self._seconds[huge] = self._seconds[huge] * fade + seconds

@@ -302,3 +302,35 @@ def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert bytes(view[:3]) == b"mum"
     assert view[3:] == body[3:]
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_either_way_of_reading_ahead_fills_the_cache(
+    path: str, body: bytes, huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped._Pace, "pick", lambda _: huge)
+    evict(path)
+    file = MappedFile(path)
+    view = file.view(12_345, 5 * MIB)
+    file.prefetch(0, 4 * MIB)
+    length = 4 * MIB - 12_345
+    assert kernel.resident_pages(file._fd, 12_345, length) in {None, kernel.num_pages(12_345, length)}
+    file.prefetch(4 * MIB, NBYTES)
+    assert view == body[12_345 : 12_345 + 5 * MIB]
+
+
+def test_the_pace_tries_both_ways_and_keeps_the_faster() -> None:
+    for fast in (True, False):
+        pace = mapped._Pace()
+        for _ in range(50):
+            way = pace.pick()
+            pace.note(way, 8 * MIB, 1.0 if way is fast else 2.0)
+        assert pace.pick() is fast
+
+
+def test_the_pace_leaves_a_way_that_has_become_slow() -> None:
+    pace = mapped._Pace()
+    for turn in range(100):
+        way = pace.pick()
+        pace.note(way, 8 * MIB, (1.0 if turn < 50 else 9.0) if way else 2.0)
+    assert pace.pick() is False
