@@ -3,10 +3,11 @@
     python -m benchmarks.bench_files [--total-gb 2.3] [--reps 5] [--dir DIR] [--cases a,b] [--source] [--json]
 
 Each measurement is a fresh process; imports are not timed; the time includes touching every page of every tensor.
-Cases are shuffled anew in every repetition. Cold: the files are evicted and found absent just before. Warm: evicted,
-read once by plain buffered reads, found wholly present. With --settle-s, that pause follows the eviction: a virtual
-machine gives free pages back to its host meanwhile, and a cold start pays for getting them again. The limit of cold is the best of direct I/O at several queue
-depths into reused memory in huge pages; the limit of warm is one stride over a mapping of the same cached file.
+Cases are shuffled anew in every repetition. Cold: the files are evicted and found absent just before. With --settle-s
+that pause follows: a virtual machine gives free pages back to its host meanwhile, and a cold start pays for getting
+them again. Warm: evicted, read once by plain buffered reads, found wholly present. The limit of cold is the best of
+direct I/O at several queue depths into reused memory in huge pages; the limit of warm is one stride over a mapping of
+the same cached file.
 """
 
 from __future__ import annotations
