@@ -175,7 +175,8 @@ def test_an_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, 
     tensors = penstock.stream(checkpoint, device=DEVICE, memory_bytes=32 * MIB)
     kept = [next(tensors) for _ in range(taken)]
     if how == "break":
-        for _ in tensors:
+        for pair in tensors:
+            del pair
             break
     if how == "close":
         tensors.close()

@@ -3,15 +3,15 @@
 In: a session and a torch.distributed group whose ranks all call with the same plan. Out: every tensor, on every rank.
 Not here: reading and placing (`session`, `engine`).
 
-    round k: rank r has read chunk k*W + r into its slabs -> packs it with a status word -> all_gather -> each rank
-    unpacks the others' chunks into its own slabs. A rank that failed goes on taking part, with its status word set,
-    so that all ranks raise after the same round.
+    round k: rank r has read its chunks -> packs them with a status word -> all_gather -> each rank unpacks the others'
+    into its own slabs. A rank that failed goes on taking part, with its status word set, so that all ranks raise after
+    the same round.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.engine.place import HostPlace, Segment
+from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Batch, Session
@@ -30,8 +30,11 @@ from penstock.types import Box, TensorTable
 STATUS_BYTES = 512
 """Room for the status word behind each payload; keeps payloads aligned to what copy engines like."""
 
-LAG_ROUNDS = 4
-"""Rounds between sending a status word and looking at it, so that no round waits for the device."""
+ROUND_BYTES = 32 << 20
+"""What a rank contributes to a round on CUDA: large enough that NCCL's fixed cost and Python's are small beside it."""
+
+ROUNDS_IN_FLIGHT = 2
+"""On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
 
 _POLL_S = 5e-5
 
@@ -58,10 +61,12 @@ def exchange(
     wire.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
-    mine = () if failed is not None else range(wire.rank, plan.num_reads, wire.world_size)
+    per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.chunk_bytes)
+    turns = np.arange(plan.num_reads) // per_round % wire.world_size
+    mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine, local_world_size=wire.world_size)
     session.phases.enter("move")
-    _Rounds(run, place, wire, failed).carry_out()
+    _Rounds(run, place, wire, per_round, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)
     region = dict(zip(table.names, boxes, strict=True))
     for names, made in session.batches(plan, run.slabs(), place.take):
@@ -138,96 +143,153 @@ class Wire:
 
     def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """all_gather, waited for. PeerLost when a rank fails or is silent for `stall_s`."""
+        self.finish(self.post_gather(into, own))
+
+    def finish(self, work: Any) -> None:
+        """Wait for a posted all_gather, and raise what it met."""
+        self.wait(work.is_completed)
         try:
-            work = _all_gather(into, own, group=self.group, async_op=True)
-            deadline = time.monotonic() + self.stall_s
-            while not work.is_completed():
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+
+    def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
+        """Start an all_gather on the current stream; the work handle. PeerLost when the group is broken."""
+        try:
+            return _all_gather(into, own, group=self.group, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Return when done. PeerLost when a rank fails or is silent for `stall_s`."""
+        deadline = time.monotonic() + self.stall_s
+        try:
+            while not is_done():
                 if time.monotonic() > deadline:
                     raise PeerLost(
                         f"rank {self.rank}: another rank of the group was silent for {self.stall_s} s",
                         hint="see the other ranks' errors; make a new process group",
                     )
                 time.sleep(_POLL_S)
-            work.wait()
         except (RuntimeError, ValueError) as error:
-            # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
-            raise PeerLost(f"rank {self.rank}: the group's all_gather failed: {error}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> PeerLost:
+        # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
+        return PeerLost(f"rank {self.rank}: the group's all_gather failed: {error}")
 
 
 class _Rounds:
-    """The exchange of one run."""
+    """The exchange of one run. On CUDA nothing here waits for the device but the bound on rounds in flight."""
 
-    def __init__(self, run: LoadRun, place: Any, wire: Wire, failed: PenstockError | None) -> None:
-        self._run, self._wire, self._plan = run, wire, run.plan
+    def __init__(self, run: LoadRun, place: Any, wire: Wire, per_round: int, failed: PenstockError | None) -> None:
+        self._run, self._wire, self._plan, self._per_round = run, wire, run.plan, per_round
         self._slab = place.slab
         self._is_host = wire.device.type == "cpu"
-        sums = np.add.reduceat(np.append(self._plan.seg_run, 0), self._plan.seg_first[:-1])
-        self._payload = max((int(n) for n in sums[: self._plan.num_reads]), default=0)
-        width = -(-self._payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
-        self._send = torch.zeros(width, dtype=torch.uint8, device=wire.device)
-        self._received = torch.empty(wire.world_size, width, dtype=torch.uint8, device=wire.device)
-        self._status: list[torch.Tensor] = []
         self._failed: PenstockError | RuntimeError | None = failed
-        self._send[-1] = failed is not None
+        before = np.concatenate(([0], np.cumsum(self._plan.seg_run)))[self._plan.seg_first]
+        edges = np.append(np.arange(0, self._plan.num_reads, per_round), self._plan.num_reads)
+        payload = int(np.diff(before[edges]).max(initial=0))
+        self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
+        depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
+        self._slots = [_Slot(wire, self._width) for _ in range(depth)]
 
     def carry_out(self) -> None:
         """Every round; then raise what any rank met."""
-        plan, wire = self._plan, self._wire
-        num_rounds = -(-plan.num_reads // wire.world_size)
-        for k in range(num_rounds):
-            own = k * wire.world_size + wire.rank
-            if own < plan.num_reads and self._failed is None:
-                self._send_own(own)
-            wire.gather(self._received.view(-1), self._send)
-            self._unpack(k)
-            if k % LAG_ROUNDS == LAG_ROUNDS - 1 or k == num_rounds - 1:
-                self._look()
-
-    def _send_own(self, read: int) -> None:
-        run = self._run
-        try:
-            run.wait_read(read)
-        except (PenstockError, RuntimeError) as error:
-            self._failed = error
-            self._send[-1] = 1
-            return
-        at = 0
-        for segment in run.segments(read):
-            self._send[at : at + segment.run].copy_(self._piece(segment))
-            at += segment.run
-
-    def _unpack(self, k: int) -> None:
-        """Put the other ranks' chunks where they belong, and keep the status words."""
-        wire = self._wire
-        for rank in range(wire.world_size):
-            read = k * wire.world_size + rank
-            if rank == wire.rank or read >= self._plan.num_reads or self._failed is not None:
-                continue
-            segments, at = self._run.segments(read), 0
-            for segment in segments:
-                self._piece(segment).copy_(self._received[rank, at : at + segment.run])
-                at += segment.run
-            self._arrive(segments)
-        self._status.append(self._received[:, -1].clone())
-
-    def _arrive(self, segments: Sequence[Segment]) -> None:
-        if not self._is_host:
-            # The copies run on this stream; a check on another must find them done.
-            torch.cuda.current_stream(self._wire.device).synchronize()
-        if not self._run.ticket.stopped:
-            self._run.arrived(segments)
-
-    def _look(self) -> None:
-        """Raise together: the failing rank its own error, the others PeerLost."""
-        words = torch.stack(self._status).amax(dim=0).tolist()
-        self._status.clear()
+        per_turn = self._wire.world_size * self._per_round
+        num_rounds = -(-self._plan.num_reads // per_turn)
+        for k in range(num_rounds + len(self._slots)):
+            slot = self._slots[k % len(self._slots)]
+            if slot.round is not None:
+                self._end(slot)
+            if k < num_rounds:
+                self._begin(slot, k)
         if self._failed is not None:
             raise self._failed
-        lost = [rank for rank, word in enumerate(words) if word]
-        if lost:
-            raise PeerLost(f"ranks {lost} of the group failed to read their part", hint="see those ranks' errors")
 
-    def _piece(self, segment: Segment) -> Any:
-        slab = self._slab(segment.slab)
-        piece = slab[segment.dst : segment.dst + segment.run]
-        return torch.from_numpy(piece) if self._is_host else piece
+    def _reads(self, k: int, rank: int) -> range:
+        first = (k * self._wire.world_size + rank) * self._per_round
+        return range(min(first, self._plan.num_reads), min(first + self._per_round, self._plan.num_reads))
+
+    def _begin(self, slot: _Slot, k: int) -> None:
+        """Pack what this rank read, gather, and on CUDA unpack: all queued on the current stream."""
+        wire, slot.round = self._wire, k
+        try:
+            for read in self._reads(k, wire.rank) if self._failed is None else ():
+                self._run.wait_read(read)
+        except (PenstockError, RuntimeError) as error:
+            self._failed = error
+        slot.send[-1] = self._failed is not None
+        if self._failed is None:
+            self._copy(slot.send, self._reads(k, wire.rank), pack=True)
+        slot.work = wire.post_gather(slot.received.view(-1), slot.send)
+        if not self._is_host:
+            slot.work.wait()  # orders the stream after the gather; the host goes on
+            self._unpack(slot)
+            slot.status.copy_(slot.received[:, -1], non_blocking=True)
+            slot.done.record()
+
+    def _end(self, slot: _Slot) -> None:
+        """Wait for the round; its chunks have arrived; all ranks raise here if one of them failed in it."""
+        wire, k = self._wire, slot.round
+        assert k is not None
+        if self._is_host:
+            wire.finish(slot.work)
+            self._unpack(slot)
+            slot.status.copy_(slot.received[:, -1])
+        else:
+            wire.wait(slot.done.query)
+        slot.round = None
+        lost = [rank for rank, word in enumerate(slot.status.tolist()) if word]
+        if lost:
+            raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
+        for rank in range(wire.world_size):
+            for read in self._reads(k, rank) if rank != wire.rank else ():
+                self._run.arrived(self._run.segments(read))
+
+    def _unpack(self, slot: _Slot) -> None:
+        assert slot.round is not None
+        if self._failed is None:
+            for rank in range(self._wire.world_size):
+                if rank != self._wire.rank:
+                    self._copy(slot.received[rank], self._reads(slot.round, rank), pack=False)
+
+    def _copy(self, payload: torch.Tensor, reads: range, *, pack: bool) -> None:
+        """Between a payload and the slabs; segments that go on where the last ended are one copy."""
+        at = 0
+        for slab, dst, nbytes in _joined(self._run, reads):
+            piece = self._slab(slab)[dst : dst + nbytes]
+            piece = torch.from_numpy(piece) if self._is_host else piece
+            if pack:
+                payload[at : at + nbytes].copy_(piece, non_blocking=True)
+            else:
+                piece.copy_(payload[at : at + nbytes], non_blocking=True)
+            at += nbytes
+
+
+class _Slot:
+    """Buffers of one round in flight."""
+
+    def __init__(self, wire: Wire, width: int) -> None:
+        cuda = wire.device.type == "cuda"
+        self.send = torch.zeros(width, dtype=torch.uint8, device=wire.device)
+        self.received = torch.empty(wire.world_size, width, dtype=torch.uint8, device=wire.device)
+        self.status = torch.zeros(wire.world_size, dtype=torch.uint8, pin_memory=cuda)
+        self.done: Any = torch.cuda.Event() if cuda else None
+        self.work: Any = None
+        self.round: int | None = None
+
+
+def _joined(run: LoadRun, reads: range) -> Iterator[tuple[int, int, int]]:
+    """(slab, offset, bytes) of the reads' segments in order, neighbours in one slab joined."""
+    slab, start, stop = -1, 0, 0
+    for read in reads:
+        for segment in run.segments(read):
+            if segment.slab == slab and segment.dst == stop:
+                stop += segment.run
+                continue
+            if stop > start:
+                yield slab, start, stop - start
+            slab, start, stop = segment.slab, segment.dst, segment.dst + segment.run
+    if stop > start:
+        yield slab, start, stop - start

@@ -55,6 +55,10 @@ MAX_LOCAL_THREADS = 10
 """Readers of local files into a device's staging: 10 x 8 MiB read faster than PCIe 5 copies, 16 only fight for the GIL
 (35 GB/s where 10 reach 50). Source: benchmarks/results/h200x1_202611/load.md."""
 
+MAX_GROUP_THREADS = 6
+"""The same where several ranks of one host read at once: four processes of 6 readers reach 85-95 GB/s, of 10 readers
+62-68, since their staging no longer fits the processor's cache. Source: as above."""
+
 SPARE_BUFFERS = 4
 """Staging buffers beyond one that fills and one that drains for each reader."""
 
@@ -247,7 +251,9 @@ class Session:
         cores = len(os.sched_getaffinity(0))
         if self.options.device.type == "cpu":
             return min(4, max(2, cores))
-        return max(2, min(MAX_LOCAL_THREADS, cores * 5 // 8 // local_world_size))
+        if local_world_size > 1:
+            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // local_world_size))
+        return max(2, min(MAX_LOCAL_THREADS, cores * 5 // 8))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
         """What checks slabs of `place`, or None with `why` saying why not.
