@@ -56,6 +56,7 @@ def exchange(
     Order: collective; every rank of `group` calls it, in the same order as its other collectives.
     """
     wire = Wire(group, session.options.device, session.settings.stall_s)
+    session.local_world_size = wire.world_size
     with wire.telling():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     wire.agree(plan, session.manifest.revision)
@@ -64,7 +65,7 @@ def exchange(
     per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.chunk_bytes)
     turns = np.arange(plan.num_reads) // per_round % wire.world_size
     mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()
-    run = session.begin(plan, place, checker=checker, reads=mine, local_world_size=wire.world_size)
+    run = session.begin(plan, place, checker=checker, reads=mine)
     session.phases.enter("move")
     _Rounds(run, place, wire, per_round, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)

@@ -92,6 +92,8 @@ class Session:
             uri, settings=settings, storage_options=options.storage_options, names=options.names
         )
         self.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
+        self.local_world_size = 1
+        """Processes that read on this host at the same time, as part of the same load."""
         self.run: LoadRun | None = None
         self.plan: LoadPlan | None = None
         self._mapped: list[MappedFile] = []
@@ -128,7 +130,10 @@ class Session:
     @property
     def chunk_bytes(self) -> int:
         """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
-        chunk = min(self.settings.chunk_bytes, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
+        wanted = self.settings.chunk_bytes
+        if self.local_world_size > 1 and self.options.device.type == "cuda":
+            wanted //= 2  # so that the staging of all ranks fits the processor's cache
+        chunk = min(wanted, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
                 f"memory_bytes={self.settings.memory_bytes} leaves chunks of {chunk} bytes",
@@ -205,9 +210,9 @@ class Session:
         ]
         return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped) for mapped in self._mapped]
 
-    def open_pool(self, registrar: Registrar | None, local_world_size: int = 1) -> None:
+    def open_pool(self, registrar: Registrar | None) -> None:
         """Make the staging pool, as large as keeps readers and device busy, and begin to touch and pin it."""
-        num_threads = self._num_fetch_threads(local_world_size)
+        num_threads = self._num_fetch_threads()
         enough = (2 * num_threads + SPARE_BUFFERS) * self.chunk_bytes
         self._pool = StagingPool(min(self.settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         if registrar is not None and self.manifest.nbytes > enough:
@@ -222,18 +227,17 @@ class Session:
         checker: Checker | None = None,
         reads: Sequence[int] | None = None,
         window_bytes: int = 0,
-        local_world_size: int = 1,
     ) -> LoadRun:
         """Start the run of `plan` into `place`; the session closes it."""
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
         if self._pool is None and not (direct and bool(plan.covered().all())):
-            self.open_pool(place.registrar, local_world_size)
+            self.open_pool(place.registrar)
         self.run = LoadRun(
             plan,
             self.weights.sources if sources is None else sources,
             place,
             pool=self._pool,
-            num_fetch_threads=self._num_fetch_threads(local_world_size),
+            num_fetch_threads=self._num_fetch_threads(),
             stall_s=self.settings.stall_s,
             trace=self.trace,
             checker=checker,
@@ -243,7 +247,7 @@ class Session:
         self.run.start()
         return self.run
 
-    def _num_fetch_threads(self, local_world_size: int) -> int:
+    def _num_fetch_threads(self) -> int:
         if self.settings.fetch_threads:
             return self.settings.fetch_threads
         if self.is_remote:
@@ -251,8 +255,8 @@ class Session:
         cores = len(os.sched_getaffinity(0))
         if self.options.device.type == "cpu":
             return min(4, max(2, cores))
-        if local_world_size > 1:
-            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // local_world_size))
+        if self.local_world_size > 1:
+            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // self.local_world_size))
         return max(2, min(MAX_LOCAL_THREADS, cores * 5 // 8))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
