@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.config import Settings
+from penstock.engine.place_cuda import CudaPlace
 from penstock.errors import SourceUnavailable
 from penstock.storage import manifest as manifests
 from penstock.storage.files import FileSource
@@ -140,9 +141,19 @@ def test_a_budget_that_cannot_do_is_refused(checkpoint: Path, allocated: int) ->
     with pytest.raises(penstock.BudgetTooSmall) as caught:
         penstock.load(checkpoint, device=DEVICE, memory_bytes=4096)
     assert settled() == allocated
-    assert_same(
-        penstock.load(checkpoint, device=DEVICE, memory_bytes=caught.value.minimum_bytes), by_safetensors(checkpoint)
-    )
+    found = penstock.load(checkpoint, device=DEVICE, memory_bytes=caught.value.minimum_bytes)
+    assert_same(found, by_safetensors(checkpoint))
+
+
+def test_slabs_that_a_copy_needed_early_outlive_allocate() -> None:
+    """Copies start before the memory of all slabs is made; bytes that have arrived are not thrown away."""
+    place = CudaPlace(torch.device(DEVICE), [MIB, MIB, MIB])
+    early = place.slab(1)
+    early.fill_(7)
+    place.allocate()
+    assert place.slab(1) is early
+    assert {place.slab(index).numel() for index in range(3)} == {MIB}
+    assert len({place.slab(index).data_ptr() for index in range(3)}) == 3
 
 
 @pytest.mark.parametrize("do", DOES[:2])

@@ -79,19 +79,23 @@ class CudaPlace:
         self._entered = False
 
     def allocate(self) -> None:
-        """Make every slab now, all from one piece of device memory where torch's allocator has none to reuse.
+        """Make every slab that there is none of yet, all from one piece of device memory where torch has none to reuse.
 
         One cudaMalloc instead of hundreds: the piece is allocated, freed into torch's cache, and split again.
+        Slabs that `slab` made meanwhile stay: copies to them may be under way.
 
         Raises:
             DeviceOutOfMemory: nothing stays allocated.
         """
         try:
             with self._lock, torch.cuda.stream(self._caller):
-                torch.empty(sum(-(-n // 512) * 512 for n in self._nbytes), dtype=torch.uint8, device=self.device)
-                made = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self._nbytes]
+                open_slabs = [index for index, slab in enumerate(self._slabs) if slab is None]
+                nbytes = [self._nbytes[index] for index in open_slabs]
+                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+                made = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
                 self._stream.wait_stream(self._caller)
-                self._slabs[:] = made
+                for index, slab in zip(open_slabs, made, strict=True):
+                    self._slabs[index] = slab
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(sum(self._nbytes)) from error
 
