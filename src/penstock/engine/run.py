@@ -79,6 +79,7 @@ class LoadRun:
         self._segments = list(map(Segment._make, zip(*(column.tolist() for column in columns), strict=True)))
         self._seg_first: list[int] = plan.seg_first.tolist()
         self._lock = threading.Lock()
+        self._closed = False
         self.paths: dict[tuple[int, str], int] = {}
         """Bytes read per (file index, path word)."""
 
@@ -113,14 +114,20 @@ class LoadRun:
     def close(self) -> None:
         """Stop what runs, wait for what a device or a kernel call still does. Idempotent.
 
-        Afterwards nothing writes to the slabs or the pool, whose owner may free it.
+        Afterwards nothing writes to the slabs or the pool, whose owner may free it, and the run holds no slab.
         """
+        if self._closed:
+            return
         if not self.ticket.done:
             self.ticket.cancel()
         if self.ticket.stopped and self.pool is not None:
             self.pool.cancel()
         for executor in (self.fetch, self._place, self._compute):
             executor.close()
+        self._closed = True
+        # Nothing of this waits for the garbage collector: it holds memory of the size of the weights.
+        del self.place, self._checker
+        self.ticket.release()
 
     def __enter__(self) -> LoadRun:
         return self

@@ -28,21 +28,21 @@ class Ticket:
         self.is_busy = is_busy
         self.changed = threading.Condition()
         self._error: BaseException | None = None
-        self._done = False
+        self._stopped = self._done = False
 
     @property
     def stopped(self) -> bool:
         """Failed or cancelled: nothing new may start."""
-        return self._error is not None
+        return self._stopped
 
     @property
     def done(self) -> bool:
         """Finished, failed or cancelled."""
-        return self._done or self._error is not None
+        return self._done or self._stopped
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, if one happened."""
+        """The first error, if one happened and the ticket was not released."""
         return self._error
 
     def wake(self) -> None:
@@ -54,7 +54,7 @@ class Ticket:
         """Stop the work with `error`; later ones are dropped."""
         with self.changed:
             if not self.done:
-                self._error = error
+                self._error, self._stopped = error, True
             self.changed.notify_all()
 
     def cancel(self) -> None:
@@ -80,11 +80,12 @@ class Ticket:
         """
         last, since = -1, time.monotonic()
         with self.changed:
-            while not reached() and self._error is None:
+            while not reached() and not self._stopped:
                 if self.moved_bytes != last or self.is_busy():
                     last, since = self.moved_bytes, time.monotonic()
                 elif time.monotonic() - since > stall_s:
-                    self._error = SourceStalled(f"no progress for {stall_s} s at {last} of {self.nbytes} bytes")
+                    self.fail(SourceStalled(f"no progress for {stall_s} s at {last} of {self.nbytes} bytes"))
+                    break
                 self.changed.wait(min(stall_s, 1.0))
         self.check()
 
@@ -92,10 +93,21 @@ class Ticket:
         """`wait_until` everything arrived."""
         self.wait_until(lambda: self._done, stall_s=stall_s)
 
+    def release(self) -> None:
+        """Forget the error and whom to ask whether they are busy: both lead back to the work and what it holds."""
+        with self.changed:
+            self._error, self.is_busy = None, _never
+
     def check(self) -> None:
         """Raise what stopped the work, if something did."""
-        if self._error is None:
+        if not self._stopped:
             return
+        if self._error is None:
+            raise Cancelled("the work was given up")
         if isinstance(self._error, PenstockError):
             raise self._error
         raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self._error
+
+
+def _never() -> bool:
+    return False
