@@ -29,6 +29,7 @@ from penstock.errors import (
     SourceStalled,
     SourceTruncated,
     SourceUnavailable,
+    StaleDescriptor,
 )
 from penstock.types import Box, DType, Manifest
 
@@ -78,6 +79,7 @@ __all__ = [
     "SourceStalled",
     "SourceTruncated",
     "SourceUnavailable",
+    "StaleDescriptor",
     "TensorStream",
     "Verification",
     "Weights",

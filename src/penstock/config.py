@@ -56,6 +56,7 @@ class Settings:
     )
     cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
+    io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
     ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")
 
     @classmethod

@@ -5,7 +5,7 @@ PenstockError
     MissingExtra                       an optional package is not installed
   FormatError             source       a file is not what its format says (names file, tensor, fault)
   SourceError             source
-    NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled
+    NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled  StaleDescriptor
   IntegrityError          source       bytes differ from their digest, revision or signature
   PlanError               plan         names, shapes or dtypes of the two sides do not fit
     BudgetTooSmall                     `minimum_bytes` is the least that would do
@@ -113,6 +113,10 @@ class SourceUnavailable(SourceError):
 
 class SourceStalled(SourceError):
     """No byte arrived for `stall_s` seconds."""
+
+
+class StaleDescriptor(SourceError):
+    """The peer released its memory, or changed what is in it, since it gave this descriptor."""
 
 
 class IntegrityError(PenstockError):

@@ -163,12 +163,12 @@ class Executor:
             step.abandon()
             return
         start = time.perf_counter()
-        outcome = _guarded(step.ticket, step.start)
+        outcome = guarded(step.ticket, step.start)
         if isinstance(outcome, BaseException):
             step.abandon()
         elif outcome is None:
             self._trace.add(self.name, step.name, start, time.perf_counter(), step.nbytes)
-            _guarded(step.ticket, step.finish)
+            guarded(step.ticket, step.finish)
         else:
             in_flight.append(_InFlight(outcome, step, start))
 
@@ -177,7 +177,7 @@ class Executor:
         oldest = in_flight[0]
         step = oldest.step
         now = time.perf_counter()
-        done = _guarded(step.ticket, oldest.pending.done)
+        done = guarded(step.ticket, oldest.pending.done)
         if done is False:
             silent_s = now - oldest.start
             if silent_s > self._stall_s:
@@ -188,7 +188,7 @@ class Executor:
         in_flight.popleft()
         if done is True:
             self._trace.add(self.name, step.name, oldest.start, now, step.nbytes)
-            _guarded(step.ticket, step.finish)
+            guarded(step.ticket, step.finish)
         else:
             step.abandon()
         return True
@@ -201,7 +201,7 @@ class _InFlight:
     start: float
 
 
-def _guarded(ticket: Ticket, call: Callable[[], T]) -> T | BaseException:
+def guarded(ticket: Ticket, call: Callable[[], T]) -> T | BaseException:
     """Call; an error stops the ticket, whose waiter raises it, and is returned.
 
     The one place where an executor's thread meets foreign code: nothing may end the thread without a word.

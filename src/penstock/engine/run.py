@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
 from penstock.engine.check import Checker
 from penstock.engine.executors import Executor, Pending
+from penstock.engine.fetch_ring import Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source
+from penstock.storage.files import FileSource
+from penstock.storage.uring import Uring
 
 
 class LoadRun:
@@ -32,7 +36,8 @@ class LoadRun:
         sources: by file index of the plan.
         place: the destination's slabs.
         pool: staging; None only where every read can go straight to its slabs.
-        num_fetch_threads: reading threads.
+        num_fetch_threads: reads under way at once, by threads or by the ring's workers.
+        ring: takes the reads of files in the page cache into staging; the run closes it.
         stall_s: deadline by progress of every wait.
         trace: where spans go.
         checker: digests complete slabs; None: slabs are ready when their bytes are.
@@ -48,6 +53,7 @@ class LoadRun:
         *,
         pool: StagingPool | None,
         num_fetch_threads: int,
+        ring: Uring | None = None,
         stall_s: float,
         trace: Trace,
         checker: Checker | None = None,
@@ -58,7 +64,10 @@ class LoadRun:
         self._checker = checker
         self._reads = range(plan.num_reads) if reads is None else reads
         self._window_bytes = window_bytes
-        self.fetch = Executor("fetch", num_fetch_threads, trace=trace, stall_s=stall_s)
+        threads = Executor("fetch", num_fetch_threads, trace=trace, stall_s=stall_s)
+        self.fetch: Executor | RingFetch = threads
+        if ring is not None:
+            self.fetch = RingFetch(ring, num_fetch_threads, threads, trace=trace, stall_s=stall_s)
         self._place = Executor("place", 1, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", checker.num_threads if checker else 1, trace=trace, stall_s=stall_s)
         self.ticket = Ticket(plan.nbytes, lambda: any(e.is_busy() for e in (self.fetch, self._place, self._compute)))
@@ -135,10 +144,10 @@ class LoadRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def admit(self, read: int) -> None:
-        """Wait until the window has room for this read, or the ticket stops."""
+    def admit(self, read: int, *, wait: bool = True) -> bool:
+        """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""
         if not self._window_bytes:
-            return
+            return True
         start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
         with self.ticket.changed:
             # A slab larger than the window is read all the same once it is the one waited for.
@@ -147,7 +156,10 @@ class LoadRun:
                 and first_slab > self._awaited
                 and not self.ticket.stopped
             ):
+                if not wait:
+                    return False
                 self.ticket.changed.wait(1.0)
+        return True
 
     def segments(self, read: int) -> list[Segment]:
         """The read's segments as tuples."""
@@ -231,6 +243,26 @@ class _FetchStep:
         self.nbytes = int(run.plan.read_nbytes[read])
         self._buffer: StagingBuffer | None = None
 
+    def queue(self, *, wait: bool) -> Queued | Literal["later"] | None:
+        """See `FetchStep.queue`."""
+        run, r = self._run, self._read
+        source, offset = run.sources[int(run.plan.read_file[r])], int(run.plan.read_offset[r])
+        fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
+        if fd is None or run.pool is None:
+            return None
+        if not run.admit(r, wait=wait):
+            return "later"
+        self._buffer = run.pool.acquire(stall_s=run.stall_s) if wait else run.pool.try_acquire()
+        if self._buffer is None:
+            return "later"
+        return Queued(fd, offset, self._buffer.address, self.nbytes)
+
+    def arrived(self) -> None:
+        """See `FetchStep.arrived`."""
+        assert self._buffer is not None
+        self._run.took(int(self._run.plan.read_file[self._read]), "page-cache", self.nbytes)
+        self._hand_on(self._buffer)
+
     def start(self) -> Pending | None:
         run, r = self._run, self._read
         run.admit(r)
@@ -244,10 +276,15 @@ class _FetchStep:
         assert run.pool is not None
         self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
         run.took(file, run.sources[file].readv(offset, [buffer.view[: self.nbytes]]), self.nbytes)
-        packed = pack(buffer.array, segments) if segments[0].rows > 1 else segments
-        self._buffer = None
-        run.post_place(_PlaceStep(run, r, buffer, packed))
+        self._hand_on(buffer)
         return None
+
+    def _hand_on(self, buffer: StagingBuffer) -> None:
+        segments: Sequence[Segment] = self._run.segments(self._read)
+        if segments[0].rows > 1:
+            segments = pack(buffer.array, segments)
+        self._buffer = None
+        self._run.post_place(_PlaceStep(self._run, self._read, buffer, segments))
 
     def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
         if sum(s.run for s in segments if s.rows == 1) != self.nbytes:

@@ -34,6 +34,7 @@ from penstock.storage.files import FileSource, MappedFile
 from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
 from penstock.storage.manifest_file import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
+from penstock.storage.uring import Uring, refusal
 from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
@@ -51,16 +52,19 @@ MAX_GAP_REMOTE_BYTES = MIB
 PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
-MAX_LOCAL_THREADS = 10
-"""Readers of local files into a device's staging: 10 x 8 MiB read faster than PCIe 5 copies, 16 only fight for the GIL
-(35 GB/s where 10 reach 50). Source: benchmarks/results/h200x1_202611/load.md."""
+MAX_LOCAL_READS = 12
+"""Reads of local files under way at once into a device's staging: 12 x 8 MiB read faster than PCIe 5 copies.
+Source: benchmarks/results/h200x1_202611/load.md."""
 
 MAX_GROUP_THREADS = 6
 """The same where several ranks of one host read at once: four processes of 6 readers reach 85-95 GB/s, of 10 readers
 62-68, since their staging no longer fits the processor's cache. Source: as above."""
 
-SPARE_BUFFERS = 4
-"""Staging buffers beyond one that fills and one that drains for each reader."""
+SPARE_BUFFERS = 8
+"""Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
+
+WARM_THREADS = 4
+"""Threads that touch and pin staging ahead of its first use; more of them only wait for the address space's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ class Session:
         self._mapped: list[MappedFile] = []
         self._pool: StagingPool | None = None
         self._peak_staging_bytes = 0
+        self.ring_refusal = ""
         self.verified = False
         self.why = ""
 
@@ -213,10 +218,10 @@ class Session:
     def open_pool(self, registrar: Registrar | None) -> None:
         """Make the staging pool, as large as keeps readers and device busy, and begin to touch and pin it."""
         num_threads = self._num_fetch_threads()
-        enough = (2 * num_threads + SPARE_BUFFERS) * self.chunk_bytes
+        enough = (num_threads + SPARE_BUFFERS) * self.chunk_bytes
         self._pool = StagingPool(min(self.settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         if registrar is not None and self.manifest.nbytes > enough:
-            self._pool.warm(num_threads)
+            self._pool.warm(WARM_THREADS)
 
     def begin(
         self,
@@ -238,6 +243,7 @@ class Session:
             place,
             pool=self._pool,
             num_fetch_threads=self._num_fetch_threads(),
+            ring=self._open_ring() if self._pool is not None else None,
             stall_s=self.settings.stall_s,
             trace=self.trace,
             checker=checker,
@@ -246,6 +252,17 @@ class Session:
         )
         self.run.start()
         return self.run
+
+    def _open_ring(self) -> Uring | None:
+        """A ring for files in the page cache; None where the kernel refuses one, which `ring_refusal` then says."""
+        self.ring_refusal = refusal()
+        if self.is_remote or self.ring_refusal or not self.settings.io_uring:
+            return None
+        try:
+            return Uring(2 * self._num_fetch_threads())
+        except OSError as error:
+            self.ring_refusal = f"io_uring: {error.strerror}"
+            return None
 
     def _num_fetch_threads(self) -> int:
         if self.settings.fetch_threads:
@@ -257,7 +274,7 @@ class Session:
             return min(4, max(2, cores))
         if self.local_world_size > 1:
             return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // self.local_world_size))
-        return max(2, min(MAX_LOCAL_THREADS, cores * 5 // 8))
+        return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
         """What checks slabs of `place`, or None with `why` saying why not.

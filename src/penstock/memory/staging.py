@@ -175,6 +175,13 @@ class StagingPool:
             raise
         return buffer
 
+    def try_acquire(self) -> StagingBuffer | None:
+        """A buffer if one is free now and the pool is not gated, else None. Raises as `acquire`."""
+        with self._state:
+            if not self._free or self._gated or self._cancelled:
+                return None
+        return self.acquire(stall_s=1.0)
+
     def release(self, buffer: StagingBuffer) -> None:
         """Give a buffer back; it must be idle (no copy in flight)."""
         with self._state:

@@ -100,6 +100,18 @@ class FileSource:
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
         return self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
 
+    def cached_fd(self, offset: int, nbytes: int) -> int | None:
+        """A descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
+
+        Cost: a look at a table; asks once per 64 MiB.
+        """
+        first, last, stop = offset >> _WINDOW_SHIFT, (offset + nbytes) >> _WINDOW_SHIFT, offset + nbytes
+        if stop > self.nbytes:
+            return None
+        if self._windows.count(_UNKNOWN, first, last + 1):
+            self._ask_windows(offset, stop)
+        return self._fd if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first else None
+
     def check_unchanged(self) -> None:
         """Raise unless the path still names the file that was opened, unmodified. Two system calls.
 

@@ -1,0 +1,170 @@
+"""The fetch executor for files in the page cache: one thread and the kernel's workers, instead of many threads.
+
+In: fetch steps, by priority. Out: the same effects as `executors.Executor`, which takes the steps that do not suit.
+Not here: the ring (`storage.uring`), what a step reads (`run`).
+
+    post --heap--> step.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
+                      `--Queued--> ring --completion--> step.arrived()
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.engine.executors import Executor, Step, guarded
+from penstock.engine.trace import Trace
+from penstock.errors import SourceStalled, SourceUnavailable
+from penstock.storage.uring import Uring
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """One read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
+
+    fd: int
+    offset: int
+    address: int
+    nbytes: int
+
+
+class FetchStep(Step, Protocol):
+    """A step that a ring can carry out."""
+
+    def queue(self, *, wait: bool) -> Queued | Literal["later"] | None:
+        """The read, its buffer acquired; None: run the step as any other; "later": no room now, and `wait` is False."""
+        ...
+
+    def arrived(self) -> None:
+        """The queued read is complete."""
+        ...
+
+
+_WAIT_S = 0.1
+"""Longest stay in the kernel before looking whether the work was stopped."""
+
+
+@dataclass(slots=True)
+class _Flying:
+    step: FetchStep
+    read: Queued
+    start: float
+    num_read: int = 0
+
+
+class RingFetch:
+    """Executor of fetch steps on a ring.
+
+    Args:
+        ring: of at least `depth` entries; closed with the executor.
+        depth: reads in flight, each by a worker of the kernel.
+        threads: takes the steps that do not suit the ring; closed with this one.
+        trace: where spans go.
+        stall_s: a read in flight longer than this fails its ticket.
+    """
+
+    name = "fetch"
+
+    def __init__(self, ring: Uring, depth: int, threads: Executor, *, trace: Trace, stall_s: float) -> None:
+        self.num_threads = depth
+        self._ring, self._depth, self._threads, self._trace, self._stall_s = ring, depth, threads, trace, stall_s
+        self._heap: list[tuple[int, int, FetchStep]] = []
+        self._sequence = itertools.count()
+        self._state = threading.Condition()
+        self._closed = False
+        self._flying: dict[int, _Flying] = {}
+        self._thread: threading.Thread | None = None
+
+    def is_busy(self) -> bool:
+        """Whether a read is in flight."""
+        return bool(self._flying) or self._threads.is_busy()
+
+    def post(self, *steps: FetchStep) -> None:
+        """Queue steps."""
+        with self._state:
+            for step in steps:
+                heapq.heappush(self._heap, (step.priority, next(self._sequence), step))
+            if self._thread is None and steps:
+                self._thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
+                self._thread.start()
+            self._state.notify()
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        with self._state:
+            self._closed = True
+            self._state.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._threads.close()
+        self._ring.close()
+
+    def _work(self) -> None:
+        while True:
+            self._submit()
+            if self._flying:
+                self._complete()
+                continue
+            with self._state:
+                while not self._heap and not self._closed:
+                    self._state.wait()
+                if not self._heap:
+                    return
+
+    def _submit(self) -> None:
+        """Put steps in flight while there is room for them."""
+        while len(self._flying) < self._depth and self._heap:
+            with self._state:
+                entry = heapq.heappop(self._heap)
+            step = entry[2]
+            if step.ticket.stopped:
+                step.abandon()
+                continue
+            wait = not self._flying
+            read = guarded(step.ticket, lambda step=step, wait=wait: step.queue(wait=wait))  # type: ignore[misc]
+            if isinstance(read, BaseException):
+                step.abandon()
+            elif read is None:
+                self._threads.post(step)
+            elif read == "later":
+                with self._state:
+                    heapq.heappush(self._heap, entry)
+                return
+            else:
+                self._flying[entry[1]] = _Flying(step, read, time.perf_counter())
+                self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, entry[1])
+
+    def _complete(self) -> None:
+        """Wait for completions and hand them on."""
+        try:
+            completions = self._ring.wait(_WAIT_S)
+        except OSError as error:
+            for one in self._flying.values():
+                one.step.ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
+                one.step.abandon()
+            self._flying.clear()
+            return
+        for token, result in completions:
+            one = self._flying[token]
+            if result > 0 and one.num_read + result < one.read.nbytes:
+                one.num_read += result
+                at, left = one.num_read, one.read.nbytes - one.num_read
+                self._ring.queue_read(one.read.fd, one.read.offset + at, one.read.address + at, left, token)
+                continue
+            del self._flying[token]
+            if result <= 0:
+                why = errno.errorcode.get(-result, str(-result)) if result else "the file ended"
+                one.step.ticket.fail(SourceUnavailable(f"{one.step.name} failed: {why}"))
+                one.step.abandon()
+                continue
+            self._trace.add(self.name, one.step.name, one.start, time.perf_counter(), one.read.nbytes)
+            guarded(one.step.ticket, one.step.arrived)
+        now = time.perf_counter()
+        for one in self._flying.values():
+            if now - one.start > self._stall_s:
+                one.step.ticket.fail(SourceStalled(f"{one.step.name}: no byte for {self._stall_s} s"))

@@ -1,0 +1,128 @@
+"""io_uring by system call: reads that the kernel's own workers carry out, many at once, without a Python thread each.
+
+In: descriptor, offset, address, length. Out: completions, in the order they happen.
+Not here: which reads suit it (`files`), who waits (`engine.fetch_ring`).
+
+Why: a dozen Python threads that read from the page cache spend a third of their time fighting for the GIL.
+Layouts and numbers are those of include/uapi/linux/io_uring.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import struct
+import sys
+from typing import Any
+
+# One number on every architecture but alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
+_SYS_SETUP, _SYS_ENTER = 425, 426
+_OP_READ = 22
+# Always by a worker: a read from the page cache would else be done inside the submitting call.
+_SQE_ASYNC = 0x10
+_ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 8
+_FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
+_OFF_SQES = 0x10000000
+_SQE_BYTES, _CQE_BYTES = 64, 16
+# Offsets in struct io_uring_params: features, sq_off, cq_off.
+_PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
+_SQE = struct.Struct("<BBHiQQIIQQQQ")
+_CQE = struct.Struct("<QiI")
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def refusal() -> str:
+    """Why this system cannot be asked for a ring; "" where it can."""
+    if sys.platform != "linux":
+        return "io_uring is Linux's"
+    if platform.machine() != "x86_64":
+        # Ring indices are shared with the kernel; Python has no memory barriers, and only x86 needs none here.
+        return f"io_uring from Python needs x86-64's memory order, not {platform.machine()}"
+    return ""
+
+
+class Uring:
+    """One ring of `entries` reads in flight. One thread uses it.
+
+    Raises:
+        OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
+    """
+
+    def __init__(self, entries: int) -> None:
+        params = bytearray(_PARAMS_BYTES)
+        raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
+        self._fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "io_uring_setup")
+        features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
+        if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
+            os.close(self._fd)
+            raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
+        num_sq, num_cq = struct.unpack_from("<II", params, 0)
+        sq = struct.unpack_from("<7I", params, _SQ_AT)
+        cq = struct.unpack_from("<6I", params, _CQ_AT)
+        self._rings = mmap.mmap(self._fd, max(sq[6] + 4 * num_sq, cq[5] + _CQE_BYTES * num_cq))
+        self._sqes = mmap.mmap(self._fd, num_sq * _SQE_BYTES, offset=_OFF_SQES)
+        self._words = memoryview(self._rings).cast("I")
+        self._sq_tail, self._sq_mask, self._sq_array = sq[1] // 4, self._words[sq[2] // 4], sq[6] // 4
+        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = cq[0] // 4, cq[1] // 4, self._words[cq[2] // 4], cq[5]
+        self._tail = self._unsubmitted = 0
+        # struct __kernel_timespec and struct io_uring_getevents_arg.
+        self._timespec = (ctypes.c_int64 * 2)()
+        arg = struct.pack("<QIIQ", 0, 0, 0, ctypes.addressof(self._timespec))
+        self._arg = ctypes.create_string_buffer(arg, len(arg))
+        self._arg_bytes = ctypes.c_size_t(len(arg))
+
+    def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
+        """Queue a read of file bytes to memory; `wait` submits it. At most `entries` may be in flight.
+
+        Ownership: the memory and the descriptor must stay until `wait` has returned the token.
+        """
+        index = self._tail & self._sq_mask
+        _SQE.pack_into(
+            self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
+        )
+        self._words[self._sq_array + index] = index
+        self._tail = (self._tail + 1) & 0xFFFFFFFF
+        self._words[self._sq_tail] = self._tail
+        self._unsubmitted += 1
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Submit what is queued, wait for one completion or the timeout; all completions as (token, result).
+
+        A result is the bytes read, or minus an errno.
+        """
+        self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
+        flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
+        done = int(_libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes))
+        if done >= 0:
+            self._unsubmitted -= done
+        elif (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
+            raise OSError(code, "io_uring_enter")
+        elif code == errno.ETIME:
+            self._unsubmitted = 0
+        return self._reap()
+
+    def _reap(self) -> list[tuple[int, int]]:
+        found = []
+        head, tail = self._words[self._cq_head], self._words[self._cq_tail]
+        while head != tail:
+            token, result, _ = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)
+            found.append((token, result))
+            head = (head + 1) & 0xFFFFFFFF
+        self._words[self._cq_head] = head
+        return found
+
+    def close(self) -> None:
+        """Free the ring. Nothing may be in flight. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._words.release()
+            self._rings.close()
+            self._sqes.close()
+            os.close(fd)
