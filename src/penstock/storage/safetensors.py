@@ -152,7 +152,8 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     """The file's own metadata, and the header with `null` in its place."""
     leading = _LEADING_METADATA.match(raw)
-    if leading is not None:
+    # An odd number of quotes: the brace that ends it stands inside a string.
+    if leading is not None and leading[1].count(b'"') % 2 == 0:
         value, rest = leading[1], raw[: leading.start(1)] + b"null" + raw[leading.end(1) :]
     else:
         if b"__metadata__" not in raw and b"\\" not in raw:

@@ -147,6 +147,12 @@ def test_metadata_with_braces_and_escapes_is_kept() -> None:
     assert header_of(data).metadata == metadata
 
 
+@pytest.mark.parametrize("value", ["}}", "},", "a}} b", "} , c", "}", "{}", "}}}"])
+def test_a_brace_in_a_metadata_string_does_not_end_it(value: str) -> None:
+    data = file_of({"__metadata__": {"format": value, "k": "v"}, "a": entry("U8", [1], 0, 1)}, b"x")
+    assert header_of(data).metadata == {"format": value, "k": "v"}
+
+
 def test_null_metadata_is_none() -> None:
     assert header_of(file_of({"__metadata__": None})).metadata == {}
     assert header_of(file_of(b'{"__meta\\u0064ata__":null}')).metadata == {}
