@@ -27,7 +27,6 @@ _STATX_BYTES = 256
 _STATX_DIOALIGN_AT = 0x98
 _AT_EMPTY_PATH = 0x1000
 # Source: include/uapi/asm-generic/mman-common.h; 22 since Linux 5.14.
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 # Not in Python 3.11's mmap. MAP_NORESERVE: a file larger than memory may be mapped; MAP_FIXED: over what is there.
 # Source: include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
@@ -108,11 +107,6 @@ class Mapping:
         # mappings stay, since tensors may be in use until the very end.
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
 
-    def read_in_huge_pages(self) -> None:
-        """Ask that faults of this mapping read the file in 2 MiB folios, whatever read_ahead_kb is. A hint."""
-        if _LINUX:
-            _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
-
     def give_up(self, start: int, nbytes: int) -> None:
         """Free the whole pages of a part for good; its addresses stay reserved, so nothing else moves in."""
         first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
@@ -143,10 +137,6 @@ class Part:
     def bytes(self) -> memoryview:
         """Writable, format "B"; the memoryview keeps the part alive."""
         return memoryview(np.asarray(self).data)
-
-    def read_in_huge_pages(self) -> None:
-        """See `Mapping.read_in_huge_pages`; of the whole mapping."""
-        self._mapping.read_in_huge_pages()
 
     def populate(self, start: int, nbytes: int) -> bool:
         """Read `nbytes` from `start` on and map them, as if each page were read; nothing is copied.

@@ -22,10 +22,10 @@ from penstock.types import MIB
 
 # 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
 _WILLNEED_BYTES = 2 * MIB
-# 24 MiB: three chunks of each way are tried before one is chosen; a chunk's time varies by half.
-_TRIAL_BYTES = 24 * MIB
-# 0.75: a chunk counts for half after three more, so that a way that has become slow is left within a tenth of a second.
-_FADE = 0.75
+# 8 MiB mapped within 200 us: 40 GB/s, large folios. Single pages take 400-600 us, so touching them is worth threads.
+# Source: benchmarks/results/cpu2_202611/files.md.
+_SAMPLE_BYTES = 8 * MIB
+_READY_S = 200e-6
 
 
 class MappedFile:
@@ -57,7 +57,7 @@ class MappedFile:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._parts: list[weakref.ref[Part]] = []
-        self._pace = _Pace()
+        self._cold = False
         if identity and identity != self.identity:
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
@@ -103,20 +103,31 @@ class MappedFile:
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
             return
-        cold = resident_pages(self._fd, offset, stop - offset) != num_pages(offset, stop - offset)
+        # Once cold, always: readahead counts as cached before it has arrived, and runs ahead of the caller.
+        cold = self._cold = self._cold or not self._is_cached(offset, stop)
         parts = self._live(offset, stop) or ([self._scratch(offset, stop)] if cold else [])
-        huge = self._pace.pick()
-        began = time.perf_counter()
         for part, base in parts:
             start = max(offset - base, 0)
             nbytes = min(stop - base, part.nbytes) - start
             if cold:
-                self._read_ahead(base + start, nbytes, huge)
+                self._read_ahead(base + start, nbytes)
             self._populate(part, start, nbytes, base)
             if cold:
                 self._touch(part, start, nbytes)
-        if cold:
-            self._pace.note(huge, stop - offset, time.perf_counter() - began)
+
+    def is_ready(self) -> bool:
+        """Whether the whole file is cached, in folios so large that to touch it costs no more than to prefetch it.
+
+        Cost: 0.3 ms for 2 GB in large folios; 0.7 ms to say no. Nothing is read.
+        """
+        start = self.nbytes // 2
+        stop = min(start + _SAMPLE_BYTES, self.nbytes)
+        if start == stop or not self._is_cached(start, stop):
+            return start == stop
+        part, base = self._scratch(start, stop)
+        began = time.perf_counter()
+        self._populate(part, 0, part.nbytes, base)
+        return time.perf_counter() - began < _READY_S and self._is_cached(0, self.nbytes)
 
     def check_unchanged(self) -> None:
         """See `FileSource.check_unchanged`."""
@@ -131,6 +142,9 @@ class MappedFile:
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             self.close()
+
+    def _is_cached(self, start: int, stop: int) -> bool:
+        return resident_pages(self._fd, start, stop - start) == num_pages(start, stop - start)
 
     def _map(self, start: int, nbytes: int) -> Mapping:
         try:
@@ -169,13 +183,13 @@ class MappedFile:
         start = offset - offset % PAGE_BYTES
         return Part(self._map(start, stop - start), 0, stop - start), start
 
-    def _read_ahead(self, offset: int, nbytes: int, huge: bool) -> None:
-        """Fill the page cache, in 2 MiB folios or in single pages."""
-        if huge:
-            part, start = self._scratch(offset, offset + nbytes)
-            part.read_in_huge_pages()
-            self._populate(part, 0, part.nbytes, start)
-            return
+    def _read_ahead(self, offset: int, nbytes: int) -> None:
+        """Fill the page cache, in single pages and in calls that read_ahead_kb does not cut short.
+
+        Not by faults that read 2 MiB folios (MADV_HUGEPAGE), though they take a tenth of the CPU: those folios come
+        out of large free blocks, which a virtual machine has given back to its host, and getting them again takes
+        three times as long as the disk. Source: benchmarks/results/cpu2_202611/files.md.
+        """
         for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
             os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
@@ -195,29 +209,3 @@ class MappedFile:
         # A page that a truncation took away is SIGBUS: ask first.
         require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
         np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
-
-
-class _Pace:
-    """Which of two ways of reading ahead is the faster here and now, judged by the last chunks of each.
-
-    Huge folios take a third of the CPU and are mapped at 10 times the rate, but they come out of large free blocks,
-    which a virtual machine that reports free pages has given back to its host: there they are the slower by half.
-    Source: benchmarks/results/cpu2_202611/files.md.
-    """
-
-    def __init__(self) -> None:
-        self._nbytes = [0.0, 0.0]
-        self._seconds = [0.0, 0.0]
-
-    def pick(self) -> bool:
-        """True: huge folios. The lesser known way until both have been tried."""
-        single, huge = self._nbytes
-        if min(single, huge) < _TRIAL_BYTES:
-            return huge <= single
-        return self._seconds[1] * single <= self._seconds[0] * huge
-
-    def note(self, huge: bool, nbytes: int, seconds: float) -> None:
-        """Threads may lose an update to each other; the choice stands on many."""
-        fade = _FADE if self._nbytes[huge] > _TRIAL_BYTES else 1.0
-        self._nbytes[huge] = self._nbytes[huge] * fade + nbytes
-        self._seconds[huge] = self._seconds[huge] * fade + seconds

@@ -304,33 +304,21 @@ def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
     assert view[3:] == body[3:]
 
 
-@pytest.mark.parametrize("huge", [True, False])
-def test_either_way_of_reading_ahead_fills_the_cache(
-    path: str, body: bytes, huge: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_file_is_ready_only_when_all_of_it_is_cached(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped._Pace, "pick", lambda _: huge)
-    evict(path)
     file = MappedFile(path)
-    view = file.view(12_345, 5 * MIB)
-    file.prefetch(0, 4 * MIB)
-    length = 4 * MIB - 12_345
-    assert kernel.resident_pages(file._fd, 12_345, length) in {None, kernel.num_pages(12_345, length)}
-    file.prefetch(4 * MIB, NBYTES)
-    assert view == body[12_345 : 12_345 + 5 * MIB]
-
-
-def test_the_pace_tries_both_ways_and_keeps_the_faster() -> None:
-    for fast in (True, False):
-        pace = mapped._Pace()
-        for _ in range(50):
-            way = pace.pick()
-            pace.note(way, 8 * MIB, 1.0 if way is fast else 2.0)
-        assert pace.pick() is fast
-
-
-def test_the_pace_leaves_a_way_that_has_become_slow() -> None:
-    pace = mapped._Pace()
-    for turn in range(100):
-        way = pace.pick()
-        pace.note(way, 8 * MIB, (1.0 if turn < 50 else 9.0) if way else 2.0)
-    assert pace.pick() is False
+    monkeypatch.setattr(mapped, "_READY_S", 60.0)  # however small its folios and slow this machine
+    if kernel.resident_pages(file._fd, 0, NBYTES) is None:
+        assert not file.is_ready()
+        return
+    assert file.is_ready()
+    monkeypatch.setattr(mapped, "_READY_S", 0.0)
+    assert not file.is_ready()
+    evict(path)
+    monkeypatch.setattr(mapped, "_READY_S", 60.0)
+    assert not file.is_ready()
+    file.prefetch(0, NBYTES)
+    assert file.is_ready()
+    (tmp_path / "empty").touch()
+    assert MappedFile(str(tmp_path / "empty")).is_ready()
