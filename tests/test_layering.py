@@ -41,6 +41,8 @@ NO_TORCH = (
     "__init__.py",
     "plan/",
     "storage/",
+    "transport/protocol.py",
+    "transport/loopback.py",
     "cli/",
     "digest/leaf.py",
 )

@@ -1,0 +1,255 @@
+"""The conformance suite of `transport.protocol.Transport`: subclass it, say how to make one, run pytest.
+
+In: `make()`; for a device's memory also `allocate`, `write` and `read`. Out: tests.
+Not here: faults of a particular transport (a killed peer, a cut link), which need their own tests.
+
+    class TestMine(TransportTests):
+        def make(self) -> Transport: ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from penstock.errors import Cancelled, ConfigError, PeerLost, PenstockError, PlanError, StaleDescriptor
+from penstock.transport.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
+from penstock.transport.protocol import Handle, Memory, Segments, Transport
+
+_NBYTES = 3_000_017
+_STALL_S = 20.0
+_GONE = (StaleDescriptor, PeerLost)
+
+
+def segments(rows: Sequence[tuple[int, int, int]]) -> Segments:
+    """Segments of `(src, dst, nbytes)` rows."""
+    columns = np.array(rows, np.int64).reshape(-1, 3)
+    return Segments(src=columns[:, 0], dst=columns[:, 1], nbytes=columns[:, 2])
+
+
+def sample(nbytes: int, seed: int = 7) -> bytes:
+    """`nbytes` bytes that differ at every offset scale, the same for the same seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+class TransportTests:
+    """What every `Transport` does. Subclass it with `make`."""
+
+    def make(self) -> Transport:
+        """A new transport of this process; the suite closes it."""
+        raise NotImplementedError("say how to make the transport under test")
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory of the kind under test, filled with 0xAA."""
+        return Memory.of_buffer(bytearray(b"\xaa" * nbytes))
+
+    def write(self, memory: Memory, data: bytes) -> None:
+        """Set all of the memory."""
+        ctypes.memmove(memory.address, data, memory.nbytes)
+
+    def read(self, memory: Memory) -> bytes:
+        """All of the memory."""
+        return ctypes.string_at(memory.address, memory.nbytes)
+
+    @contextmanager
+    def pair(self, data: bytes, nbytes: int) -> Iterator[tuple[Transport, Handle, Transport, Handle]]:
+        """A holder with `data` registered, and a receiver with `nbytes` to read into; both as transport and handle."""
+        holder, receiver = self.make(), self.make()
+        try:
+            memory = self.allocate(len(data))
+            self.write(memory, data)
+            yield holder, holder.register(memory), receiver, receiver.register(self.allocate(nbytes))
+        finally:
+            receiver.close()
+            holder.close()
+
+    def fetch(
+        self, receiver: Transport, into: Handle, source: Descriptor, rows: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Post and wait, the descriptor having crossed the wire."""
+        receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
+
+    def test_descriptor_crosses_a_wire(self) -> None:
+        """It is what it was after encoding, short, and says what was registered."""
+        with self.pair(sample(1000), 10) as (holder, handle, _, _):
+            raw = encode(handle.descriptor)
+            assert len(raw) <= MAX_DESCRIPTOR_BYTES
+            assert decode(raw) == handle.descriptor
+            assert (handle.descriptor.transport, handle.descriptor.nbytes) == (holder.name, 1000)
+            assert handle.descriptor.device == handle.memory.device
+
+    def test_whole_read(self) -> None:
+        """One segment takes everything; progress ends at the whole."""
+        data = sample(_NBYTES)
+        with self.pair(data, _NBYTES) as (_, handle, receiver, into):
+            pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, _NBYTES)]))
+            receiver.wait(pending, stall_s=_STALL_S)
+            receiver.wait(pending, stall_s=_STALL_S)
+            assert pending.moved_bytes == pending.nbytes == _NBYTES
+            assert self.read(into.memory) == data
+
+    def test_scattered_segments(self) -> None:
+        """Unaligned runs of any length, out of order, some empty; bytes beside them stay as they were."""
+        data, chance, rows, expected = sample(_NBYTES), random.Random(1), [], bytearray(b"\xaa" * _NBYTES)
+        at = 0
+        while at < _NBYTES - 200_000:
+            nbytes = chance.choice([0, 1, 15, 4096, 70_001, 150_000])
+            src = chance.randrange(_NBYTES - nbytes)
+            rows.append((src, at, nbytes))
+            expected[at : at + nbytes] = data[src : src + nbytes]
+            at += nbytes + chance.choice([0, 1, 333])
+        chance.shuffle(rows)
+        with self.pair(data, _NBYTES) as (_, handle, receiver, into):
+            self.fetch(receiver, into, handle.descriptor, rows)
+            assert self.read(into.memory) == bytes(expected)
+
+    def test_nothing_to_read(self) -> None:
+        """No segments, empty ones up to the very end, and memory of no bytes are no error."""
+        with self.pair(sample(100), 50) as (holder, handle, receiver, into):
+            self.fetch(receiver, into, handle.descriptor, [])
+            self.fetch(receiver, into, handle.descriptor, [(100, 50, 0), (0, 0, 0)])
+            self.fetch(receiver, into, holder.register(self.allocate(0)).descriptor, [(0, 0, 0)])
+            assert self.read(into.memory) == b"\xaa" * 50
+
+    def test_outside_the_memory(self) -> None:
+        """A segment outside either side is PlanError before anything moves; the transport stays usable."""
+        data, far = sample(1000), 2**63 - 1
+        outside = [(0, 0, 501), (0, 500, 1), (999, 0, 2), (1000, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (far, 0, 1)]
+        with self.pair(data, 500) as (_, handle, receiver, into):
+            for row in [*outside, (1, 0, far), (0, far, far), (far, far, far)]:
+                error = _raised(
+                    PlanError, lambda row=row: self.fetch(receiver, into, handle.descriptor, [(0, 0, 9), row])
+                )
+                assert (error.blame, error.mutated) == ("plan", False)
+            assert self.read(into.memory) == b"\xaa" * 500
+            self.fetch(receiver, into, handle.descriptor, [(500, 0, 500)])
+            assert self.read(into.memory) == data[500:]
+
+    def test_released_memory(self) -> None:
+        """After the handle is closed its descriptor is stale, and nothing is touched. Closing twice is closing once."""
+        with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
+            handle.close()
+            handle.close()
+            self._gone(receiver, into, handle.descriptor)
+
+    def test_the_same_address_again(self) -> None:
+        """A new registration of the same memory is not the old one."""
+        with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
+            old = handle.descriptor
+            handle.close()
+            again = holder.register(handle.memory)
+            assert again.descriptor.generation != old.generation
+            self._gone(receiver, into, old)
+            self.fetch(receiver, into, again.descriptor, [(0, 0, 1000)])
+
+    def test_fence(self) -> None:
+        """A fence makes the descriptors before it stale; the one it gives reads what was written after it."""
+        with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
+            old = handle.descriptor
+            new = handle.fence()
+            assert new == handle.descriptor != old
+            self.write(handle.memory, sample(1000, seed=8))
+            self._gone(receiver, into, old)
+            self.fetch(receiver, into, new, [(0, 0, 1000)])
+            assert self.read(into.memory) == sample(1000, seed=8)
+
+    def test_fence_under_a_read(self) -> None:
+        """A read under way when the holder fences and writes ends with the bytes before, or with an error."""
+        old = sample(_NBYTES)
+        for _ in range(5):
+            with self.pair(old, _NBYTES) as (_, handle, receiver, into):
+                pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, _NBYTES)]))
+                handle.fence()
+                self.write(handle.memory, sample(_NBYTES, seed=8))
+                try:
+                    receiver.wait(pending, stall_s=_STALL_S)
+                except _GONE as error:
+                    assert error.mutated or self.read(into.memory) == b"\xaa" * _NBYTES
+                else:
+                    assert self.read(into.memory) == old
+
+    def test_forged_descriptors(self) -> None:
+        """A descriptor that was not given like this is an error, whatever it claims."""
+        with self.pair(sample(1000), 5000) as (holder, handle, receiver, into):
+            given = handle.descriptor
+            other = holder.register(self.allocate(10)).descriptor
+            for forged in (
+                msgspec.structs.replace(given, nbytes=5000),
+                msgspec.structs.replace(given, endpoint="nobody"),
+                msgspec.structs.replace(given, generation=given.generation + 1000),
+                msgspec.structs.replace(given, generation=other.generation),
+            ):
+                self._gone(receiver, into, forged)
+            foreign = msgspec.structs.replace(given, transport="carrier-pigeon")
+            _raised(ConfigError, lambda: self.fetch(receiver, into, foreign, [(0, 0, 10)]))
+
+    def test_many_reads_under_way(self) -> None:
+        """Reads posted together are waited for in any order, by many threads."""
+        data, width = sample(64 * 10_007), 10_007
+        with self.pair(data, len(data)) as (_, handle, receiver, into):
+            rows = [(i * width, i * width, width) for i in range(64)]
+            posted = [receiver.post_read(into, handle.descriptor, segments([row])) for row in rows]
+            random.Random(3).shuffle(posted)
+            failed: list[PenstockError] = []
+
+            def work(first: int) -> None:
+                try:
+                    for pending in posted[first::4] + posted[:8]:
+                        receiver.wait(pending, stall_s=_STALL_S)
+                except PenstockError as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not failed
+            assert self.read(into.memory) == data
+
+    def test_memory_read_into_is_released(self) -> None:
+        """Posting into a closed handle is Cancelled; so is a read under way, unless it was done."""
+        with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
+            pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, 1000)]))
+            into.close()
+            try:
+                receiver.wait(pending, stall_s=_STALL_S)
+            except Cancelled:
+                pass
+            else:
+                assert self.read(into.memory) == sample(1000)
+            _raised(Cancelled, lambda: self.fetch(receiver, into, handle.descriptor, [(0, 0, 1)]))
+
+    def test_close(self) -> None:
+        """Closing twice is closing once; nothing can be registered after; what was given is stale, others are not."""
+        with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
+            third = self.make()
+            third.close()
+            self.fetch(receiver, into, handle.descriptor, [(0, 0, 1000)])
+            holder.close()
+            holder.close()
+            _raised(Cancelled, lambda: holder.register(self.allocate(10)))
+            self._gone(receiver, into, handle.descriptor)
+
+    def _gone(self, receiver: Transport, into: Handle, source: Descriptor) -> None:
+        """Reading by this descriptor blames the source and touches nothing."""
+        before = self.read(into.memory)
+        error = _raised(_GONE, lambda: self.fetch(receiver, into, source, [(0, 0, 1000)]))
+        assert (error.blame, error.mutated) == ("source", False)
+        assert self.read(into.memory) == before
+
+
+def _raised(kinds: type[PenstockError] | tuple[type[PenstockError], ...], call: object) -> PenstockError:
+    """What `call()` raised; it must be of these kinds."""
+    assert callable(call)
+    try:
+        call()
+    except kinds as error:
+        return error
+    raise AssertionError(f"{kinds} was not raised")

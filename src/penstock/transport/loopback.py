@@ -1,0 +1,150 @@
+"""The reference transport: memmove between registered memory of one process.
+
+In / Out: see `protocol`. The copy runs in the thread that waits, so nothing happens before `wait` and nothing after.
+Not here: other processes, devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import secrets
+import threading
+
+from penstock.errors import Cancelled, ConfigError, PenstockError, StaleDescriptor
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.types import MIB
+
+PIECE_BYTES = 8 * MIB
+"""Bytes between two looks at the fence: about a millisecond. Source: benchmarks/results/cpu2_202611/transport.md."""
+
+_generations = itertools.count(1)
+_regions: dict[int, LoopbackHandle] = {}
+"""Every registration of this process, by its generation."""
+_changing = threading.Lock()
+
+
+def _after_fork() -> None:  # a child has copies of the memory, which are not what a descriptor promised
+    _regions.clear()
+    _changing.release()
+
+
+os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_after_fork)
+
+
+class LoopbackHandle:
+    """See `Handle`."""
+
+    def __init__(self, transport: LoopbackTransport, memory: Memory) -> None:
+        self.transport, self.memory, self.is_open = transport, memory, True
+        self.descriptor = self._begin()
+
+    def _begin(self) -> Descriptor:
+        at, nbytes, generation = self.transport, self.memory.nbytes, next(_generations)
+        _regions[generation] = self
+        return Descriptor(transport=at.name, endpoint=at.endpoint, generation=generation, nbytes=nbytes)
+
+    def fence(self) -> Descriptor:
+        """See `Handle.fence`."""
+        with _changing:
+            self.check_open()
+            _regions.pop(self.descriptor.generation, None)
+            self.descriptor = found = self._begin()
+        return found
+
+    def close(self) -> None:
+        """See `Handle.close`."""
+        with _changing:
+            self.is_open = False
+            _regions.pop(self.descriptor.generation, None)
+
+    def check_open(self) -> None:
+        """Cancelled if it is closed."""
+        if not self.is_open:
+            raise Cancelled("the registration is closed")
+
+
+class LoopbackRead:
+    """See `Pending`."""
+
+    def __init__(self, into: LoopbackHandle, source: Descriptor, segments: Segments) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self._work: tuple[LoopbackHandle, LoopbackHandle, Segments] | None = (into, _find(source), segments)
+        self._error: PenstockError | None = None
+        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+
+    def run(self) -> None:
+        """Copy, in the first thread that comes; the others wait for it. Raises what it met."""
+        with self._lock:
+            if self._work is not None:
+                try:
+                    self._copy(*self._work)
+                except PenstockError as error:
+                    error.mutated = self.moved_bytes > 0
+                    self._error = error
+                self._work = None  # lets go of both memories
+            if self._error is not None:
+                raise self._error
+
+    def _copy(self, into: LoopbackHandle, source: LoopbackHandle, rows: Segments) -> None:
+        for src, dst, nbytes in zip(rows.src.tolist(), rows.dst.tolist(), rows.nbytes.tolist(), strict=True):
+            for at in range(0, nbytes, PIECE_BYTES):
+                into.check_open()
+                _find(self._source)
+                piece = min(PIECE_BYTES, nbytes - at)
+                ctypes.memmove(into.memory.address + dst + at, source.memory.address + src + at, piece)
+                self.moved_bytes += piece
+        into.check_open()
+        _find(self._source)  # a holder fences before it changes a byte: whoever still finds the generation saw none
+
+
+class LoopbackTransport:
+    """See `Transport`."""
+
+    name = "loopback"
+
+    def __init__(self) -> None:
+        self.endpoint, self._is_open = secrets.token_hex(8), True
+
+    def register(self, memory: Memory) -> LoopbackHandle:
+        """See `Transport.register`. Cancelled if the transport is closed."""
+        if memory.device != "cpu":
+            raise ConfigError(f"loopback reaches host memory only, not {memory.device}")
+        with _changing:
+            if not self._is_open:
+                raise Cancelled("the transport is closed")
+            return LoopbackHandle(self, memory)
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> LoopbackRead:
+        """See `Transport.post_read`."""
+        if source.transport != self.name or not isinstance(into, LoopbackHandle) or into.transport is not self:
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+        into.check_open()
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
+        return LoopbackRead(into, source, segments)
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`. A copy within the process does not stall."""
+        assert isinstance(pending, LoopbackRead)
+        pending.run()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with _changing:
+            self._is_open = False
+            mine = [handle for handle in _regions.values() if handle.transport is self]
+        for handle in mine:
+            handle.close()
+
+
+def _find(source: Descriptor) -> LoopbackHandle:
+    """The registration a descriptor stands for, if it is just as it was given and still holds."""
+    found = _regions.get(source.generation)
+    if found is None or found.descriptor != source:
+        raise StaleDescriptor(f"generation {source.generation} is gone", uri=f"{source.transport}:{source.endpoint}")
+    return found
+
+
+_fits: type[Transport] = LoopbackTransport

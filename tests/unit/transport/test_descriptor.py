@@ -1,0 +1,73 @@
+"""Bytes of a peer are a descriptor or a FormatError."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.transport.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
+
+GOOD = {"transport": "loopback", "endpoint": "a", "generation": 1, "nbytes": 5}
+
+
+@given(
+    transport=st.text(min_size=1, max_size=128),
+    generation=st.integers(0, 2**63 - 1),
+    nbytes=st.integers(0, 2**63 - 1),
+    payload=st.binary(max_size=300),
+)
+def test_there_and_back(transport: str, generation: int, nbytes: int, payload: bytes) -> None:
+    one = Descriptor(transport=transport, endpoint="e", generation=generation, nbytes=nbytes, payload=payload)
+    assert decode(encode(one)) == one
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_descriptor_or_refused(raw: bytes) -> None:
+    try:
+        found = decode(raw)
+    except FormatError as error:
+        assert error.blame == "source"
+    else:
+        assert decode(encode(found)) == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nbytes": -1},
+        {"nbytes": 2**63},
+        {"nbytes": 1.0},
+        {"generation": -1},
+        {"generation": "1"},
+        {"transport": ""},
+        {"endpoint": "x" * 129},
+        {"payload": "text"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_wrong_fields(change: dict[str, object]) -> None:
+    decode(msgspec.msgpack.encode(GOOD))
+    with pytest.raises(FormatError):
+        decode(msgspec.msgpack.encode(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        msgspec.msgpack.encode({"transport": "x"}),
+        msgspec.msgpack.encode(GOOD) + b"\0",
+        msgspec.msgpack.encode(GOOD)[:-1],
+        b"\x91" * 5000,
+        msgspec.msgpack.encode(GOOD | {"payload": bytes(MAX_DESCRIPTOR_BYTES)}),
+        b"\x84\xa9transport\xa1\xff\xa8endpoint\xa1a\xaageneration\x01\xa6nbytes\x05",
+    ],
+    ids=["empty", "missing", "trailing", "cut", "deep", "long", "not-utf8"],
+)
+def test_wrong_bytes(raw: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode(raw)
