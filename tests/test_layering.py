@@ -63,7 +63,7 @@ ENVIRONMENT = frozenset({"config.py", "testing/ranks.py", "testing/s3_server.py"
 BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
-        ("engine/executors.py", "_guarded"),  # an executor's thread; the ticket's waiter raises it
+        ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("storage/exchange.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }
 )
