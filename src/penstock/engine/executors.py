@@ -151,20 +151,21 @@ class Executor:
             step = self._next(bool(in_flight))
             if step is not None:
                 self._running[index] = step
-                self._start(step, in_flight)
+                self.run_step(step, in_flight)
                 self._running[index] = in_flight[0].step if in_flight else None
             elif not in_flight:
                 return
-            while in_flight and self._retire(in_flight):
+            while in_flight and self.retire(in_flight):
                 self._running[index] = in_flight[0].step if in_flight else None
 
-    def _start(self, step: Step, in_flight: deque[_InFlight]) -> None:
+    def run_step(self, step: Step, in_flight: deque[_InFlight]) -> None:
+        """Start one step in the calling thread; device work goes to `in_flight`."""
         if step.ticket.stopped:
             step.abandon()
             return
         start = time.perf_counter()
         outcome = guarded(step.ticket, step.start)
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, Failed):
             step.abandon()
         elif outcome is None:
             self._trace.add(self.name, step.name, start, time.perf_counter(), step.nbytes)
@@ -172,7 +173,7 @@ class Executor:
         else:
             in_flight.append(_InFlight(outcome, step, start))
 
-    def _retire(self, in_flight: deque[_InFlight]) -> bool:
+    def retire(self, in_flight: deque[_InFlight]) -> bool:
         """Look at the oldest step in flight; True when it left the queue."""
         oldest = in_flight[0]
         step = oldest.step
@@ -194,6 +195,47 @@ class Executor:
         return True
 
 
+class HostedExecutor:
+    """An executor without a thread: another executor's thread carries out its steps, by `turn`.
+
+    Args:
+        name, trace, stall_s: see `Executor`.
+        wake: called when a step was posted, from the posting thread.
+    """
+
+    def __init__(self, name: str, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
+        self._loop = Executor(name, 1, trace=trace, stall_s=stall_s)
+        self._steps: deque[Step] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._wake = wake
+
+    def is_busy(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
+    def has_steps(self) -> bool:
+        """Whether a posted step waits for its turn."""
+        return bool(self._steps)
+
+    def post(self, *steps: Step) -> None:
+        """Queue steps, from any thread."""
+        self._steps.extend(steps)
+        self._wake()
+
+    def turn(self) -> bool:
+        """Start what was posted, finish what is done; whether something is still in flight."""
+        while self._steps:
+            self._loop.run_step(self._steps.popleft(), self._in_flight)
+        while self._in_flight and self._loop.retire(self._in_flight):
+            pass
+        return bool(self._in_flight)
+
+    def close(self) -> None:
+        """Carry out or abandon what is left; the hosting thread must have ended."""
+        while self.turn():
+            time.sleep(_POLL_S)
+
+
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     pending: Pending
@@ -201,8 +243,13 @@ class _InFlight:
     start: float
 
 
-def guarded(ticket: Ticket, call: Callable[[], T]) -> T | BaseException:
-    """Call; an error stops the ticket, whose waiter raises it, and is returned.
+class Failed:
+    """What `guarded` returns for a call that raised. Not the error: its traceback leads to the frame that would hold it
+    and the two would wait for the garbage collector."""
+
+
+def guarded(ticket: Ticket, call: Callable[[], T]) -> T | Failed:
+    """Call; an error stops the ticket, whose waiter raises it.
 
     The one place where an executor's thread meets foreign code: nothing may end the thread without a word.
     """
@@ -210,4 +257,4 @@ def guarded(ticket: Ticket, call: Callable[[], T]) -> T | BaseException:
         return call()
     except BaseException as error:  # noqa: BLE001
         ticket.fail(error)
-        return error
+        return Failed()

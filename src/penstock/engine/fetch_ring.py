@@ -4,7 +4,7 @@ In: fetch steps, by priority. Out: the same effects as `executors.Executor`, whi
 Not here: the ring (`storage.uring`), what a step reads (`run`).
 
     post --heap--> step.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
-                      `--Queued--> ring --completion--> step.arrived()
+                      `--Queued--> ring --completion--> step.arrived() --place step--> the same thread
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from penstock.engine.executors import Executor, Step, guarded
+from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import SourceStalled, SourceUnavailable
 from penstock.storage.uring import Uring
@@ -36,8 +36,8 @@ class Queued:
 class FetchStep(Step, Protocol):
     """A step that a ring can carry out."""
 
-    def queue(self, *, wait: bool) -> Queued | Literal["later"] | None:
-        """The read, its buffer acquired; None: run the step as any other; "later": no room now, and `wait` is False."""
+    def queue(self) -> Queued | Literal["later"] | None:
+        """The read, its buffer acquired; None: run the step as any other; "later": there is no room now."""
         ...
 
     def arrived(self) -> None:
@@ -47,6 +47,9 @@ class FetchStep(Step, Protocol):
 
 _WAIT_S = 0.1
 """Longest stay in the kernel before looking whether the work was stopped."""
+
+_POLL_S = 5e-4
+"""The same while a device copies: a buffer that came free is a read that can start."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,10 @@ class _Flying:
 
 
 class RingFetch:
-    """Executor of fetch steps on a ring.
+    """Executor of fetch steps on a ring; its thread also carries out the place steps posted to `place`.
+
+    One thread for both: an 8 MiB chunk costs some 60 us of Python, and two threads that hand it over for every chunk
+    of a 55 GB/s stream spend more than that on the GIL. Source: benchmarks/results/h200x1_202611/load.md.
 
     Args:
         ring: of at least `depth` entries; closed with the executor.
@@ -72,6 +78,7 @@ class RingFetch:
 
     def __init__(self, ring: Uring, depth: int, threads: Executor, *, trace: Trace, stall_s: float) -> None:
         self.num_threads = depth
+        self.place = HostedExecutor("place", trace=trace, stall_s=stall_s, wake=self._wake)
         self._ring, self._depth, self._threads, self._trace, self._stall_s = ring, depth, threads, trace, stall_s
         self._heap: list[tuple[int, int, FetchStep]] = []
         self._sequence = itertools.count()
@@ -95,26 +102,32 @@ class RingFetch:
             self._state.notify()
 
     def close(self) -> None:
-        """See `Executor.close`."""
+        """See `Executor.close`; what was posted to `place` is carried out or abandoned too."""
         with self._state:
             self._closed = True
             self._state.notify()
         if self._thread is not None:
             self._thread.join()
         self._threads.close()
+        self.place.close()
         self._ring.close()
+
+    def _wake(self) -> None:
+        with self._state:
+            self._state.notify()
 
     def _work(self) -> None:
         while True:
             self._submit()
+            is_placing = self.place.turn()
             if self._flying:
-                self._complete()
+                self._complete(_POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
                 continue
             with self._state:
-                while not self._heap and not self._closed:
-                    self._state.wait()
-                if not self._heap:
-                    return
+                if not self._heap and not self.place.has_steps():
+                    if self._closed and not is_placing:
+                        return
+                    self._state.wait(_POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
         """Put steps in flight while there is room for them."""
@@ -125,30 +138,32 @@ class RingFetch:
             if step.ticket.stopped:
                 step.abandon()
                 continue
-            wait = not self._flying
-            read = guarded(step.ticket, lambda step=step, wait=wait: step.queue(wait=wait))  # type: ignore[misc]
-            if isinstance(read, BaseException):
+            read = guarded(step.ticket, step.queue)
+            if isinstance(read, Failed):
                 step.abandon()
             elif read is None:
                 self._threads.post(step)
             elif read == "later":
                 with self._state:
                     heapq.heappush(self._heap, entry)
+                    if not self._flying:
+                        self._state.wait(_POLL_S)
                 return
             else:
                 self._flying[entry[1]] = _Flying(step, read, time.perf_counter())
                 self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, entry[1])
 
-    def _complete(self) -> None:
+    def _complete(self, timeout_s: float) -> None:
         """Wait for completions and hand them on."""
         try:
-            completions = self._ring.wait(_WAIT_S)
+            completions = self._ring.wait(timeout_s)
         except OSError as error:
             for one in self._flying.values():
                 one.step.ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
                 one.step.abandon()
             self._flying.clear()
             return
+        now = time.perf_counter()
         for token, result in completions:
             one = self._flying[token]
             if result > 0 and one.num_read + result < one.read.nbytes:
@@ -162,9 +177,8 @@ class RingFetch:
                 one.step.ticket.fail(SourceUnavailable(f"{one.step.name} failed: {why}"))
                 one.step.abandon()
                 continue
-            self._trace.add(self.name, one.step.name, one.start, time.perf_counter(), one.read.nbytes)
+            self._trace.add(self.name, one.step.name, one.start, now, one.read.nbytes)
             guarded(one.step.ticket, one.step.arrived)
-        now = time.perf_counter()
         for one in self._flying.values():
             if now - one.start > self._stall_s:
                 one.step.ticket.fail(SourceStalled(f"{one.step.name}: no byte for {self._stall_s} s"))

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.engine.check import Checker
-from penstock.engine.executors import Executor, Pending
+from penstock.engine.executors import Executor, HostedExecutor, Pending
 from penstock.engine.fetch_ring import Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
 from penstock.engine.ticket import Ticket
@@ -68,7 +68,9 @@ class LoadRun:
         self.fetch: Executor | RingFetch = threads
         if ring is not None:
             self.fetch = RingFetch(ring, num_fetch_threads, threads, trace=trace, stall_s=stall_s)
-        self._place = Executor("place", 1, trace=trace, stall_s=stall_s)
+        self._place: Executor | HostedExecutor = Executor("place", 1, trace=trace, stall_s=stall_s)
+        if isinstance(self.fetch, RingFetch):
+            self._place = self.fetch.place
         self._compute = Executor("compute", checker.num_threads if checker else 1, trace=trace, stall_s=stall_s)
         self.ticket = Ticket(plan.nbytes, lambda: any(e.is_busy() for e in (self.fetch, self._place, self._compute)))
         self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
@@ -243,16 +245,16 @@ class _FetchStep:
         self.nbytes = int(run.plan.read_nbytes[read])
         self._buffer: StagingBuffer | None = None
 
-    def queue(self, *, wait: bool) -> Queued | Literal["later"] | None:
+    def queue(self) -> Queued | Literal["later"] | None:
         """See `FetchStep.queue`."""
         run, r = self._run, self._read
         source, offset = run.sources[int(run.plan.read_file[r])], int(run.plan.read_offset[r])
         fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
         if fd is None or run.pool is None:
             return None
-        if not run.admit(r, wait=wait):
+        if not run.admit(r, wait=False):
             return "later"
-        self._buffer = run.pool.acquire(stall_s=run.stall_s) if wait else run.pool.try_acquire()
+        self._buffer = run.pool.try_acquire()
         if self._buffer is None:
             return "later"
         return Queued(fd, offset, self._buffer.address, self.nbytes)

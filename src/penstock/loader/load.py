@@ -209,9 +209,10 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     tensors = {}
     run, place = _start(session, window_bytes=0)
-    for names, made in session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab):
+    for count, (names, made) in enumerate(session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab)):
         tensors.update(zip(names, made, strict=True))
-        time.sleep(0)  # hand the GIL to readers, who would else wait out its switch interval
+        if count % 16 == 15:
+            time.sleep(0)  # hand the GIL to the reader, who would else wait out its switch interval
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
     return tensors, run.plan.nbytes
