@@ -76,9 +76,9 @@ class LoadRun:
         self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
         self._missing = list(self._slab_nbytes)
         self._ready = [False] * len(self._missing)
-        # The slab a consumer waits for; until one does, only the last matters.
         self._num_open = self._num_unready = len(self._missing)
-        self._awaited = max(0, len(self._missing) - 1)
+        # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
+        self._awaited = 0 if window_bytes else max(0, len(self._missing) - 1)
         self._placed: set[int] = set()
         self._awaited_read = -1
         self._unchecked: list[int] = []

@@ -1,0 +1,248 @@
+"""Executors: order, bound, errors, device work in flight, and that every step ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.engine.executors import Executor, Pending
+from penstock.engine.ticket import Ticket
+from penstock.engine.trace import Trace
+from penstock.errors import DestinationError, SourceUnavailable
+
+
+class Work:
+    """Device work that is done when told; `fault` is what the device reports."""
+
+    def __init__(self) -> None:
+        self.is_done, self.fault, self.num_looks = False, None, 0
+
+    fault: Exception | None
+
+    def done(self) -> bool:
+        self.num_looks += 1
+        if self.fault is not None:
+            raise self.fault
+        return self.is_done
+
+
+class Recorded:
+    """A step that notes what happened to it."""
+
+    def __init__(
+        self, ticket: Ticket, log: list[str], *, priority: int = 0, run: Callable[[], Pending | None] = lambda: None
+    ) -> None:
+        self.ticket, self.log, self.priority, self.name, self.nbytes = ticket, log, priority, f"s{priority}", 1
+        self.run = run
+        self.ends: list[str] = []
+
+    def start(self) -> Pending | None:
+        self.log.append(self.name)
+        return self.run()
+
+    def finish(self) -> None:
+        self.ends.append("finish")
+
+    def abandon(self) -> None:
+        self.ends.append("abandon")
+
+
+@pytest.fixture
+def ticket() -> Ticket:
+    return Ticket(100, lambda: False)
+
+
+Make = Callable[..., Executor]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Executor] = []
+
+    def executor(num_threads: int = 1, *, stall_s: float = 30.0, bound: int = 0) -> Executor:
+        made.append(Executor("fetch", num_threads, trace=Trace(enabled=True), stall_s=stall_s, bound=bound))
+        return made[-1]
+
+    yield executor
+    for one in made:
+        one.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def after(wait: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        wait()
+
+    return run
+
+
+def refuse(error: BaseException) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def test_lower_priority_numbers_go_first_and_equals_keep_their_order(ticket: Ticket, make: Make) -> None:
+    executor, gate = make(), threading.Event()
+    log: list[str] = []
+    executor.post(Recorded(ticket, log, priority=9, run=after(gate.wait)))
+    until(lambda: bool(log))
+    executor.post(*(Recorded(ticket, log, priority=p) for p in (5, 3, 7)))
+    early = Recorded(ticket, log, priority=3)
+    early.name = "later equal"
+    executor.post(early)
+    gate.set()
+    executor.close()
+    assert log == ["s9", "s3", "later equal", "s5", "s7"]
+
+
+def test_no_thread_before_the_first_step_and_none_after_close(ticket: Ticket, make: Make) -> None:
+    before = threading.active_count()
+    executor = make(4)
+    assert threading.active_count() == before
+    executor.close()
+    executor = make(4)
+    steps = [Recorded(ticket, [], priority=p) for p in range(20)]
+    executor.post(*steps)
+    executor.close()
+    executor.close()
+    assert threading.active_count() == before
+    assert [step.ends for step in steps] == [["finish"]] * 20
+    assert not executor.is_busy()
+
+
+def test_several_threads_work_at_once(ticket: Ticket, make: Make) -> None:
+    executor, together = make(3), threading.Barrier(3, timeout=10)
+    executor.post(*(Recorded(ticket, [], priority=p, run=after(together.wait)) for p in range(3)))
+    executor.close()
+    assert not ticket.stopped
+
+
+def test_an_error_stops_the_ticket_and_what_waits_is_abandoned(ticket: Ticket, make: Make) -> None:
+    executor = make()
+    error = SourceUnavailable("gone")
+    first = Recorded(ticket, [], priority=0, run=refuse(error))
+    rest = [Recorded(ticket, [], priority=p) for p in range(1, 5)]
+    executor.post(first, *rest)
+    executor.close()
+    assert ticket.error is error
+    assert first.ends == ["abandon"]
+    assert [step.ends for step in rest] == [["abandon"]] * 4
+    assert rest[0].log == [], "nothing starts after the ticket stopped"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])
+def test_no_error_ends_a_thread_without_a_word(ticket: Ticket, make: Make, error: BaseException) -> None:
+    executor = make()
+    executor.post(Recorded(ticket, [], run=refuse(error)))
+    until(lambda: ticket.stopped)
+    other = Ticket(1, lambda: False)
+    after = Recorded(other, [])
+    executor.post(after)
+    executor.close()
+    assert after.ends == ["finish"], "the thread still serves other tickets"
+
+
+def test_an_error_in_finish_stops_the_ticket_too(ticket: Ticket, make: Make) -> None:
+    executor = make()
+    step = Recorded(ticket, [])
+    step.finish = refuse(SourceUnavailable("late"))  # type: ignore[method-assign]
+    executor.post(step)
+    executor.close()
+    assert isinstance(ticket.error, SourceUnavailable)
+    assert step.ends == [], "finished, though badly: not abandoned as well"
+
+
+def test_post_blocks_at_the_bound_until_there_is_room_or_the_ticket_stops(ticket: Ticket, make: Make) -> None:
+    executor, gate = make(bound=2), threading.Event()
+    log: list[str] = []
+    blocker = Ticket(1, lambda: False)
+    executor.post(Recorded(blocker, log, run=after(gate.wait)))
+    until(lambda: bool(log))
+    posted = threading.Event()
+
+    def post() -> None:
+        executor.post(*(Recorded(ticket, log, priority=p) for p in range(1, 4)))
+        posted.set()
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    assert not posted.wait(0.1), "the third must wait"
+    ticket.cancel()
+    assert posted.wait(5)
+    gate.set()
+    thread.join()
+    executor.close()
+    assert log == ["s0"]
+
+
+def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: Ticket, make: Make) -> None:
+    executor = make()
+    works = [Work() for _ in range(3)]
+    steps = [Recorded(ticket, [], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
+    executor.post(*steps)
+    until(lambda: all(step.log for step in steps))
+    assert executor.is_busy()
+    works[1].is_done = True
+    time.sleep(0.02)
+    assert [step.ends for step in steps] == [[], [], []], "the oldest is still at work"
+    works[0].is_done = works[2].is_done = True
+    until(lambda: steps[2].ends == ["finish"])
+    until(lambda: not executor.is_busy())
+    assert [step.ends for step in steps] == [["finish"]] * 3
+
+
+def test_what_the_device_reports_fails_the_ticket(ticket: Ticket, make: Make) -> None:
+    executor, work = make(), Work()
+    step = Recorded(ticket, [], run=lambda: work)
+    executor.post(step)
+    work.fault = DestinationError("the device is lost")
+    until(lambda: ticket.stopped)
+    executor.close()
+    assert step.ends == ["abandon"]
+
+
+def test_a_stopped_ticket_waits_for_the_device_before_it_frees(ticket: Ticket, make: Make) -> None:
+    executor, work = make(), Work()
+    step = Recorded(ticket, [], run=lambda: work)
+    executor.post(step)
+    until(lambda: bool(step.log))
+    ticket.cancel()
+    closed = threading.Event()
+    closing = threading.Thread(target=lambda: (executor.close(), closed.set()))
+    closing.start()
+    assert not closed.wait(0.05), "the device may still write"
+    assert step.ends == []
+    work.is_done = True
+    closing.join(10)
+    assert step.ends == ["finish"] or step.ends == ["abandon"]
+
+
+def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: Ticket, make: Make) -> None:
+    executor, work = make(stall_s=0.05), Work()
+    step = Recorded(ticket, [], run=lambda: work)
+    executor.post(step)
+    until(lambda: ticket.stopped)
+    assert isinstance(ticket.error, DestinationError) and ticket.error.mutated
+    executor.close()
+    assert step.ends == ["abandon"]
+    assert work.num_looks > 1
+
+
+def test_spans_cover_the_device_work(ticket: Ticket) -> None:
+    trace, work = Trace(enabled=True), Work()
+    executor = Executor("place", 1, trace=trace, stall_s=30)
+    executor.post(Recorded(ticket, [], run=lambda: work))
+    threading.Timer(0.05, lambda: setattr(work, "is_done", True)).start()
+    executor.close()
+    assert trace.busy_s()["place"] >= 0.04

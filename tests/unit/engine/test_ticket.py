@@ -1,0 +1,136 @@
+"""Tickets: the first outcome stands, waiters hear of it, silence has a deadline by progress."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from penstock.engine.ticket import Ticket
+from penstock.errors import Cancelled, IntegrityError, SourceStalled, SourceUnavailable
+
+
+def idle() -> bool:
+    return False
+
+
+def test_a_finished_ticket_lets_its_waiter_go() -> None:
+    ticket = Ticket(10, idle)
+    assert not ticket.done and not ticket.stopped
+    threading.Timer(0.02, ticket.finish).start()
+    ticket.wait(stall_s=10)
+    assert ticket.done and not ticket.stopped and ticket.error is None
+    ticket.check()
+
+
+def test_the_first_error_wins() -> None:
+    ticket = Ticket(10, idle)
+    first = SourceUnavailable("first")
+    ticket.fail(first)
+    ticket.fail(IntegrityError("second"))
+    ticket.cancel()
+    assert ticket.stopped and ticket.done and ticket.error is first
+    with pytest.raises(SourceUnavailable, match="first"):
+        ticket.wait(stall_s=10)
+
+
+def test_an_error_after_the_end_changes_nothing() -> None:
+    ticket = Ticket(10, idle)
+    ticket.finish()
+    ticket.fail(SourceUnavailable("late"))
+    assert ticket.done and not ticket.stopped
+    ticket.wait(stall_s=10)
+
+
+def test_cancel_is_heard_by_every_waiter() -> None:
+    ticket = Ticket(10, idle)
+    heard: list[type[BaseException]] = []
+
+    def wait() -> None:
+        try:
+            ticket.wait(stall_s=60)
+        except Cancelled as error:
+            heard.append(type(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    ticket.cancel()
+    for thread in threads:
+        thread.join(10)
+    assert heard == [Cancelled] * 3
+
+
+def test_a_stranger_among_errors_is_a_bug_and_says_what_it_was() -> None:
+    ticket = Ticket(10, idle)
+    ticket.fail(ZeroDivisionError("oops"))
+    with pytest.raises(RuntimeError, match="bug") as caught:
+        ticket.wait(stall_s=10)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_silence_is_a_stall() -> None:
+    ticket = Ticket(10, idle)
+    with pytest.raises(SourceStalled, match="at 0 of 10 bytes"):
+        ticket.wait(stall_s=0.05)
+    assert ticket.stopped, "a stall stops the work, so that it can be drained"
+
+
+def test_progress_puts_the_deadline_off() -> None:
+    ticket = Ticket(10, idle)
+
+    def move() -> None:
+        for _ in range(10):
+            time.sleep(0.05)
+            ticket.moved_bytes += 1
+            ticket.wake()
+        ticket.finish()
+
+    threading.Thread(target=move).start()
+    ticket.wait(stall_s=0.3)
+    assert ticket.moved_bytes == 10
+
+
+def test_a_busy_step_has_its_own_deadline() -> None:
+    ticket = Ticket(10, lambda: True)
+    threading.Timer(0.3, ticket.finish).start()
+    ticket.wait(stall_s=0.05)
+
+
+def test_reached_is_enough_while_work_goes_on() -> None:
+    ticket = Ticket(10, idle)
+    seen = [False]
+
+    def reach() -> None:
+        seen[0] = True
+        ticket.wake()
+
+    threading.Timer(0.02, reach).start()
+    ticket.wait_until(lambda: seen[0], stall_s=10)
+    assert not ticket.done
+
+
+def test_a_released_ticket_holds_neither_error_nor_work() -> None:
+    class Work:
+        def busy(self) -> bool:
+            return False
+
+    gc.disable()
+    try:
+        work = Work()
+        ticket = Ticket(10, work.busy)
+        error: SourceUnavailable | None = SourceUnavailable("gone")
+        assert error is not None
+        ticket.fail(error)
+        held = [weakref.ref(work), weakref.ref(error)]
+        ticket.release()
+        del work, error
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+    assert ticket.stopped and ticket.done
+    with pytest.raises(Cancelled):
+        ticket.check()

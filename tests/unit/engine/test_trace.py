@@ -1,0 +1,42 @@
+"""The trace is Chrome's JSON, from any thread, and keeps busy seconds even when it keeps no spans."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.trace import Trace
+
+
+def test_spans_become_complete_events_of_named_rows(tmp_path: Path) -> None:
+    trace = Trace(enabled=True)
+    at = trace.origin
+    trace.add("fetch", "read 0", at + 1.0, at + 1.5, 100)
+    trace.add("place", 'place "0"\n', at + 2.0, at + 2.25, 50)
+    threads = [threading.Thread(target=trace.add, args=("fetch", "r", at, at + 1, 1)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace.save(tmp_path / "t.json")
+    found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+    rows = {event["args"]["name"]: event["pid"] for event in found["traceEvents"] if event["ph"] == "M"}
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert sorted(rows) == ["fetch", "place"]
+    assert len(spans) == 6
+    first = next(span for span in spans if span["name"] == "read 0")
+    assert first["pid"] == rows["fetch"] and first["args"] == {"bytes": 100}
+    assert (first["ts"], first["dur"]) == pytest.approx((1e6, 5e5))
+    assert {span["pid"] for span in spans} == set(rows.values())
+    assert trace.busy_s() == pytest.approx({"fetch": 4.5, "place": 0.25})
+
+
+def test_disabled_it_keeps_busy_seconds_only(tmp_path: Path) -> None:
+    trace = Trace(enabled=False)
+    trace.add("fetch", "read 0", 1.0, 3.0, 100)
+    assert trace.busy_s() == {"fetch": 2.0}
+    trace.save(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"] == []

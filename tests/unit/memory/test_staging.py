@@ -1,0 +1,211 @@
+"""The staging pool: bounded, gated by watermarks, pinned once and unpinned once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
+from penstock.memory.staging import StagingBuffer, StagingPool
+
+SIZE = 64 << 10
+
+
+class Counting:
+    """A registrar that knows what is pinned, and can refuse."""
+
+    def __init__(self, *, room: int = 1 << 30) -> None:
+        self.pinned: dict[int, int] = {}
+        self.num_calls = 0
+        self.room = room
+        self._lock = threading.Lock()
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self.num_calls += 1
+            if len(self.pinned) >= self.room:
+                raise DestinationError("no more")
+            assert address not in self.pinned
+            self.pinned[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            del self.pinned[address]
+
+
+Make = Callable[..., StagingPool]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[StagingPool] = []
+
+    def pool(num_buffers: int = 4, **options: object) -> StagingPool:
+        made.append(StagingPool(num_buffers * SIZE, SIZE, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield pool
+    for one in made:
+        one.close()
+
+
+def waiting(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Call in a thread; its outcome, or its error, lands in the list."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:  # noqa: BLE001
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, outcome
+
+
+def test_buffers_are_apart_aligned_and_writable(make: Make) -> None:
+    pool = make(4)
+    found = [pool.acquire(stall_s=1) for _ in range(4)]
+    assert len({buffer.address // SIZE for buffer in found}) == 4
+    for number, buffer in enumerate(found):
+        assert buffer.address % mmap.PAGESIZE == 0 and buffer.nbytes == SIZE == len(buffer.view)
+        buffer.view[:] = bytes([number]) * SIZE
+    assert [set(buffer.array.tolist()) for buffer in found] == [{0}, {1}, {2}, {3}]
+    assert pool.peak_bytes == 4 * SIZE
+
+
+def test_sizes_are_rounded_up_to_pages_and_down_to_the_budget() -> None:
+    pool = StagingPool(10 * mmap.PAGESIZE, mmap.PAGESIZE + 1)
+    assert (pool.buffer_bytes, pool.num_buffers) == (2 * mmap.PAGESIZE, 5)
+    pool.close()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1, SIZE, 2 * SIZE - 1])
+def test_a_budget_below_two_buffers_says_what_would_do(memory_bytes: int) -> None:
+    with pytest.raises(BudgetTooSmall) as caught:
+        StagingPool(memory_bytes, SIZE)
+    assert caught.value.minimum_bytes == 2 * SIZE
+    StagingPool(caught.value.minimum_bytes, SIZE).close()
+
+
+def test_the_last_released_is_the_next_acquired(make: Make) -> None:
+    pool = make(4)
+    first, second = pool.acquire(stall_s=1), pool.acquire(stall_s=1)
+    pool.release(first)
+    pool.release(second)
+    assert pool.acquire(stall_s=1) is second
+    assert pool.peak_bytes == 2 * SIZE
+
+
+def test_an_empty_pool_makes_wait_until_one_is_released(make: Make) -> None:
+    pool = make(2)
+    held = [pool.acquire(stall_s=1) for _ in range(2)]
+    assert pool.try_acquire() is None
+    thread, outcome = waiting(lambda: pool.acquire(stall_s=10))
+    pool.release(held[0])
+    thread.join(5)
+    assert outcome == [held[0]]
+
+
+def test_above_the_high_watermark_nobody_gets_one_until_the_low(make: Make) -> None:
+    pool = make(8, high_watermark_bytes=4 * SIZE, low_watermark_bytes=2 * SIZE)
+    held = [pool.acquire(stall_s=1) for _ in range(4)]
+    thread, outcome = waiting(lambda: pool.acquire(stall_s=10))
+    pool.release(held.pop())
+    assert pool.try_acquire() is None
+    thread.join(0.05)
+    assert outcome == [] and thread.is_alive()
+    pool.release(held.pop())
+    thread.join(5)
+    assert isinstance(outcome[0], StagingBuffer)
+    assert pool.peak_bytes == 4 * SIZE
+
+
+def test_nothing_released_is_a_stall_that_names_the_knob(make: Make) -> None:
+    pool = make(2)
+    _ = [pool.acquire(stall_s=1) for _ in range(2)]
+    with pytest.raises(SourceStalled, match="memory_bytes"):
+        pool.acquire(stall_s=0.05)
+
+
+def test_cancel_wakes_every_waiter_and_refuses_from_then_on(make: Make) -> None:
+    pool = make(2)
+    held = [pool.acquire(stall_s=1) for _ in range(2)]
+    waiters = [waiting(lambda: pool.acquire(stall_s=60)) for _ in range(3)]
+    time.sleep(0.02)
+    pool.cancel()
+    for thread, outcome in waiters:
+        thread.join(5)
+        assert isinstance(outcome[0], Cancelled)
+    pool.release(held[0])
+    assert pool.try_acquire() is None
+    with pytest.raises(Cancelled):
+        pool.acquire(stall_s=1)
+
+
+def test_buffers_are_pinned_at_first_use_and_unpinned_once(make: Make) -> None:
+    registrar = Counting()
+    pool = make(4, registrar=registrar)
+    assert registrar.pinned == {}
+    for _ in range(3):
+        one, two = pool.acquire(stall_s=1), pool.acquire(stall_s=1)
+        assert registrar.pinned == {one.address: SIZE, two.address: SIZE}
+        pool.release(one)
+        pool.release(two)
+    assert registrar.num_calls == 2
+    pool.close()
+    assert registrar.pinned == {}
+    pool.close()
+
+
+def test_a_refused_pin_is_the_acquirers_and_loses_no_buffer(make: Make) -> None:
+    registrar = Counting(room=1)
+    pool = make(2, registrar=registrar)
+    kept = pool.acquire(stall_s=1)
+    for _ in range(3):
+        with pytest.raises(DestinationError, match="no more"):
+            pool.acquire(stall_s=1)
+    registrar.room = 2
+    other = pool.acquire(stall_s=1)
+    assert len(registrar.pinned) == 2
+    pool.release(kept)
+    pool.release(other)
+    pool.close()
+    assert registrar.pinned == {}
+
+
+def test_warming_pins_everything_and_hides_nothing(make: Make) -> None:
+    registrar = Counting()
+    pool = make(7, registrar=registrar)
+    pool.warm(3)
+    held = [pool.acquire(stall_s=5) for _ in range(7)]
+    assert len(registrar.pinned) == registrar.num_calls == 7
+    for buffer in held:
+        pool.release(buffer)
+    pool.close()
+    assert registrar.pinned == {}
+
+
+def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) -> None:
+    registrar = Counting(room=0)
+    pool = make(4, registrar=registrar)
+    pool.warm(2)
+    with pytest.raises(DestinationError, match="no more"):
+        pool.acquire(stall_s=5)
+    registrar.room = 4
+    assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
+
+
+def test_closing_while_it_warms_unpins_all(make: Make) -> None:
+    registrar = Counting()
+    pool = make(64, registrar=registrar)
+    pool.warm(4)
+    pool.cancel()
+    pool.close()
+    assert registrar.pinned == {}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-staging")]
