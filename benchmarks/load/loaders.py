@@ -182,6 +182,8 @@ def prepare(name: str) -> None:
         importlib.import_module(module)
     import torch
 
+    if LOADERS[name].package == "penstock":
+        importlib.import_module("penstock.loader.load")
     if LOADERS[name].package == "penstock" and torch.cuda.is_available():
         importlib.import_module("penstock.engine.place_cuda")
         if name == "penstock-verify":

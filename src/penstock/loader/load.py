@@ -7,9 +7,8 @@ Not here: how (`session`), live parameters (`into`), the exchange between ranks 
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,10 @@ from penstock.errors import Cancelled
 from penstock.loader.pause import paused_gc
 from penstock.loader.report import Report
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
+from penstock.plan.schedule import LoadPlan
+from penstock.storage import Source
 from penstock.storage.manifest import Names, Uris
-from penstock.types import Box, Manifest, TensorTable
+from penstock.types import Manifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -189,7 +190,7 @@ def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, gr
     """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others."""
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
     with telling(group, options, settings.stall_s), paused_gc():
-        return Session(uri, options, settings)
+        return Session(uri, options, settings, in_group=group is not None)
 
 
 def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> AbstractContextManager[None]:
@@ -202,20 +203,25 @@ def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> Abs
 
 
 def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
-    """Every tensor, and their bytes. The tensors are made while their bytes are still on the way."""
+    """Every tensor, and their bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, made in batches for name, tensor in zip(names, made, strict=True)}
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
-    tensors = {}
-    run, place = _start(session, window_bytes=0)
-    for count, (names, made) in enumerate(session.batches(run.plan, range(len(run.plan.slab_nbytes)), place.slab)):
-        tensors.update(zip(names, made, strict=True))
-        if count % 16 == 15:
-            time.sleep(0)  # hand the GIL to the reader, who would else wait out its switch interval
+    plan, place, begin = _prepare(session)
+    session.phases.enter("allocate")
+    if isinstance(place, HostPlace):
+        run = begin(0)
+        tensors = _made(session, plan, place)
+    else:
+        # Before anything moves: making 60,000 tensors takes longer, and the reader too, where they share the GIL.
+        place.allocate()
+        tensors = _made(session, plan, place)
+        run = begin(0)
+    session.phases.enter("move")
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
-    return tensors, run.plan.nbytes
+    return tensors, plan.nbytes
 
 
 def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -224,9 +230,11 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
         for names, made in _exchanged(session, group):
             yield from zip(names, made, strict=True)
         return
-    run, place = _start(session, window_bytes=session.settings.memory_bytes)
+    plan, place, begin = _prepare(session)
+    run = begin(session.settings.memory_bytes)
+    session.phases.enter("move")
     with session.progress() as progress:
-        for names, made in session.batches(run.plan, run.slabs(), place.take):
+        for names, made in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
             pairs = deque(zip(names, made, strict=True))
             del made
@@ -244,43 +252,35 @@ def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
     return exchange(session, group, table, boxes)
 
 
-def _start(session: Session, *, window_bytes: int) -> tuple[LoadRun, Any]:
-    """Plan, choose the place, set the run going."""
+def _made(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
+    """Every tensor as a view of its slab, whose bytes may not be there yet."""
+    tensors: dict[str, torch.Tensor] = {}
+    for names, made in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
+        tensors.update(zip(names, made, strict=True))
+    return tensors
+
+
+def _prepare(session: Session) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
+    """The plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any)."""
     session.phases.enter("plan")
     table = session.table()
     boxes = session.boxes(table)
-    starts = _start_cuda if session.options.device.type == "cuda" else _start_host
-    run, place = starts(session, table, boxes, window_bytes)
-    session.phases.enter("move")
-    return run, place
+    place: Any
+    sources: Sequence[Source] | None = None
+    if session.options.device.type == "cuda":
+        from penstock.engine.place_cuda import CudaPlace
 
-
-def _start_host(
-    session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
-) -> tuple[LoadRun, HostPlace]:
-    plan = session.make_plan(table, boxes, pack=True, exact=boxes.count(None) == len(boxes))
-    if session.maps_files(boxes):
-        session.phases.enter("allocate")
-        place, sources = session.map_files(plan)
-        checker = session.checker(plan, place)
-        return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes), place
-    place = HostPlace(plan.slab_nbytes.tolist())
+        plan = session.make_plan(table, boxes, pack=True, exact=False)
+        place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
+    else:
+        plan = session.make_plan(table, boxes, pack=True, exact=boxes.count(None) == len(boxes))
+        if session.maps_files(boxes):
+            place, sources = session.map_files(plan)
+        else:
+            place = HostPlace(plan.slab_nbytes.tolist())
     checker = session.checker(plan, place)
-    return session.begin(plan, place, checker=checker, window_bytes=window_bytes), place
 
+    def begin(window_bytes: int) -> LoadRun:
+        return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes)
 
-def _start_cuda(
-    session: Session, table: TensorTable, boxes: Sequence[Box | None], window_bytes: int
-) -> tuple[LoadRun, Any]:
-    from penstock.engine.place_cuda import CudaPlace, CudaRegistrar
-
-    session.open_pool(CudaRegistrar(session.options.device))
-    plan = session.make_plan(table, boxes, pack=True, exact=False)
-    place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
-    checker = session.checker(plan, place)
-    run = session.begin(plan, place, checker=checker, window_bytes=window_bytes)
-    if not window_bytes:
-        # The first chunks are being read while the device's memory is made.
-        session.phases.enter("allocate")
-        place.allocate()
-    return run, place
+    return plan, place, begin

@@ -63,6 +63,9 @@ MAX_GROUP_THREADS = 6
 SPARE_BUFFERS = 8
 """Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
 
+WARM_ABOVE_BYTES = 1 << 30
+"""Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
+
 WARM_THREADS = 4
 """Threads that touch and pin staging ahead of its first use; more of them only wait for the address space's lock."""
 
@@ -88,21 +91,31 @@ Batch = tuple[Sequence[str], list[torch.Tensor]]
 class Session:
     """One load. A context manager; leaving it drains and frees everything but what was given away."""
 
-    def __init__(self, uri: Uris, options: Options, settings: Settings) -> None:
+    def __init__(self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False) -> None:
         self.options, self.settings = options, settings
-        self.phases = Phases()
-        self.trace = Trace(enabled=options.trace is not None)
-        self.weights: WeightSet = open_weights(
-            uri, settings=settings, storage_options=options.storage_options, names=options.names
-        )
-        self.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.local_world_size = 1
         """Processes that read on this host at the same time, as part of the same load."""
+        self._peak_staging_bytes = 0
+        self.phases = Phases()
+        self.trace = Trace(enabled=options.trace is not None)
+        self.is_remote = False
+        self._pool: StagingPool | None = None
+        if options.device.type == "cuda" and not in_group and _local_nbytes(uri) > WARM_ABOVE_BYTES:
+            # Headers are read while staging is touched and pinned.
+            from penstock.engine.place_cuda import CudaRegistrar
+
+            self.open_pool(CudaRegistrar(options.device)).warm(WARM_THREADS)
+        try:
+            self.weights: WeightSet = open_weights(
+                uri, settings=settings, storage_options=options.storage_options, names=options.names
+            )
+        except BaseException:
+            self._close_pool()
+            raise
+        self.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.run: LoadRun | None = None
         self.plan: LoadPlan | None = None
         self._mapped: list[MappedFile] = []
-        self._pool: StagingPool | None = None
-        self._peak_staging_bytes = 0
         self.ring_refusal = ""
         self.verified = False
         self.why = ""
@@ -116,13 +129,17 @@ class Session:
         """Drain, free, close. Idempotent."""
         if self.run is not None:
             self.run.close()
-        if self._pool is not None:
-            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
-            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
-            self._peak_staging_bytes, self._pool = self._pool.peak_bytes, None
+        self._close_pool()
         for mapped in self._mapped:
             mapped.close()
         self.weights.close()
+
+    def _close_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.cancel()
+            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
+            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
+            self._peak_staging_bytes, self._pool = self._pool.peak_bytes, None
 
     def __enter__(self) -> Session:
         return self
@@ -215,13 +232,11 @@ class Session:
         ]
         return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped) for mapped in self._mapped]
 
-    def open_pool(self, registrar: Registrar | None) -> None:
-        """Make the staging pool, as large as keeps readers and device busy, and begin to touch and pin it."""
-        num_threads = self._num_fetch_threads()
-        enough = (num_threads + SPARE_BUFFERS) * self.chunk_bytes
+    def open_pool(self, registrar: Registrar | None) -> StagingPool:
+        """Make the staging pool, as large as keeps readers and device busy."""
+        enough = (self._num_fetch_threads() + SPARE_BUFFERS) * self.chunk_bytes
         self._pool = StagingPool(min(self.settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
-        if registrar is not None and self.manifest.nbytes > enough:
-            self._pool.warm(WARM_THREADS)
+        return self._pool
 
     def begin(
         self,
@@ -437,3 +452,17 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
             raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found
+
+
+def _local_nbytes(uri: Uris) -> int:
+    """Bytes of the safetensors files a local path names, roughly and cheaply; 0 where that takes more than a look."""
+    if not isinstance(uri, str | os.PathLike) or is_remote(str(uri)):
+        return 0
+    path = local_path(str(uri))
+    try:
+        if os.path.isfile(path):
+            return os.path.getsize(path)
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors"))
+    except OSError:
+        return 0
