@@ -204,6 +204,7 @@ def test_an_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, 
 def test_a_source_that_fails_midway(
     checkpoint: Path, allocated: int, monkeypatch: pytest.MonkeyPatch, do: Callable[..., None]
 ) -> None:
+    monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # the kernel's own reads cannot be made to fail from here
     failing_reads(monkeypatch, after=4)
     with pytest.raises(SourceUnavailable) as caught:
         do(checkpoint, memory_bytes=16 * MIB)
