@@ -57,6 +57,7 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
     def __init__(self, session: Session, group: ProcessGroup | None) -> None:
         self._session = session
         self._report: Report | None = None
+        self._is_closed = False
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
         self._num_tensors = self._nbytes = 0
@@ -72,9 +73,7 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
         try:
             name, tensor = next(self._tensors)
         except StopIteration:
-            if self._report is None:
-                self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
-                self.close()
+            self._end()
             raise
         except BaseException:
             self.close()
@@ -83,8 +82,20 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
         self._nbytes += tensor.nbytes
         return name, tensor
 
+    def _end(self) -> None:
+        """Every tensor was yielded: report. Cancelled where the stream was closed before that."""
+        if self._report is not None:
+            return
+        if self._is_closed:
+            raise Cancelled("the stream was closed before its end", hint="open another one")
+        try:
+            self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
+        finally:
+            self.close()
+
     def close(self) -> None:
-        """Drain and free. Idempotent."""
+        """Drain and free; iterating further raises Cancelled. Idempotent."""
+        self._is_closed = True
         self._tensors.close()
         self._session.close()
 

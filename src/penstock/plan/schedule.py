@@ -154,7 +154,11 @@ def plan_load(
     for i in np.flatnonzero(boxed).tolist():
         box = wanted[i]
         assert box is not None
-        runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
+        try:
+            runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
+        except PlanError as error:
+            error.tensor = rows.names[i]
+            raise
         row_nbytes[i] = runs[i].nbytes
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.

@@ -1,0 +1,230 @@
+"""`load_into` on the CPU: live parameters filled in place, or not touched, or the error says that they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.config import Settings
+from penstock.errors import SourceUnavailable
+from penstock.storage import manifest as manifests
+from penstock.storage.files import FileSource
+from penstock.types import MIB
+
+
+class Model(torch.nn.Module):
+    """Two layers, tied; a buffer that is saved and one that is not; a scalar; an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(300, 40)
+        self.hidden = torch.nn.Linear(40, 40, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(40, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+        self.none = torch.nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("scratch", torch.zeros(7), persistent=False)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach() for name, t in model.state_dict(keep_vars=True).items() if name != "head.weight"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """What a trained `Model` saves, tied weights once."""
+    torch.manual_seed(4)
+    model = Model()
+    trained = {name: torch.randn(t.shape).to(t.dtype) for name, t in tensors_of(model).items()}
+    save_file(trained, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def state(targets: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in targets.items()}
+
+
+def test_a_module_is_filled_where_it_is(path: Path) -> None:
+    model = Model()
+    model.embed.weight.requires_grad_(True)
+    before = {name: (t, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
+    report = penstock.load_into(model, path)
+    wanted = load_file(path)
+    assert state(tensors_of(model)) == state(wanted)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0] and tensor.data_ptr() == before[name][1]
+    assert model.head.weight is model.embed.weight and model.embed.weight.requires_grad
+    assert not model.scratch.any()
+    assert report.num_tensors == len(wanted) and report.nbytes == sum(t.nbytes for t in wanted.values())
+    assert sum(report.phases.values()) == pytest.approx(report.wall_s)
+
+
+@pytest.mark.parametrize("memory_bytes", [None, "1M"])
+def test_a_dict_of_large_tensors(tmp_path: Path, memory_bytes: str | None) -> None:
+    wanted = {f"t{i}": torch.randint(0, 1 << 62, (MIB // 4 + i,)) for i in range(4)}
+    save_file(wanted, tmp_path / "m.safetensors")
+    targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    penstock.load_into(targets, tmp_path, memory_bytes=memory_bytes)
+    assert state(targets) == state(wanted)
+
+
+def test_tied_weights_that_are_saved_twice_are_filled_once(tmp_path: Path, path: Path) -> None:
+    wanted = load_file(path)
+    save_file({**wanted, "head.weight": wanted["embed.weight"].clone()}, tmp_path / "both.safetensors")
+    model = Model()
+    report = penstock.load_into(model, tmp_path / "both.safetensors")
+    assert torch.equal(model.head.weight, wanted["embed.weight"]) and report.num_tensors == len(wanted)
+
+
+def test_targets_that_are_not_contiguous(tmp_path: Path) -> None:
+    wanted = {"a": torch.randn(30, 50), "b": torch.randn(20, 6)}
+    save_file(wanted, tmp_path / "m.safetensors")
+    memory = torch.zeros(20, 12)
+    targets = {"a": torch.zeros(50, 30).t(), "b": memory[:, ::2]}
+    penstock.load_into(targets, tmp_path)
+    assert torch.equal(targets["a"], wanted["a"]) and torch.equal(memory[:, ::2], wanted["b"])
+    assert not memory[:, 1::2].any(), "what lies between stays"
+
+
+@pytest.mark.parametrize("kind", ["mapping", "function"])
+def test_renamed(path: Path, kind: str) -> None:
+    wanted = load_file(path)
+    targets = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    rename: Any = {name: f"model.{name}" for name in wanted} if kind == "mapping" else "model.{}".format
+    penstock.load_into(targets, path, rename=rename)
+    assert state(targets) == {f"model.{name}": data for name, data in state(wanted).items()}
+
+
+def test_a_rename_of_none_leaves_out(path: Path) -> None:
+    targets = {"mean": torch.zeros(7)}
+    penstock.load_into(targets, path, rename=lambda name: name if name == "mean" else None)
+    penstock.load_into(targets, path, rename={"mean": "mean"})
+    penstock.load_into(targets, path, names="mean")
+    assert torch.equal(targets["mean"], load_file(path)["mean"])
+
+
+def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
+    targets = {
+        "mean": torch.zeros(8),
+        "hidden.weight": torch.zeros(40, 40),
+        "hidden.bias": torch.zeros(40, dtype=torch.bfloat16),
+        "extra": torch.zeros(3),
+        "scale": torch.zeros(()),
+        "none": torch.zeros(0, 4),
+    }
+    with pytest.raises(penstock.PlanError) as caught:
+        penstock.load_into(targets, path)
+    message = caught.value.message
+    assert "4 tensors" in message and not caught.value.mutated
+    for offender in ("mean", "hidden.weight", "extra", "embed.weight"):
+        assert offender in message
+    assert "hidden.bias" not in message
+    assert not any(tensor.any() for tensor in targets.values())
+
+
+def test_not_strict_fills_what_both_have_but_never_a_wrong_shape(path: Path) -> None:
+    targets = {"mean": torch.zeros(7), "extra": torch.zeros(3)}
+    report = penstock.load_into(targets, path, strict=False)
+    assert torch.equal(targets["mean"], load_file(path)["mean"]) and not targets["extra"].any()
+    assert report.num_tensors == 1
+    with pytest.raises(penstock.PlanError):
+        penstock.load_into({"mean": torch.zeros(8)}, path, strict=False)
+
+
+def test_two_tensors_for_one_target(path: Path) -> None:
+    with pytest.raises(penstock.PlanError, match="both go to x"):
+        penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
+
+
+def test_meta_targets_are_told_what_to_do(path: Path) -> None:
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(penstock.PlanError, match="to_empty"):
+        penstock.load_into(model, path)
+
+
+def test_nothing_to_fill(path: Path) -> None:
+    assert penstock.load_into({}, path, strict=False).num_tensors == 0
+    with pytest.raises(penstock.PlanError):
+        penstock.load_into({}, path)
+
+
+def digest(path: Path) -> None:
+    with manifests.open_weights(str(path), settings=Settings.read()) as weights:
+        raw = manifests.encode(manifests.build(weights))
+    Path(manifests.sidecar_uri(str(path))).write_bytes(raw)
+
+
+def test_a_flipped_bit_says_that_the_target_was_touched(path: Path) -> None:
+    digest(path)
+    assert penstock.load_into(Model(), path).verified
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x10
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(penstock.IntegrityError) as caught:
+        penstock.load_into(Model(), path)
+    assert caught.value.mutated and "TOUCHED" in str(caught.value)
+    assert not penstock.load_into(Model(), path, verify=False).verified
+
+
+def test_nothing_to_verify_against_is_told_before_anything_is_touched(path: Path) -> None:
+    model = Model()
+    before = state(tensors_of(model))
+    with pytest.raises(penstock.IntegrityError) as caught:
+        penstock.load_into(model, path, verify=True)
+    assert not caught.value.mutated and state(tensors_of(model)) == before
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_source_that_fails_says_whether_the_target_was_touched(
+    path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, count = FileSource.readv, [0]
+
+    def readv(self: FileSource, offset: int, buffers: Any) -> str:
+        if offset:
+            count[0] += 1
+            if count[0] > after:
+                raise SourceUnavailable("the disk is gone", uri=self.uri)
+        return original(self, offset, buffers)
+
+    monkeypatch.setattr(FileSource, "readv", readv)
+    monkeypatch.setenv("PENSTOCK_FETCH_THREADS", "1")
+    monkeypatch.setenv("PENSTOCK_CHUNK_BYTES", "64K")
+    monkeypatch.setenv("PENSTOCK_IO_URING", "0")
+    wanted = {f"t{i}": torch.ones(MIB // 8, dtype=torch.int64) for i in range(4)}
+    save_file(wanted, path)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with pytest.raises(SourceUnavailable) as caught:
+        penstock.load_into(targets, path)
+    assert caught.value.mutated == (after > 0) == any(bool(tensor.any()) for tensor in targets.values())
+
+
+def test_the_target_is_let_go_without_the_collector(path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model()
+        held = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+        penstock.load_into(model, path)
+        targets = {name: torch.empty_like(t) for name, t in load_file(path).items()}
+        held.extend(weakref.ref(t) for t in targets.values())
+        penstock.load_into(targets, path)
+        with pytest.raises(penstock.PlanError) as caught:
+            penstock.load_into({**targets, "more": torch.zeros(1)}, path)
+        del model, targets, caught
+        assert [ref() is None for ref in held] == [True] * len(held)
+    finally:
+        gc.enable()
