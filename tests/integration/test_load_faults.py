@@ -98,7 +98,11 @@ def do_load_into(uri: Any) -> None:
     penstock.load_into(targets(), uri)
 
 
-DOES = [do_load, do_copy, do_stream, do_load_into]
+def do_boxes(uri: Any) -> None:
+    penstock.load(uri, boxes=lambda name, shape: penstock.Box(start=(3,), stop=(shape[0] - 3,)))
+
+
+DOES = [do_load, do_copy, do_boxes, do_stream, do_load_into]
 
 
 def fails(do: Callable[[Any], None], uri: Any, *kinds: type[PenstockError]) -> PenstockError:
@@ -204,18 +208,24 @@ def test_a_file_that_changes_while_it_is_loaded(
                 done[0] = True
                 change(big, how)
 
-    read, prefetch = FileSource.readv, MappedFile.prefetch
+    read, cached_fd, prefetch = FileSource.readv, FileSource.cached_fd, MappedFile.prefetch
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
         if offset:
             once()
         return read(self, offset, buffers)
 
+    def by_ring(self: FileSource, offset: int, nbytes: int) -> int | None:
+        found = cached_fd(self, offset, nbytes)
+        once()
+        return found
+
     def fetch(self: MappedFile, offset: int, nbytes: int) -> None:
         once()
         prefetch(self, offset, nbytes)
 
     monkeypatch.setattr(FileSource, "readv", readv)
+    monkeypatch.setattr(FileSource, "cached_fd", by_ring)
     monkeypatch.setattr(MappedFile, "prefetch", fetch)
     error = fails(do, big, SourceTruncated, SourceChanged)
     assert error.uri == str(big) and done[0]

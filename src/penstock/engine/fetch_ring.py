@@ -9,9 +9,9 @@ Not here: the ring (`storage.uring`), what a step reads (`run`).
 
 from __future__ import annotations
 
-import errno
 import heapq
 import itertools
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from typing import Literal, Protocol
 
 from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded
 from penstock.engine.trace import Trace
-from penstock.errors import SourceStalled, SourceUnavailable
+from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
+from penstock.storage.local import typed_error
 from penstock.storage.uring import Uring
 
 
@@ -31,6 +32,7 @@ class Queued:
     offset: int
     address: int
     nbytes: int
+    uri: str
 
 
 class FetchStep(Step, Protocol):
@@ -173,8 +175,7 @@ class RingFetch:
                 continue
             del self._flying[token]
             if result <= 0:
-                why = errno.errorcode.get(-result, str(-result)) if result else "the file ended"
-                one.step.ticket.fail(SourceUnavailable(f"{one.step.name} failed: {why}"))
+                one.step.ticket.fail(_fault(one, -result))
                 one.step.abandon()
                 continue
             self._trace.add(self.name, one.step.name, one.start, now, one.read.nbytes)
@@ -182,3 +183,11 @@ class RingFetch:
         for one in self._flying.values():
             if now - one.start > self._stall_s:
                 one.step.ticket.fail(SourceStalled(f"{one.step.name}: no byte for {self._stall_s} s"))
+
+
+def _fault(one: _Flying, code: int) -> SourceError:
+    """The error of a read that ended with this errno; 0: the file ended."""
+    span = (one.read.offset + one.num_read, one.read.offset + one.read.nbytes)
+    if code:
+        return typed_error(OSError(code, os.strerror(code)), one.read.uri, span)
+    return SourceTruncated("file ended before the bytes its header promises", uri=one.read.uri, byte_range=span)

@@ -257,7 +257,7 @@ class _FetchStep:
         self._buffer = run.pool.try_acquire()
         if self._buffer is None:
             return "later"
-        return Queued(fd, offset, self._buffer.address, self.nbytes)
+        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
 
     def arrived(self) -> None:
         """See `FetchStep.arrived`."""
