@@ -94,6 +94,7 @@ def reading_fails(rank: int, world_size: int, directories: list[str], victim: in
         return original(self, offset, buffers)
 
     FileSource.readv = readv  # type: ignore[method-assign]
+    os.environ["PENSTOCK_IO_URING"] = "0"  # the kernel's own reads cannot be made to fail from here
     return everything(rank, world_size, directories, {})
 
 

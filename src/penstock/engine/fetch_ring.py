@@ -65,8 +65,7 @@ class _Flying:
 class RingFetch:
     """Executor of fetch steps on a ring; its thread also carries out the place steps posted to `place`.
 
-    One thread for both: an 8 MiB chunk costs some 60 us of Python, and two threads that hand it over for every chunk
-    of a 55 GB/s stream spend more than that on the GIL. Source: benchmarks/results/h200x1_202611/load.md.
+    One thread for both: two threads that hand over every chunk of a 55 GB/s stream spend their time on the GIL.
 
     Args:
         ring: of at least `depth` entries; closed with the executor.

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.executors import Pending
+from penstock.errors import DestinationError
 from penstock.memory.staging import Registrar, StagingBuffer
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,7 +89,11 @@ class HostPlace:
         with self._lock:
             found = self._slabs[index]
             if found is None:
-                found = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
+                try:
+                    found = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
+                except MemoryError as error:
+                    message = f"no room in host memory for {self._nbytes[index]} bytes"
+                    raise DestinationError(message, hint="load fewer names, or boxes") from error
             return found
 
     def take(self, index: int) -> Bytes:

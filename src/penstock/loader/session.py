@@ -53,12 +53,12 @@ PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
 MAX_LOCAL_READS = 12
-"""Reads of local files under way at once into a device's staging: 12 x 8 MiB read faster than PCIe 5 copies.
-Source: benchmarks/results/h200x1_202611/load.md."""
+"""Reads of local files under way at once into a device's staging: 12-14 x 8 MiB come nearest the link (53 of 55.5).
+Source: benchmarks/results/h200x1_202611/load.md, "Why goals are missed"."""
 
 MAX_GROUP_THREADS = 6
-"""The same where several ranks of one host read at once: four processes of 6 readers reach 85-95 GB/s, of 10 readers
-62-68, since their staging no longer fits the processor's cache. Source: as above."""
+"""The same where several ranks of one host read at once; 8 made no difference.
+Source: benchmarks/results/h200x4_202611/load.md."""
 
 SPARE_BUFFERS = 8
 """Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
@@ -188,7 +188,9 @@ class Session:
             raise PlanError(f"boxes for tensors that are not there: {', '.join(unknown[:5])}")
         return tuple(boxes.get(name) for name in table.names)
 
-    def make_plan(self, table: TensorTable, boxes: Sequence[Box | None], *, pack: bool, exact: bool) -> LoadPlan:
+    def make_plan(
+        self, table: TensorTable, boxes: Sequence[Box | None], *, pack: bool, exact: bool, chunk_bytes: int = 0
+    ) -> LoadPlan:
         """Plan the rows of `table` (in file order).
 
         Args:
@@ -196,12 +198,13 @@ class Session:
             boxes: region of each, or None.
             pack: see `plan_load`.
             exact: read no byte that is not wanted (the destination itself is read into).
+            chunk_bytes: largest read, at least `self.chunk_bytes`.
         """
         gap = MAX_GAP_REMOTE_BYTES if self.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
             file_nbytes=[source.nbytes for source in self.weights.sources],
-            chunk_bytes=self.chunk_bytes,
+            chunk_bytes=max(chunk_bytes, self.chunk_bytes),
             boxes=boxes,
             pack=pack,
             align_bytes=1 if exact or self.is_remote else PAGE_BYTES,
@@ -216,10 +219,14 @@ class Session:
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
         return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
 
-    def map_files(self, plan: LoadPlan) -> tuple[HostPlace, list[Source]]:
-        """A place whose slabs are views of mapped files, and sources that bring them in."""
+    def open_mappings(self) -> bool:
+        """Map the files; whether all are in the page cache already."""
         files = self.weights.sources
         self._mapped = [MappedFile(local_path(source.uri), identity=source.identity) for source in files]
+        return all(mapped.is_ready() for mapped in self._mapped)
+
+    def map_files(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
+        """A place whose slabs are views of the mapped files, and sources that bring them in."""
         first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
         slabs: list[Bytes | None] = [
             np.frombuffer(self._mapped[file].view(offset, nbytes), np.uint8)
@@ -230,7 +237,7 @@ class Session:
                 strict=True,
             )
         ]
-        return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped) for mapped in self._mapped]
+        return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped, is_ready) for mapped in self._mapped]
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
         """Make the staging pool, as large as keeps readers and device busy."""
@@ -422,13 +429,14 @@ class Session:
 class _MappedSource:
     """A mapped file as a source whose bytes are already where they go: reading is bringing them in."""
 
-    def __init__(self, mapped: MappedFile) -> None:
-        self._mapped = mapped
+    def __init__(self, mapped: MappedFile, is_ready: bool) -> None:
+        self._mapped, self._is_ready = mapped, is_ready
         self.uri, self.nbytes, self.identity = mapped.uri, mapped.nbytes, mapped.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`; `buffers` are views of this very range."""
-        self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
+        if not self._is_ready:
+            self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
         return "mmap"
 
     def close(self) -> None:

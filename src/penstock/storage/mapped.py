@@ -10,7 +10,6 @@ import bisect
 import errno
 import os
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -22,10 +21,6 @@ from penstock.types import MIB
 
 # 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
 _WILLNEED_BYTES = 2 * MIB
-# 8 MiB mapped within 200 us: 40 GB/s, large folios. Single pages take 400-600 us, so touching them is worth threads.
-# Source: benchmarks/results/cpu2_202611/files.md.
-_SAMPLE_BYTES = 8 * MIB
-_READY_S = 200e-6
 
 
 class MappedFile:
@@ -116,18 +111,11 @@ class MappedFile:
                 self._touch(part, start, nbytes)
 
     def is_ready(self) -> bool:
-        """Whether the whole file is cached, in folios so large that to touch it costs no more than to prefetch it.
+        """Whether the whole file is in the page cache: there is nothing to bring in, touching it costs the same.
 
-        Cost: 0.3 ms for 2 GB in large folios; 0.7 ms to say no. Nothing is read.
+        Cost: one system call, 10 ns a cached folio. Nothing is read.
         """
-        start = self.nbytes // 2
-        stop = min(start + _SAMPLE_BYTES, self.nbytes)
-        if start == stop or not self._is_cached(start, stop):
-            return start == stop
-        part, base = self._scratch(start, stop)
-        began = time.perf_counter()
-        self._populate(part, 0, part.nbytes, base)
-        return time.perf_counter() - began < _READY_S and self._is_cached(0, self.nbytes)
+        return not self.nbytes or self._is_cached(0, self.nbytes)
 
     def check_unchanged(self) -> None:
         """See `FileSource.check_unchanged`."""

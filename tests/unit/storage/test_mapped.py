@@ -304,19 +304,13 @@ def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
     assert view[3:] == body[3:]
 
 
-def test_a_file_is_ready_only_when_all_of_it_is_cached(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_ready_only_when_all_of_it_is_cached(path: str, tmp_path: Path) -> None:
     file = MappedFile(path)
-    monkeypatch.setattr(mapped, "_READY_S", 60.0)  # however small its folios and slow this machine
     if kernel.resident_pages(file._fd, 0, NBYTES) is None:
         assert not file.is_ready()
         return
     assert file.is_ready()
-    monkeypatch.setattr(mapped, "_READY_S", 0.0)
-    assert not file.is_ready()
     evict(path)
-    monkeypatch.setattr(mapped, "_READY_S", 60.0)
     assert not file.is_ready()
     file.prefetch(0, NBYTES)
     assert file.is_ready()
