@@ -208,7 +208,8 @@ def test_a_file_that_changes_while_it_is_loaded(
                 done[0] = True
                 change(big, how)
 
-    read, cached_fd, prefetch = FileSource.readv, FileSource.cached_fd, MappedFile.prefetch
+    read, cached_fd = FileSource.readv, FileSource.cached_fd
+    prefetch, is_ready = MappedFile.prefetch, MappedFile.is_ready
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
         if offset:
@@ -224,6 +225,12 @@ def test_a_file_that_changes_while_it_is_loaded(
         once()
         prefetch(self, offset, nbytes)
 
+    def mapped(self: MappedFile) -> bool:
+        found = is_ready(self)
+        once()
+        return found
+
+    monkeypatch.setattr(MappedFile, "is_ready", mapped)
     monkeypatch.setattr(FileSource, "readv", readv)
     monkeypatch.setattr(FileSource, "cached_fd", by_ring)
     monkeypatch.setattr(MappedFile, "prefetch", fetch)

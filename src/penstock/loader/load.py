@@ -223,7 +223,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, made in batches for name, tensor in zip(names, made, strict=True)}
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
-    plan, place, begin = _prepare(session)
+    plan, place, begin = _prepare(session, all_at_once=True)
     session.phases.enter("allocate")
     if isinstance(place, HostPlace):
         run = begin(0)
@@ -245,7 +245,7 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
         for names, made in _exchanged(session, group):
             yield from zip(names, made, strict=True)
         return
-    plan, place, begin = _prepare(session)
+    plan, place, begin = _prepare(session, all_at_once=False)
     run = begin(session.settings.memory_bytes)
     session.phases.enter("move")
     with session.progress() as progress:
@@ -275,8 +275,11 @@ def _made(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tenso
     return tensors
 
 
-def _prepare(session: Session) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
-    """The plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any)."""
+def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
+    """The plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any).
+
+    `all_at_once`: nothing is given to the caller before everything is there.
+    """
     session.phases.enter("plan")
     table = session.table()
     boxes = session.boxes(table)
@@ -290,10 +293,10 @@ def _prepare(session: Session) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]
     else:
         whole = boxes.count(None) == len(boxes)
         if session.maps_files(boxes):
-            is_ready = session.open_mappings()
-            # Digests are compared step by step: a stream gives what comes before a bad tensor.
-            large = READY_BYTES if is_ready and session.manifest.leaves is None else 0
-            plan = session.make_plan(table, boxes, pack=True, exact=whole, chunk_bytes=large)
+            # What is looked at before the end (by a consumer, to digest it) is brought in step by step, so that a file
+            # cut short meanwhile is an error rather than a signal.
+            is_ready = session.open_mappings() and all_at_once and session.manifest.leaves is None
+            plan = session.make_plan(table, boxes, pack=True, exact=whole, chunk_bytes=READY_BYTES if is_ready else 0)
             place, sources = session.map_files(plan, is_ready=is_ready)
         else:
             plan = session.make_plan(table, boxes, pack=True, exact=whole)
