@@ -363,7 +363,8 @@ def test_an_object_that_changes_between_ranges_is_never_mixed(server: RangeServe
 
 
 CHILD = """
-import sys, threading, os
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
 import penstock
 print("going", flush=True)
 if sys.argv[2] == "stream":
