@@ -1,0 +1,1 @@
+"""The journey from peers: discovery, coordination, transfer, verification."""

@@ -1,0 +1,50 @@
+"""What may be exchanged: the identity of weights as they lie in one rank's memory, and its digest, the key.
+
+In: what a worker says of its weights. Out: a key; the fields in which two identities differ.
+Not here: who holds what (`directory`), the bytes' own digests (`digest`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+from blake3 import blake3
+
+from penstock.types import DType, TensorTable
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two holdings exchange chunks only if all of these are equal; a field left empty is equal only to an empty one."""
+
+    model: str
+    revision: str = ""
+    """`w1-...`; or `h1-...` and the files' identities, since headers alone do not say that bodies are equal."""
+    layout: str = ""
+    """Digest of names, dtypes and shapes: `layout_digest`."""
+    dtype: str = ""
+    quantization: str = ""
+    """Digest of the whole quantisation config."""
+    parallel: dict[str, str] = {}
+    """Coordinates, e.g. `{"tp": "1/4", "pp": "0/1"}`."""
+    role: str = "target"
+    """`target`, `draft`, `lora:NAME`, ..."""
+    post_processing: str = ""
+    """What the engine did to the weights after loading them; empty: nothing."""
+    engine: str = ""
+    """Name and version of engine and kernels, where `post_processing` depends on them."""
+    device_capability: str = ""
+
+    def key(self) -> str:
+        """Digest of all fields: 32 hex digits."""
+        ordered = msgspec.json.encode(self, order="deterministic")
+        return str(blake3(ordered).hexdigest(length=16))
+
+    def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
+        """Fields in which they differ: name -> (this one's, the other's)."""
+        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+
+def layout_digest(table: TensorTable) -> str:
+    """Digest of names, dtypes and shapes, sorted by name: 32 hex digits, whatever the files are."""
+    rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
+    return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))

@@ -1,0 +1,216 @@
+"""What members, the hub and each other say: typed values; JSON to the hub, msgpack between members.
+
+In / Out: frozen structs; decoding refuses unknown fields, wrong types and lengths past their bounds.
+Not here: who sends them (`client`, `peer`), who answers (`hub`, `door`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.fleet.identity import Identity
+
+Word = Annotated[str, Meta(min_length=1, max_length=256)]
+Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Range = tuple[Count, Count]
+"""Chunks `[start, stop)`."""
+Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
+Doors = Annotated[tuple[Word, ...], Meta(min_length=1, max_length=8)]
+
+State = Literal["filling", "whole", "draining"]
+
+
+# Member -> hub.
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process life joins. `member` is new for each life: the generation that fences what an earlier one said."""
+
+    member: Word
+    host: Word
+    """The boot id, not a name that may resolve two ways: members of one host can use `shm` and `cuda_ipc`."""
+    doors: Doors
+    """Where its door is: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
+    rack: str = ""
+    """A word that near hosts share (a rail, a rack); for the order of relays."""
+    name: str = ""
+    """For people: host name, pid, rank."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The hub's answer."""
+
+    ttl_s: float
+    """A member silent for this long is gone."""
+    beat_s: float
+    """Beat this often."""
+    grant_key: bytes
+    """Raw Ed25519 public key; grants of this hub are signed with its other half."""
+
+
+class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one member has of one key, and does about it; the whole truth, not a change."""
+
+    key: Key
+    identity: Identity
+    num_chunks: Count
+    nbytes: Count
+    have: Ranges = ()
+    """Verified chunks."""
+    claims: Ranges = ()
+    """Chunks it reads from storage now."""
+    state: State = "filling"
+    num_readers: Count = 0
+    max_readers: Count = 0
+    device: str = "cpu"
+    path: str = ""
+    """Where the last bytes came from and how, for `status`: `shm <- member`, `storage s3://...`."""
+    gb_per_s: float = 0.0
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Renews a member's lease and says all it holds."""
+
+    holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
+
+
+class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A member wants (or goes on wanting) a key."""
+
+    member: Word
+    holding: HoldingState
+    can_read_storage: bool = False
+
+
+class Upstream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A member to read from, with the right to."""
+
+    member: Word
+    host: Word
+    doors: Doors
+    device: str
+    state: State
+    num_have: Count
+    grant: bytes
+    """For this reader, this key and this source, for `grant_ttl_s`."""
+
+
+class FlightReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom to read from, in order of preference: the first is the parent in the relay."""
+
+    upstreams: tuple[Upstream, ...] = ()
+    ask_again_s: float = 1.0
+
+
+class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A member has room to read from storage."""
+
+    member: Word
+    holding: HoldingState
+
+
+class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chunks to read from storage, the member's alone while it lives; none: see `why` and ask again later."""
+
+    ranges: Ranges = ()
+    ask_again_s: float = 0.05
+    why: str = ""
+
+
+class Complaint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reader could not use a source: the hub demotes who is complained of by several, or gave wrong bytes."""
+
+    member: Word
+    """Who complains."""
+    of: Word
+    key: Key
+    fault: Literal["unreachable", "stalled", "wrong bytes", "stale", "refused"]
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One member, for `status`."""
+
+    member: str
+    name: str
+    host: str
+    rack: str
+    doors: tuple[str, ...]
+    age_s: float
+    silent_s: float
+    holdings: tuple[HoldingState, ...]
+    complaints: int = 0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fleet, or one model of it."""
+
+    members: tuple[MemberStatus, ...] = ()
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a member does, or does not, take a model from peers: one line a holder, and what differs."""
+
+    lines: tuple[str, ...] = ()
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of every answer that is not 2xx, of hub and door."""
+
+    error: str
+    hint: str = ""
+    alternatives: tuple[Word, ...] = ()
+    """Members that may be asked instead, of a refusal."""
+
+
+# Member -> member, msgpack.
+
+
+class HoldingMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to read a holding: descriptors of its regions, and where each tensor of the line lies in them."""
+
+    key: Key
+    generation: Count
+    leaf_bytes: Count
+    chunk_bytes: Count
+    num_chunks: Count
+    regions: tuple[dict[str, bytes], ...]
+    """Per region: transport name -> encoded `Descriptor`."""
+    row_region: bytes
+    """int32, little endian, a row of the line each; -1 for a row of no bytes."""
+    row_offset: bytes
+    """int64, little endian: where the row starts in its region."""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reader shows its grant."""
+
+    member: Word
+    key: Key
+    grant: bytes
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The right to read until released, or silent for `ttl_s`."""
+
+    lease: Word
+    ttl_s: float
+    max_bytes_per_s: Count = 0
+    """The share of the source's cap this reader keeps to; 0: no cap."""
+
+
+class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chunks gained since `after`, in the order they were gained."""
+
+    generation: Count
+    serial: Count
+    """Ask for what comes after this next time."""
+    state: State
+    chunks: bytes = b""
+    """uint32, little endian."""
+    leaves: bytes = b""
+    """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""

@@ -1,0 +1,117 @@
+"""The line: tensors sorted by name, cut into leaves, leaves gathered into chunks.
+
+In: the tensors' sizes. Out: which rows' bytes a chunk is.
+Not here: where the bytes lie (`fleet.holding`), their digests (`digest`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.types import I64, MIB
+
+CHUNK_BYTES = 16 * MIB
+"""Largest chunk. 60 GB are 3,600: few enough that their bookkeeping is nothing, small enough that a relay of eight hops
+starts its last within 3 ms at NVLink speed. Source: docs/design/003-fetch.md."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pieces:
+    """Byte ranges of rows, as columns: row `row[i]`, bytes `[start[i], start[i] + nbytes[i])`."""
+
+    row: I64
+    start: I64
+    nbytes: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ChunkTable:
+    """Leaves and chunks of a line.
+
+    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`; a leaf is at most `leaf_bytes` of one row.
+    """
+
+    leaf_bytes: int
+    chunk_bytes: int
+    leaf_row: I64
+    leaf_start: I64
+    leaf_nbytes: I64
+    first_leaf: I64
+    """[num_chunks + 1]."""
+    nbytes: I64
+    """[num_chunks] bytes of each chunk."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the line; 0 for a line of no bytes."""
+        return len(self.nbytes)
+
+    def leaves(self, start: int, stop: int) -> slice:
+        """Leaves of chunks `[start, stop)`."""
+        return slice(int(self.first_leaf[start]), int(self.first_leaf[stop]))
+
+    def leaves_of(self, chunks: I64) -> I64:
+        """Indices of the leaves of these chunks, chunk after chunk."""
+        counts = self.first_leaf[chunks + 1] - self.first_leaf[chunks]
+        before = np.cumsum(counts) - counts
+        return np.repeat(self.first_leaf[chunks] - before, counts) + np.arange(int(counts.sum()))
+
+    def pieces(self, chunks: I64) -> Pieces:
+        """Byte ranges of these chunks, in their order; neighbours within a row are one piece."""
+        at = self.leaves_of(chunks)
+        row, start, nbytes = self.leaf_row[at], self.leaf_start[at], self.leaf_nbytes[at]
+        breaks = np.ones(len(at), bool)
+        breaks[1:] = (row[1:] != row[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
+        head = np.flatnonzero(breaks)
+        total = np.add.reduceat(nbytes, head) if len(head) else nbytes
+        return Pieces(row=row[head], start=start[head], nbytes=total)
+
+
+def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> ChunkTable:
+    """Cut rows of these sizes, in line order.
+
+    Args:
+        row_nbytes: bytes of each row; rows of no bytes have no leaf.
+        leaf_bytes: bytes of a leaf but for a row's last.
+        chunk_bytes: largest chunk; at least `leaf_bytes`.
+
+    Raises:
+        PlanError: a chunk could not hold a leaf.
+    """
+    if leaf_bytes < 1 or chunk_bytes < leaf_bytes:
+        raise PlanError(f"chunks of {chunk_bytes} bytes cannot hold leaves of {leaf_bytes}")
+    counts = -(-row_nbytes // leaf_bytes)
+    leaf_row = np.repeat(np.arange(len(row_nbytes)), counts)
+    number = np.arange(len(leaf_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    leaf_start = number * leaf_bytes
+    leaf_nbytes = np.minimum(row_nbytes[leaf_row] - leaf_start, leaf_bytes)
+    stop = np.cumsum(leaf_nbytes)
+    # Greedy: a chunk ends before the leaf that would make it too large.
+    first = [0] if len(stop) else []
+    while first and first[-1] < len(stop):
+        base = int(stop[first[-1]] - leaf_nbytes[first[-1]])
+        first.append(int(np.searchsorted(stop, base + chunk_bytes, side="right")))
+    first_leaf = np.array(first or [0], np.int64)
+    before = np.concatenate(([0], stop))
+    return ChunkTable(
+        leaf_bytes=leaf_bytes,
+        chunk_bytes=chunk_bytes,
+        leaf_row=leaf_row,
+        leaf_start=leaf_start,
+        leaf_nbytes=leaf_nbytes,
+        first_leaf=first_leaf,
+        nbytes=before[first_leaf[1:]] - before[first_leaf[:-1]],
+    )
+
+
+def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
+    """Sorted chunk numbers as `[start, stop)` ranges."""
+    if not len(chunks):
+        return ()
+    cuts = np.flatnonzero(np.diff(chunks) != 1) + 1
+    starts = chunks[np.concatenate(([0], cuts))].tolist()
+    stops = chunks[np.concatenate((cuts - 1, [len(chunks) - 1]))].tolist()
+    return tuple((start, stop + 1) for start, stop in zip(starts, stops, strict=True))
