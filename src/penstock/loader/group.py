@@ -56,7 +56,7 @@ def exchange(
     Order: collective; every rank of `group` calls it, in the same order as its other collectives.
     """
     wire = Wire(group, session.options.device, session.settings.stall_s)
-    session.local_world_size = wire.world_size
+    session.intake.local_world_size = wire.world_size
     with wire.telling():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     wire.agree(plan, session.manifest.revision)

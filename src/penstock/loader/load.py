@@ -295,9 +295,10 @@ def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Cal
         if session.maps_files(boxes):
             # What is looked at before the end (by a consumer, to digest it) is brought in step by step, so that a file
             # cut short meanwhile is an error rather than a signal.
-            is_ready = session.open_mappings() and all_at_once and session.manifest.leaves is None
+            mappings = session.open_mappings()
+            is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
             plan = session.make_plan(table, boxes, pack=True, exact=whole, chunk_bytes=READY_BYTES if is_ready else 0)
-            place, sources = session.map_files(plan, is_ready=is_ready)
+            place, sources = mappings.place(plan, is_ready=is_ready)
         else:
             plan = session.make_plan(table, boxes, pack=True, exact=whole)
             place = HostPlace(plan.slab_nbytes.tolist())

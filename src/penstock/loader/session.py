@@ -1,16 +1,15 @@
 """One load from URI to tensors: open, plan, choose places and threads, run, report.
 
 In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `Report`.
-Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`).
+Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), staging and ring (`intake`).
 
-    open_weights -> rows, boxes -> LoadPlan -> (place, pool, checker) -> LoadRun -> slabs -> tensors
+    open_weights -> rows, boxes -> LoadPlan -> (place, intake, checker) -> LoadRun -> slabs -> tensors
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,54 +19,30 @@ import torch
 
 from penstock.config import Settings
 from penstock.engine.check import Checker, Expected, HostChecker
-from penstock.engine.place import Bytes, HostPlace, Place
+from penstock.engine.place import Place
 from penstock.engine.run import LoadRun
 from penstock.engine.trace import Trace
-from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
+from penstock.errors import ConfigError, IntegrityError, PlanError
+from penstock.loader.intake import PAGE_BYTES, Intake
+from penstock.loader.mapping import Mappings
 from penstock.loader.progress import Progress
 from penstock.loader.report import FilePath, Phases, Report
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
-from penstock.memory.staging import Registrar, StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
-from penstock.storage import Source, is_remote, local_path
-from penstock.storage.files import FileSource, MappedFile
+from penstock.storage import Source, is_remote
+from penstock.storage.files import FileSource
 from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
 from penstock.storage.manifest_file import leaves_of
-from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
-from penstock.storage.uring import Uring, refusal
 from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
 """Regions wanted, by tensor name, or asked of a function of name and shape; None: all of every tensor."""
-
-MIN_CHUNK_BYTES = 64 << 10
-"""Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""
 
 MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes read rather than skipped between two wanted ones, in a local file: about what one more call costs."""
 
 MAX_GAP_REMOTE_BYTES = MIB
 """The same for an object store, where a request costs a round trip."""
-
-PAGE_BYTES = 4096
-"""Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
-
-MAX_LOCAL_READS = 12
-"""Reads of local files under way at once into a device's staging: 12-14 x 8 MiB come nearest the link (53 of 55.5).
-Source: benchmarks/results/h200x1_202611/load.md, "Why goals are missed"."""
-
-MAX_GROUP_THREADS = 6
-"""The same where several ranks of one host read at once; 8 made no difference.
-Source: benchmarks/results/h200x4_202611/load.md."""
-
-SPARE_BUFFERS = 8
-"""Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
-
-WARM_ABOVE_BYTES = 1 << 30
-"""Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
-
-WARM_THREADS = 4
-"""Threads that touch and pin staging ahead of its first use; more of them only wait for the address space's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,30 +68,22 @@ class Session:
 
     def __init__(self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False) -> None:
         self.options, self.settings = options, settings
-        self.local_world_size = 1
-        """Processes that read on this host at the same time, as part of the same load."""
-        self._peak_staging_bytes = 0
         self.phases = Phases()
         self.trace = Trace(enabled=options.trace is not None)
-        self.is_remote = False
-        self._pool: StagingPool | None = None
-        if options.device.type == "cuda" and not in_group and _local_nbytes(uri) > WARM_ABOVE_BYTES:
-            # Headers are read while staging is touched and pinned.
-            from penstock.engine.place_cuda import CudaRegistrar
-
-            self.open_pool(CudaRegistrar(options.device)).warm(WARM_THREADS)
+        self.intake = Intake(settings, options.device)
+        if not in_group:
+            self.intake.warm(uri)
         try:
             self.weights: WeightSet = open_weights(
                 uri, settings=settings, storage_options=options.storage_options, names=options.names
             )
         except BaseException:
-            self._close_pool()
+            self.intake.close()
             raise
-        self.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
+        self.intake.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.run: LoadRun | None = None
         self.plan: LoadPlan | None = None
-        self._mapped: list[MappedFile] = []
-        self.ring_refusal = ""
+        self._mappings: Mappings | None = None
         self.verified = False
         self.why = ""
 
@@ -129,17 +96,10 @@ class Session:
         """Drain, free, close. Idempotent."""
         if self.run is not None:
             self.run.close()
-        self._close_pool()
-        for mapped in self._mapped:
-            mapped.close()
+        self.intake.close()
+        if self._mappings is not None:
+            self._mappings.close()
         self.weights.close()
-
-    def _close_pool(self) -> None:
-        if self._pool is not None:
-            self._pool.cancel()
-            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
-            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
-            self._peak_staging_bytes, self._pool = self._pool.peak_bytes, None
 
     def __enter__(self) -> Session:
         return self
@@ -151,17 +111,8 @@ class Session:
 
     @property
     def chunk_bytes(self) -> int:
-        """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
-        wanted = self.settings.chunk_bytes
-        if self.local_world_size > 1 and self.options.device.type == "cuda":
-            wanted //= 2  # so that the staging of all ranks fits the processor's cache
-        chunk = min(wanted, self.settings.memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
-        if chunk < MIN_CHUNK_BYTES:
-            raise BudgetTooSmall(
-                f"memory_bytes={self.settings.memory_bytes} leaves chunks of {chunk} bytes",
-                minimum_bytes=4 * MIN_CHUNK_BYTES,
-            )
-        return chunk
+        """See `Intake.chunk_bytes`."""
+        return self.intake.chunk_bytes
 
     def table(self) -> TensorTable:
         """The tensors asked for in file order, the order of the plan. PlanError if torch cannot hold one of them."""
@@ -200,14 +151,14 @@ class Session:
             exact: read no byte that is not wanted (the destination itself is read into).
             chunk_bytes: largest read, at least `self.chunk_bytes`.
         """
-        gap = MAX_GAP_REMOTE_BYTES if self.is_remote else MAX_GAP_BYTES
+        gap = MAX_GAP_REMOTE_BYTES if self.intake.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
             file_nbytes=[source.nbytes for source in self.weights.sources],
             chunk_bytes=max(chunk_bytes, self.chunk_bytes),
             boxes=boxes,
             pack=pack,
-            align_bytes=1 if exact or self.is_remote else PAGE_BYTES,
+            align_bytes=1 if exact or self.intake.is_remote else PAGE_BYTES,
             max_gap_bytes=0 if exact else min(gap, self.chunk_bytes),
         )
         return self.plan
@@ -219,31 +170,10 @@ class Session:
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
         return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
 
-    def open_mappings(self) -> bool:
-        """Map the files; whether all are in the page cache already."""
-        files = self.weights.sources
-        self._mapped = [MappedFile(local_path(source.uri), identity=source.identity) for source in files]
-        return all(mapped.is_ready() for mapped in self._mapped)
-
-    def map_files(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
-        """A place whose slabs are views of the mapped files, and sources that bring them in."""
-        first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
-        slabs: list[Bytes | None] = [
-            np.frombuffer(self._mapped[file].view(offset, nbytes), np.uint8)
-            for file, offset, nbytes in zip(
-                plan.table.file_index[first].tolist(),
-                plan.table.offset[first].tolist(),
-                plan.slab_nbytes.tolist(),
-                strict=True,
-            )
-        ]
-        return HostPlace(plan.slab_nbytes.tolist(), slabs), [_MappedSource(mapped, is_ready) for mapped in self._mapped]
-
-    def open_pool(self, registrar: Registrar | None) -> StagingPool:
-        """Make the staging pool, as large as keeps readers and device busy."""
-        enough = (self._num_fetch_threads() + SPARE_BUFFERS) * self.chunk_bytes
-        self._pool = StagingPool(min(self.settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
-        return self._pool
+    def open_mappings(self) -> Mappings:
+        """Map the files; the session closes them."""
+        self._mappings = Mappings(self.weights.sources)
+        return self._mappings
 
     def begin(
         self,
@@ -257,15 +187,15 @@ class Session:
     ) -> LoadRun:
         """Start the run of `plan` into `place`; the session closes it."""
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
-        if self._pool is None and not (direct and bool(plan.covered().all())):
-            self.open_pool(place.registrar)
+        if self.intake.pool is None and not (direct and bool(plan.covered().all())):
+            self.intake.open_pool(place.registrar)
         self.run = LoadRun(
             plan,
             self.weights.sources if sources is None else sources,
             place,
-            pool=self._pool,
-            num_fetch_threads=self._num_fetch_threads(),
-            ring=self._open_ring() if self._pool is not None else None,
+            pool=self.intake.pool,
+            num_fetch_threads=self.intake.num_reads,
+            ring=self.intake.open_ring() if self.intake.pool is not None else None,
             stall_s=self.settings.stall_s,
             trace=self.trace,
             checker=checker,
@@ -274,29 +204,6 @@ class Session:
         )
         self.run.start()
         return self.run
-
-    def _open_ring(self) -> Uring | None:
-        """A ring for files in the page cache; None where the kernel refuses one, which `ring_refusal` then says."""
-        self.ring_refusal = refusal()
-        if self.is_remote or self.ring_refusal or not self.settings.io_uring:
-            return None
-        try:
-            return Uring(2 * self._num_fetch_threads())
-        except OSError as error:
-            self.ring_refusal = f"io_uring: {error.strerror}"
-            return None
-
-    def _num_fetch_threads(self) -> int:
-        if self.settings.fetch_threads:
-            return self.settings.fetch_threads
-        if self.is_remote:
-            return REMOTE_FETCH_THREADS
-        cores = len(os.sched_getaffinity(0))
-        if self.options.device.type == "cpu":
-            return min(4, max(2, cores))
-        if self.local_world_size > 1:
-            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // self.local_world_size))
-        return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
         """What checks slabs of `place`, or None with `why` saying why not.
@@ -385,9 +292,11 @@ class Session:
     def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
         self.phases.enter("finish")
-        for source in (*self.weights.sources, *self._mapped):
-            if isinstance(source, FileSource | MappedFile):
+        for source in self.weights.sources:
+            if isinstance(source, FileSource):
                 source.check_unchanged()
+        if self._mappings is not None:
+            self._mappings.check_unchanged()
         run = self.run
         if run is not None:
             run.close()
@@ -416,7 +325,7 @@ class Session:
             wall_s=sum(phases.values()),
             phases=phases,
             busy_s=self.trace.busy_s(),
-            peak_staging_bytes=self._pool.peak_bytes if self._pool is not None else self._peak_staging_bytes,
+            peak_staging_bytes=self.intake.peak_bytes,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             peak_device_bytes=torch.cuda.max_memory_allocated(self.options.device) if cuda else 0,
             files=tuple(files),
@@ -424,23 +333,6 @@ class Session:
             why=self.why,
             revision=self.manifest.revision,
         )
-
-
-class _MappedSource:
-    """A mapped file as a source whose bytes are already where they go: reading is bringing them in."""
-
-    def __init__(self, mapped: MappedFile, is_ready: bool) -> None:
-        self._mapped, self._is_ready = mapped, is_ready
-        self.uri, self.nbytes, self.identity = mapped.uri, mapped.nbytes, mapped.identity
-
-    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`; `buffers` are views of this very range."""
-        if not self._is_ready:
-            self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
-        return "mmap"
-
-    def close(self) -> None:
-        """The session closes the mapping."""
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:
@@ -460,17 +352,3 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
             raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found
-
-
-def _local_nbytes(uri: Uris) -> int:
-    """Bytes of the safetensors files a local path names, roughly and cheaply; 0 where that takes more than a look."""
-    if not isinstance(uri, str | os.PathLike) or is_remote(str(uri)):
-        return 0
-    path = local_path(str(uri))
-    try:
-        if os.path.isfile(path):
-            return os.path.getsize(path)
-        with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors"))
-    except OSError:
-        return 0

@@ -1,0 +1,146 @@
+"""How the bytes of one load come in: reads under way at once, their size, the staging they pass through, the ring.
+
+In: settings, the device, whether the sources are remote. Out: a `StagingPool` and a `Uring`, each made when asked for.
+Not here: what is read (`session`), the reading (`engine`), the pool itself (`memory.staging`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from penstock.config import Settings
+from penstock.errors import BudgetTooSmall
+from penstock.memory.staging import Registrar, StagingPool
+from penstock.storage import is_remote, local_path
+from penstock.storage.manifest import Uris
+from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
+from penstock.storage.uring import Uring, refusal
+
+MIN_CHUNK_BYTES = 64 << 10
+"""Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""
+
+PAGE_BYTES = 4096
+"""Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
+
+MAX_LOCAL_READS = 12
+"""Reads of local files under way at once into a device's staging: 12-14 x 8 MiB come nearest the link (53 of 55.5).
+Source: benchmarks/results/h200x1_202611/load.md, "Why goals are missed"."""
+
+MAX_GROUP_THREADS = 6
+"""The same where several ranks of one host read at once; 8 made no difference.
+Source: benchmarks/results/h200x4_202611/load.md."""
+
+SPARE_BUFFERS = 8
+"""Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
+
+WARM_ABOVE_BYTES = 1 << 30
+"""Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
+
+WARM_THREADS = 4
+"""Threads that touch and pin staging ahead of its first use; more of them only wait for the address space's lock."""
+
+
+class Intake:
+    """The staging and the ring of one load, sized by its device and sources. `close` gives the pool back.
+
+    Attributes:
+        is_remote: whether a source is on the network; set before the first read.
+        local_world_size: processes that read on this host at the same time, as part of the same load.
+        ring_refusal: why the kernel gives no ring, once `open_ring` was refused one.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self.is_remote = False
+        self.local_world_size = 1
+        self.ring_refusal = ""
+        self._pool: StagingPool | None = None
+        self._peak_bytes = 0
+
+    @property
+    def num_reads(self) -> int:
+        """Reads under way at once, by threads or by the ring's workers."""
+        if self._settings.fetch_threads:
+            return self._settings.fetch_threads
+        if self.is_remote:
+            return REMOTE_FETCH_THREADS
+        cores = len(os.sched_getaffinity(0))
+        if self._device.type == "cpu":
+            return min(4, max(2, cores))
+        if self.local_world_size > 1:
+            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // self.local_world_size))
+        return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
+        wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
+        if self.local_world_size > 1 and self._device.type == "cuda":
+            wanted //= 2  # so that the staging of all ranks fits the processor's cache
+        chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
+        if chunk < MIN_CHUNK_BYTES:
+            raise BudgetTooSmall(
+                f"memory_bytes={memory_bytes} leaves chunks of {chunk} bytes", minimum_bytes=4 * MIN_CHUNK_BYTES
+            )
+        return chunk
+
+    @property
+    def pool(self) -> StagingPool | None:
+        """The staging, where there is any."""
+        return self._pool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most staging in use at once, of a closed pool too."""
+        return self._peak_bytes if self._pool is None else self._pool.peak_bytes
+
+    def open_pool(self, registrar: Registrar | None) -> StagingPool:
+        """Make the pool, as large as keeps readers and device busy; the intake closes it."""
+        enough = (self.num_reads + SPARE_BUFFERS) * self.chunk_bytes
+        self._pool = StagingPool(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
+        return self._pool
+
+    def warm(self, uri: Uris) -> None:
+        """For large local files and a GPU, make the pool now: it is touched and pinned while headers are read."""
+        if self._device.type == "cuda" and _local_nbytes(uri) > WARM_ABOVE_BYTES:
+            from penstock.engine.place_cuda import CudaRegistrar
+
+            self.open_pool(CudaRegistrar(self._device)).warm(WARM_THREADS)
+
+    def open_ring(self) -> Uring | None:
+        """A ring for files in the page cache, the caller's to close; None where it is not wanted or refused."""
+        if self.is_remote or not self._settings.io_uring:
+            return None
+        self.ring_refusal = refusal()
+        if self.ring_refusal:
+            return None
+        try:
+            return Uring(2 * self.num_reads)
+        except OSError as error:
+            self.ring_refusal = f"io_uring: {error.strerror}"
+            return None
+
+    def close(self) -> None:
+        """Give the pool back; every run that uses it must be closed. Idempotent."""
+        if self._pool is not None:
+            self._pool.cancel()
+            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
+            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
+            self._peak_bytes, self._pool = self._pool.peak_bytes, None
+
+
+def _local_nbytes(uri: Uris) -> int:
+    """Bytes of the safetensors files a local path names, roughly and cheaply; 0 where that takes more than a look."""
+    if not isinstance(uri, str | os.PathLike) or is_remote(str(uri)):
+        return 0
+    path = local_path(str(uri))
+    try:
+        if os.path.isfile(path):
+            return os.path.getsize(path)
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors"))
+    except OSError:
+        return 0
