@@ -6,12 +6,14 @@ Not here: how (`session`), live parameters (`into`), the exchange between ranks 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +32,8 @@ from penstock.types import Manifest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 READY_BYTES = 1 << 30
 """Steps of a mapped file that is ready: there is nothing to do in them but to count."""
@@ -169,36 +173,40 @@ def load(
         return Weights(tensors, report, session.manifest)
 
 
+def _called_as(model: Callable[_Given, object]) -> Callable[[Callable[..., _Result]], Callable[_Given, _Result]]:
+    """Give a function the parameters and defaults of `model`, for type checkers and `help` too; its result stays."""
+    parameters = inspect.signature(model)
+
+    def declare(function: Callable[..., _Result]) -> Callable[_Given, _Result]:
+        @wraps(function)
+        def called(*args: _Given.args, **named: _Given.kwargs) -> _Result:
+            given = parameters.bind(*args, **named)
+            given.apply_defaults()
+            return function(*given.args, **given.kwargs)
+
+        returns = inspect.signature(function).return_annotation
+        called.__signature__ = parameters.replace(return_annotation=returns)  # type: ignore[attr-defined]
+        return called
+
+    return declare
+
+
+@_called_as(load)
 def stream(
     uri: Uris,
     *,
-    device: str | int | torch.device = "cpu",
-    names: Names = None,
-    boxes: Boxes = None,
-    verify: bool | None = None,
-    group: ProcessGroup | None = None,
-    copy: bool | None = None,
-    memory_bytes: int | str | None = None,
-    storage_options: Mapping[str, str] | None = None,
-    progress: bool | None = None,
-    trace: str | os.PathLike[str] | None = None,
+    device: str | int | torch.device,
+    group: ProcessGroup | None,
+    memory_bytes: int | str | None,
+    **options: Any,
 ) -> TensorStream:
     """As `load`, but yield each tensor as soon as it is there; reads run at most `memory_bytes` ahead of the consumer.
 
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
     """
-    options = Options(
-        device=resolve_device(device),
-        names=names,
-        boxes=boxes,
-        verify=verify,
-        copy=copy,
-        storage_options=storage_options,
-        progress=progress,
-        trace=trace,
-    )
-    return TensorStream(open_session(uri, options, memory_bytes, group), group)
+    wanted = Options(device=resolve_device(device), **options)
+    return TensorStream(open_session(uri, wanted, memory_bytes, group), group)
 
 
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,16 @@ def own_threads() -> list[str]:
 
 def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_it_is_called_as_load_is(big: Path) -> None:
+    assert inspect.signature(penstock.stream).parameters == inspect.signature(penstock.load).parameters
+    assert inspect.signature(penstock.stream).return_annotation == "TensorStream"
+    with pytest.raises(TypeError, match="devise"):
+        penstock.stream(big, devise="cpu")  # type: ignore[call-arg]
+    with penstock.stream(big, names=["t0[01]"], copy=True) as tensors:
+        assert [name for name, _ in tensors] == ["t00", "t01"]
+        assert {file.path for file in tensors.report.files} <= {"page-cache", "buffered", "direct"}
 
 
 @pytest.mark.parametrize("copy", [True, False])
