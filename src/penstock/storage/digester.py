@@ -57,8 +57,11 @@ def digest_bodies(sources: Sequence[Source], table: TensorTable, *, leaf_bytes: 
             return None if stop.is_set() else next(windows, None)
 
     def work() -> None:
-        # An anonymous mapping begins at a page, so direct I/O may fill it.
-        buffer = memoryview(mmap.mmap(-1, window_bytes))
+        # An anonymous mapping begins at a page, so direct I/O may fill it; shared ones get no huge pages.
+        memory = mmap.mmap(-1, window_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = memoryview(memory)
         try:
             while (window := next_window()) is not None:
                 sources[window.file].readv(window.offset, [buffer[: window.nbytes]])
