@@ -31,6 +31,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
 # vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
 SAME_FLOOR |= {("integrations", "compat")}
+# Shared memory between processes: where it comes from is memory's, who reads it is transport's.
+SAME_FLOOR |= {("transport", "memory")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (
@@ -43,6 +45,13 @@ NO_TORCH = (
     "storage/",
     "transport/protocol.py",
     "transport/loopback.py",
+    "transport/page.py",
+    "transport/endpoint.py",
+    "transport/shm.py",
+    "transport/cuda_ipc.py",
+    "transport/cuda_driver.py",
+    "memory/memfd.py",
+    "memory/arena.py",
     "cli/",
     "digest/leaf.py",
 )

@@ -60,6 +60,18 @@ class Segments:
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
             raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
 
+    def joined(self) -> Segments:
+        """The same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one."""
+        rows = np.flatnonzero(self.nbytes)
+        rows = rows[np.argsort(self.dst[rows], kind="stable")]
+        if not len(rows):
+            return Segments(src=rows, dst=rows, nbytes=rows)
+        src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
+        first = np.ones(len(rows), bool)
+        first[1:] = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
+        heads = np.flatnonzero(first)
+        return Segments(src=src[heads], dst=dst[heads], nbytes=np.add.reduceat(nbytes, heads))
+
 
 class Handle(Protocol):
     """One registration, ours and local. The memory stays alive until it is closed and no read uses it."""

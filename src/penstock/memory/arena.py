@@ -1,0 +1,130 @@
+"""One region of memory that holds many tensors, so that peers reach all of them by one registration.
+
+In: lengths and a device. Out: offsets, and flat views that keep the memory alive.
+Not here: moving live tensors into one (`rehome`), registering it (`transport`), staging buffers (`staging`).
+
+Host arenas are sealed memfds mapped shared, which other processes of the host can map (`memfd`); device arenas are one
+allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it no huge pages
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so let it be the load's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
+from penstock.memory.memfd import Mapping, create
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN_BYTES = 512
+"""Where a tensor may start. Source: torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
+
+
+class Arena:
+    """Made by `allocate`. Tensors are placed one after the other; nothing is given back before the whole is.
+
+    Attributes:
+        address, nbytes, device: the region; `device` is `"cpu"` or `"cuda:N"`.
+
+    Ownership: the memory lives as long as the arena or any tensor in it, and can be registered for as long.
+    """
+
+    def __init__(self, device: str, address: int, nbytes: int, owner: Mapping | torch.Tensor) -> None:
+        self.device, self.address, self.nbytes = device, address, nbytes
+        self._owner, self._used_bytes, self._lock = owner, 0, threading.Lock()
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: str | torch.device = "cpu") -> Arena:
+        """An arena of `nbytes`, untouched.
+
+        Raises:
+            ConfigError: no arenas on this kind of device.
+            DestinationError: the host cannot map so much; no file descriptor is left.
+            DeviceOutOfMemory: the device has no room.
+        """
+        name = str(device)
+        if nbytes < 0:
+            raise ConfigError(f"an arena of {nbytes} bytes")
+        if name == "cpu":
+            return cls._on_host(nbytes)
+        if name.partition(":")[0] == "cuda":
+            return cls._on_cuda(nbytes, name)
+        raise ConfigError(f"no arenas on {name}", hint="use cpu or cuda")
+
+    @classmethod
+    def _on_host(cls, nbytes: int) -> Arena:
+        _check_room(nbytes)
+        mapped = create("penstock-arena", nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return cls("cpu", mapped.address, nbytes, mapped)
+
+    @classmethod
+    def _on_cuda(cls, nbytes: int, name: str) -> Arena:
+        import torch
+
+        device = torch.device(name)
+        try:
+            region = torch.empty(max(nbytes, ALIGN_BYTES), dtype=torch.uint8, device=device)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            message = f"{device} has {free} of {total} bytes free, {nbytes} are needed in one piece"
+            raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
+        return cls(str(region.device), region.data_ptr(), nbytes, region)
+
+    @property
+    def free_bytes(self) -> int:
+        """Left for `place`."""
+        return self.nbytes - self._used_bytes
+
+    def place(self, nbytes: Iterable[int]) -> list[int]:
+        """Offsets for runs of these lengths, in this order, each aligned to `ALIGN_BYTES`.
+
+        Raises:
+            BudgetTooSmall: they do not fit; nothing was placed. `needed_bytes` says what would do.
+        """
+        with self._lock:
+            offsets, at = [], self._used_bytes
+            for length in nbytes:
+                at = -(-at // ALIGN_BYTES) * ALIGN_BYTES
+                offsets.append(at)
+                at += length
+            if at > self.nbytes:
+                message = f"an arena of {self.nbytes} bytes has {self.free_bytes} left"
+                raise BudgetTooSmall(message, minimum_bytes=at)
+            self._used_bytes = at
+        return offsets
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        """That run as a tensor: flat uint8 `[nbytes]`, a view that keeps the memory alive."""
+        import torch
+
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ConfigError(f"bytes [{offset}, {offset + nbytes}) of an arena of {self.nbytes}")
+        # Not kept: torch's hold on the mapping is not seen by the garbage collector, so a circle would be for ever.
+        whole = torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, Mapping) else self._owner
+        return whole[offset : offset + nbytes]
+
+
+def needed_bytes(nbytes: Iterable[int]) -> int:
+    """How large an arena must be to hold runs of these lengths."""
+    at = 0
+    for length in nbytes:
+        at = -(-at // ALIGN_BYTES) * ALIGN_BYTES + length
+    return at
+
+
+def _check_room(nbytes: int) -> None:
+    """DestinationError if the host has less memory free: shared memory that runs out ends in SIGBUS."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            room = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    except OSError:
+        room = None
+    if room is not None and nbytes > room:
+        raise DestinationError(f"an arena of {nbytes} bytes does not fit the host's {room} that are available")

@@ -1,0 +1,129 @@
+"""Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
+
+In: a length, or whose memfd it is said to be. Out: a file descriptor, of memory that can neither shrink nor be written
+to by whoever opens it later. Not here: what the bytes are (`arena`, `transport.page`).
+
+A reader opens `/proc/PID/fd/N`: the kernel lets in who may trace that process (the same user), nothing is left behind
+when both are gone, and no path comes from a peer. What is opened is looked at before it is opened, for opening a
+device or a pipe does something; the seals say that reading the mapping cannot end in SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import weakref
+
+import numpy as np
+
+from penstock.errors import ConfigError, DestinationError, PeerLost, PermissionDenied
+
+_SEAL_FUTURE_WRITE = 0x10
+"""No new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h; `fcntl` has no name for it before 3.13."""
+
+_NEEDED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+_shared: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+"""Every mapping of this process, by its address."""
+
+
+class Mapping(mmap.mmap):
+    """The one writable mapping of a memfd of ours, made by `create`. Views of it keep it and the memfd alive.
+
+    Attributes:
+        fd: the memfd, open for as long as the mapping lives.
+        inode: unlike that of any other memfd of this boot.
+    """
+
+    fd: int
+    inode: int
+    address: int
+
+
+def create(name: str, nbytes: int) -> Mapping:
+    """A sealed memfd of `nbytes` (at least one page), mapped; no pages are touched.
+
+    Raises:
+        ConfigError: this system has no memfds.
+        DestinationError: no file descriptor or no address space is left.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("sharing memory between processes needs memfd_create", hint="use Linux")
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise DestinationError(f"cannot create shared memory: {error}") from error
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
+        mapped = Mapping(fd, max(nbytes, mmap.PAGESIZE))
+        seals = _NEEDED | fcntl.F_SEAL_GROW
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
+        except OSError:  # a kernel before 5.1: readers map it read-only all the same
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        mapped.fd, mapped.inode = fd, os.fstat(fd).st_ino
+    except (OSError, ValueError, OverflowError) as error:
+        os.close(fd)
+        raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+    mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+    weakref.finalize(mapped, os.close, fd)
+    _shared[mapped.address] = mapped
+    return mapped
+
+
+def shared_at(address: int, nbytes: int) -> Mapping | None:
+    """The mapping of ours that these bytes lie in, if they do."""
+    for mapped in list(_shared.values()):
+        if mapped.address <= address and address + nbytes <= mapped.address + len(mapped):
+            return mapped
+    return None
+
+
+def open_peer(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
+    """Another process's sealed memfd, opened read-only; the caller closes it.
+
+    Args:
+        pid, fd: whose it is, and its number there.
+        min_nbytes: bytes it must have.
+        uri: how errors call the peer.
+
+    Raises:
+        PeerLost: there is no such process, or this is no sealed memfd of ours, or too short: not the one meant.
+        PermissionDenied: the kernel does not let us look into that process.
+        DestinationError: no file descriptor is left here.
+    """
+    what = f"descriptor {fd} of process {pid}"
+    try:
+        seen = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise PeerLost(f"{what} is gone", uri=uri) from error
+    except PermissionError as error:
+        hint = "run both as one user, in one container, and dumpable"
+        raise PermissionDenied(f"{what} may not be opened", uri=uri, hint=hint) from error
+    except OSError as error:
+        raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
+    try:
+        found = os.fstat(seen)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink:
+            raise PeerLost(f"{what} is no shared memory of this user", uri=uri)
+        try:
+            opened = os.open(f"/proc/self/fd/{seen:d}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
+    finally:
+        os.close(seen)
+    if not _is_sealed(opened) or found.st_size < min_nbytes:
+        os.close(opened)
+        raise PeerLost(f"{what} is not sealed memory of {min_nbytes} bytes", uri=uri)
+    return opened
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _NEEDED == _NEEDED
+    except OSError:  # EINVAL: not a memfd
+        return False

@@ -1,0 +1,79 @@
+"""Live parameters moved into arenas, one a device, so that a whole model is one registration.
+
+In: a module or tensors by name. Out: the arenas; the tensors are the same objects with the same values, elsewhere.
+Not here: the arena itself (`arena`), filling it from storage (`loader.into`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.memory.arena import Arena, needed_bytes
+
+
+def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool = True) -> tuple[Arena, ...]:
+    """Move a module's parameters and buffers, or tensors by name, into one arena for each device.
+
+    Objects, dtypes, shapes, strides, hooks and gradients stay; what shared memory still does: tied weights, and views
+    of one tensor such as fused projections. Values are copied, device by device, unless `copy` is False.
+
+    Raises:
+        PlanError: a tensor is on the meta device, or not a plain strided one; nothing was moved.
+        DestinationError, DeviceOutOfMemory: as `Arena.allocate`; devices before this one were moved.
+
+    Ownership: the tensors keep the arenas' memory alive; keep the arenas for as long as they are to be registered.
+    Order: before an optimizer flattens parameters or a CUDA graph is captured: their addresses change.
+    Cost: one copy on the device, and twice its weights' memory until the last tensor is moved.
+    """
+    tensors = list(_all_of(target))
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise PlanError("it is on the meta device", tensor=name, hint="materialise it: module.to_empty(device=...)")
+        if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+            # What is flattened (a DTensor, a quantised wrapper) is other tensors, and has no memory of its own.
+            raise PlanError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be moved", tensor=name)
+    devices: dict[torch.device, dict[int, list[torch.Tensor]]] = {}
+    for _, tensor in tensors:
+        if tensor.untyped_storage().nbytes():
+            storages = devices.setdefault(tensor.device, {})
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    return tuple(_move(device, list(storages.values()), copy) for device, storages in devices.items())
+
+
+def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(target, torch.nn.Module):
+        yield from target.named_parameters()
+        yield from target.named_buffers()
+    else:
+        yield from target.items()
+
+
+def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool) -> Arena:
+    """Each group shares a storage; the part of it that the group covers is moved as one run."""
+    spans = [_span(group) for group in groups]
+    arena = Arena.allocate(needed_bytes(stop - start for start, stop in spans), device)
+    offsets = arena.place(stop - start for start, stop in spans)
+    with torch.no_grad():
+        for group, (start, stop), offset in zip(groups, spans, offsets, strict=True):
+            run = arena.bytes_at(offset, stop - start)
+            if copy:
+                storage = torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage())
+                run.copy_(storage[start:stop])
+            for tensor in group:
+                first = run[tensor.storage_offset() * tensor.element_size() - start :]
+                whole = first[: first.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+                tensor.data = whole.as_strided(tensor.shape, tensor.stride())
+    return arena
+
+
+def _span(group: list[torch.Tensor]) -> tuple[int, int]:
+    """Bytes `[start, stop)` of their storage that these tensors cover, the start at a multiple of 16."""
+    starts, stops = [], []
+    for tensor in group:
+        reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        starts.append(int(tensor.storage_offset()) * tensor.element_size())
+        stops.append(starts[-1] + (int(reach + 1) * tensor.element_size() if tensor.numel() else 0))
+    return min(starts) // 16 * 16, max(stops)

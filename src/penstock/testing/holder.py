@@ -1,0 +1,153 @@
+"""A holder in a process of its own, to be read from, fenced, stopped and killed by tests and benchmarks.
+
+In: a transport's name, a device, a length. Out: descriptors; memory that is a known pattern of a seed.
+Not here: what transports do in one process (`transport_suite`).
+
+    with HolderProcess("shm", nbytes=1 << 20) as holder:
+        transport.post_read(into, holder.descriptor, segments([(0, 0, 1 << 20)]))
+        holder.fence(seed=2)                    # begins a generation, then changes every byte
+        holder.process.kill()
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.memory.arena import Arena
+from penstock.transport.descriptor import Descriptor, decode, encode
+from penstock.transport.protocol import Memory, Transport
+
+TILE_BYTES = (1 << 20) + 13
+"""The pattern's period: of no length that hides a chunk out of place."""
+
+
+def tile(seed: int) -> npt.NDArray[np.uint8]:
+    """One period of the pattern."""
+    return np.random.default_rng(seed).integers(0, 256, TILE_BYTES, np.uint8)
+
+
+def pattern(nbytes: int, seed: int = 1) -> bytes:
+    """The first bytes of the pattern."""
+    return np.resize(tile(seed), nbytes).tobytes()
+
+
+def open_transport(name: str) -> Transport:
+    """A transport of one host by its name."""
+    if name == "shm":
+        from penstock.transport.shm import ShmTransport
+
+        return ShmTransport()
+    from penstock.transport.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport()
+
+
+def allocate(nbytes: int, device: str) -> Memory:
+    """Memory in an arena of its own."""
+    arena = Arena.allocate(nbytes, device)
+    return Memory(address=arena.address, nbytes=nbytes, device=arena.device, owner=arena)
+
+
+def fill(memory: Memory, seed: int) -> None:
+    """Set all of the memory to the pattern; on return it is there for everyone."""
+    if memory.device == "cpu":
+        one = tile(seed)
+        for at in range(0, memory.nbytes, TILE_BYTES):
+            ctypes.memmove(memory.address + at, one.ctypes.data, min(TILE_BYTES, memory.nbytes - at))
+        return
+    import torch
+
+    assert isinstance(memory.owner, Arena)
+    whole = memory.owner.bytes_at(0, memory.nbytes)
+    one_period = torch.from_numpy(tile(seed)).to(memory.device)
+    for at in range(0, memory.nbytes, TILE_BYTES):
+        whole[at : at + TILE_BYTES] = one_period[: memory.nbytes - at]
+    torch.cuda.synchronize(whole.device)
+
+
+class HolderProcess:
+    """A child that holds `nbytes` of the pattern of seed 1; killed when the context ends.
+
+    Args:
+        transport: `"shm"` or `"cuda_ipc"`.
+        device: where the memory is.
+        env: on top of this process's own.
+        forks: whether it forks a child that sleeps on, as data loaders do.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        *,
+        nbytes: int,
+        device: str = "cpu",
+        env: dict[str, str] | None = None,
+        forks: bool = False,
+    ) -> None:
+        command = [sys.executable, "-m", "penstock.testing.holder", transport, device, str(nbytes), str(int(forks))]
+        environment = ["env", *(f"{name}={value}" for name, value in (env or {}).items())]
+        self.process = subprocess.Popen(
+            [*environment, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.descriptor = self._answer()
+
+    def _answer(self) -> Descriptor:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ChildProcessError(f"the holder ended with {self.process.wait(10)}")
+        return decode(bytes.fromhex(line))
+
+    def ask(self, line: str) -> Descriptor:
+        """Have it do something: `fence SEED`, or `close`. Returns its descriptor afterwards."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def fence(self, seed: int) -> Descriptor:
+        """Begin a generation and fill it with the pattern of another seed."""
+        self.descriptor = self.ask(f"fence {seed}")
+        return self.descriptor
+
+    def __enter__(self) -> HolderProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
+    """The child: answers each line of standard input with its descriptor."""
+    transport, memory = open_transport(transport_name), allocate(nbytes, device)
+    fill(memory, 1)
+    handle = transport.register(memory)
+    if forks and os.fork() == 0:
+        os.close(1)
+        time.sleep(20)
+        os._exit(0)
+    print(encode(handle.descriptor).hex(), flush=True)  # noqa: T201
+    for line in sys.stdin:
+        word, *rest = line.split()
+        if word == "fence":
+            handle.fence()
+            fill(memory, int(rest[0]))
+        else:
+            handle.close()
+        print(encode(handle.descriptor).hex(), flush=True)  # noqa: T201
+    transport.close()
+
+
+if __name__ == "__main__":
+    hold(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1")

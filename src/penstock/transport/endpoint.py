@@ -1,0 +1,167 @@
+"""One transport of one process, for peers of its host: its handles, their generations, and peers' pages.
+
+In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
+Not here: how bytes cross (`shm`, `cuda_ipc`), the page itself (`page`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import msgspec
+
+from penstock.errors import Cancelled, ConfigError, FormatError
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.page import Page, PageAddress, PeerPage, seal_of
+from penstock.transport.protocol import Handle, Memory
+
+Describe = Callable[[PageAddress], bytes]
+"""A registration's payload, given where its slot is."""
+
+
+class PagedHandle:
+    """See `Handle`. Its generation is in the endpoint's page."""
+
+    def __init__(self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: object) -> None:
+        self.endpoint, self.memory, self.is_open = endpoint, memory, True
+        self.keep = keep
+        self._slot, self._payload = slot, describe(endpoint.page.address(slot))
+        self.descriptor = self._begin()
+
+    def _begin(self) -> Descriptor:
+        made = Descriptor(
+            transport=self.endpoint.transport,
+            endpoint=self.endpoint.page.name,
+            generation=self.endpoint.next_generation(),
+            nbytes=self.memory.nbytes,
+            device=self.memory.device,
+            payload=self._payload,
+        )
+        self.endpoint.page.set(self._slot, made.generation, seal_of(made))
+        return made
+
+    def fence(self) -> Descriptor:
+        """See `Handle.fence`."""
+        self.check_open()
+        with self.endpoint.changing:
+            self.check_open()
+            self.descriptor = found = self._begin()
+        return found
+
+    def close(self) -> None:
+        """See `Handle.close`. Does nothing in a forked child."""
+        if not self.endpoint.page.is_mine:
+            self.is_open = False
+            return
+        with self.endpoint.changing:
+            if self.is_open:
+                self.is_open = False
+                self.endpoint.page.give_slot(self._slot)
+                self.endpoint.handles.discard(self)
+
+    def check_open(self) -> None:
+        """Cancelled if it is closed, or of the process that this one was forked from."""
+        if not self.is_open or not self.endpoint.page.is_mine:
+            raise Cancelled("the registration is closed")
+
+
+class Claim:
+    """A peer's registration as a descriptor says it is, to be checked before and after its bytes are read."""
+
+    def __init__(self, page: PeerPage, source: Descriptor, slot: int) -> None:
+        self.page, self.source = page, source
+        self._slot, self._seal = slot, seal_of(source)
+
+    def check(self) -> None:
+        """PeerLost, StaleDescriptor: as `PeerPage.check`."""
+        self.page.check(self._slot, self.source, self._seal)
+
+
+class Endpoint:
+    """Handles given, and peers' pages opened. `changing` guards both."""
+
+    def __init__(self, transport: str, page: Page) -> None:
+        self.transport, self.page = transport, page
+        self.changing, self.handles = threading.RLock(), set[PagedHandle]()
+        self._generations, self._peers = itertools.count(1), dict[str, PeerPage]()
+
+    def next_generation(self) -> int:
+        """One never given before by this endpoint."""
+        return next(self._generations)
+
+    def register(self, memory: Memory, describe: Describe, keep: object = None) -> PagedHandle:
+        """A handle in a slot of the page, with `keep` to keep alive.
+
+        Raises:
+            Cancelled: the endpoint is closed.
+            ConfigError: the page is full.
+        """
+        with self.changing:
+            self.check_open()
+            slot = self.page.take_slot()
+            try:
+                handle = PagedHandle(self, memory, describe, slot, keep)
+            except BaseException:
+                self.page.give_slot(slot)
+                raise
+            self.handles.add(handle)
+        return handle
+
+    def check_open(self) -> None:
+        """Cancelled if it is closed."""
+        if not self.page.is_mine:
+            raise Cancelled("the transport is closed")
+
+    def check_mine(self, into: Handle, source: Descriptor) -> PagedHandle:
+        """Our own open handle, where the descriptor is of this kind of transport.
+
+        Raises:
+            ConfigError: one of them is another transport's.
+            Cancelled: the handle or the endpoint is closed.
+        """
+        if source.transport != self.transport or not isinstance(into, PagedHandle) or into.endpoint is not self:
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.transport}")
+        self.check_open()
+        into.check_open()
+        return into
+
+    def claim(self, source: Descriptor, address: PageAddress) -> Claim:
+        """What the descriptor promises, checked once. Raises as `PeerPage.open` and `PeerPage.check`."""
+        with self.changing:
+            page = self._peers.get(source.endpoint)
+            if page is None:
+                self.living_peers()
+                page = self._peers[source.endpoint] = PeerPage.open(source, address)
+        claim = Claim(page, source, address.slot)
+        claim.check()
+        return claim
+
+    def living_peers(self) -> Collection[str]:
+        """Names of the endpoints read from that still live; the others are forgotten."""
+        with self.changing:
+            self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
+            return self._peers.keys()
+
+    def close(self) -> None:
+        """End every registration and let go of every peer. Idempotent."""
+        if not self.page.is_mine:
+            return
+        with self.changing:
+            for handle in list(self.handles):
+                handle.close()
+            self._peers.clear()
+            self.page.close()
+
+
+_Payload = TypeVar("_Payload", bound=msgspec.Struct)
+
+
+def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
+    """A descriptor's payload, typed. FormatError if it is malformed."""
+    try:
+        return decoder.decode(source.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed {source.transport} descriptor: {error}") from error

@@ -1,0 +1,186 @@
+"""Host memory of processes of one host: the reader maps the holder's arena and copies out of it.
+
+In: memory that lies in a host arena (a sealed memfd). Out: the peer's bytes, copied by the thread that waits.
+Not here: arenas (`memory.arena`), fences and life (`page`, `endpoint`), devices (`cuda_ipc`).
+
+    claim = the page's word on the descriptor --> map /proc/PID/fd/N, once --> memmove ... claim again after the last
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.memory.memfd import open_peer, shared_at
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.endpoint import Claim, Endpoint, PagedHandle, decode_payload
+from penstock.transport.page import Page, PageAddress
+from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.types import MIB
+
+PIECE_BYTES = 8 * MIB
+"""Bytes between two looks at the fence: about a millisecond, as `loopback`.
+
+Source: benchmarks/results/cpu2_202611/transport.md.
+"""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+
+
+class ShmPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which memfd of the holder's process, and where the memory starts in it."""
+
+    page: PageAddress
+    fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+    inode: Annotated[int, msgspec.Meta(ge=0)]
+    offset: _Count
+
+
+_Key = tuple[str, int, int]
+"""Endpoint, descriptor and inode of a peer's memfd."""
+
+_DECODER = msgspec.msgpack.Decoder(ShmPayload)
+
+
+class _Mapped:
+    """A peer's memfd, mapped read-only until nobody holds this any more."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.array = np.frombuffer(mapped, np.uint8)
+        self.address = int(self.array.ctypes.data)
+
+
+class ShmRead:
+    """See `Pending`."""
+
+    def __init__(
+        self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, segments: Segments, key: _Key
+    ) -> None:
+        self.key, self._lock = key, threading.Lock()
+        self._work: tuple[PagedHandle, Claim, _Mapped, int, Segments] | None = (into, claim, source, offset, segments)
+        self._error: PenstockError | None = None
+        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+
+    def run(self) -> None:
+        """Copy, in the first thread that comes; the others wait for it. Raises what it met."""
+        with self._lock:
+            if self._work is not None:
+                try:
+                    self._copy(*self._work)
+                except PenstockError as error:
+                    error.mutated = self.moved_bytes > 0
+                    self._error = error.with_traceback(None)  # whose frames hold both memories
+                self._work = None
+            if self._error is not None:
+                raise self._error
+
+    def _copy(self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, rows: Segments) -> None:
+        memmove, unlooked = ctypes.memmove, PIECE_BYTES
+        srcs, dsts = (rows.src + (source.address + offset)).tolist(), (rows.dst + into.memory.address).tolist()
+        for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
+            at = 0
+            while at < nbytes:
+                if unlooked >= PIECE_BYTES:
+                    into.check_open()
+                    claim.check()
+                    unlooked = 0
+                piece = min(PIECE_BYTES - unlooked, nbytes - at)
+                memmove(dst + at, src + at, piece)
+                at += piece
+                unlooked += piece
+                self.moved_bytes += piece
+        into.check_open()
+        claim.check()
+
+
+class ShmTransport:
+    """See `Transport`. ConfigError where there are no memfds, or no /proc."""
+
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._endpoint = Endpoint(self.name, Page.create())
+        self._mapped: dict[_Key, _Mapped] = {}
+
+    def register(self, memory: Memory) -> PagedHandle:
+        """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
+        if memory.device != "cpu":
+            raise ConfigError(f"shm reaches host memory only, not {memory.device}")
+        mapping = shared_at(memory.address, memory.nbytes)
+        if mapping is None:
+            hint = "allocate it from memory.arena.Arena, move live tensors there by rehome, or load_into(arena=True)"
+            raise ConfigError("shm reaches memory in arenas only", hint=hint)
+        offset = memory.address - mapping.address
+
+        def describe(page: PageAddress) -> bytes:
+            return msgspec.msgpack.encode(ShmPayload(page=page, fd=mapping.fd, inode=mapping.inode, offset=offset))
+
+        return self._endpoint.register(memory, describe, keep=mapping)
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> ShmRead:
+        """See `Transport.post_read`."""
+        mine = self._endpoint.check_mine(into, source)
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        payload = decode_payload(source, _DECODER)
+        key = (source.endpoint, payload.fd, payload.inode)
+        with self._forgetting(key):
+            claim = self._endpoint.claim(source, payload.page)
+            mapped = self._map(key, source, payload)
+            claim.check()  # so that the number that was opened was still the holder's memfd
+        return ShmRead(mine, claim, mapped, payload.offset, segments.joined(), key)
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`. A copy on the host does not stall, be the peer stopped or not."""
+        assert isinstance(pending, ShmRead)
+        with self._forgetting(pending.key):
+            pending.run()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._endpoint.close()
+        self._mapped.clear()
+
+    @contextmanager
+    def _forgetting(self, key: _Key) -> Iterator[None]:
+        """Memory that its holder gave up, or changes, is no longer kept mapped."""
+        try:
+            yield
+        except (StaleDescriptor, PeerLost):
+            with self._endpoint.changing:
+                self._mapped.pop(key, None)
+            raise
+
+    def _map(self, key: _Key, source: Descriptor, payload: ShmPayload) -> _Mapped:
+        """The peer's memory, mapped once; mappings of peers that are gone are let go when there is a new one."""
+        with self._endpoint.changing:
+            found = self._mapped.get(key)
+            if found is None:
+                peers = self._endpoint.living_peers()
+                self._mapped = {at: mapped for at, mapped in self._mapped.items() if at[0] in peers}
+                found = self._mapped[key] = _open(source, payload)
+        return found
+
+
+def _open(source: Descriptor, payload: ShmPayload) -> _Mapped:
+    uri = f"{source.transport}:{source.endpoint}"
+    fd = open_peer(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
+    try:
+        if os.fstat(fd).st_ino != payload.inode:
+            raise StaleDescriptor("the peer has closed that memory", uri=uri)
+        return _Mapped(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    except (OSError, ValueError) as error:
+        raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error
+    finally:
+        os.close(fd)
+
+
+_fits: type[Transport] = ShmTransport

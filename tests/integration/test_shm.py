@@ -1,0 +1,171 @@
+"""Host memory read between processes: what holders that die, stop, fork or fence leave their readers with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from penstock.errors import ConfigError, FormatError, PeerLost, StaleDescriptor
+from penstock.memory.arena import Arena
+from penstock.testing.holder import HolderProcess, allocate, pattern
+from penstock.testing.transport_suite import segments
+from penstock.transport import shm
+from penstock.transport.protocol import Memory
+from penstock.transport.shm import ShmTransport
+
+NBYTES = 5_000_011
+
+
+@pytest.fixture
+def reader():
+    transport = ShmTransport()
+    yield transport, transport.register(allocate(NBYTES, "cpu"))
+    transport.close()
+
+
+@pytest.fixture
+def holder():
+    with HolderProcess("shm", nbytes=NBYTES) as child:
+        yield child
+
+
+def read(reader, descriptor, rows=((0, 0, NBYTES),)) -> bytes:
+    transport, into = reader
+    transport.wait(transport.post_read(into, descriptor, segments(rows)), stall_s=5)
+    return ctypes.string_at(into.memory.address, NBYTES)
+
+
+def num_mapped() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:penstock-arena" in line and "r--s" in line for line in maps)
+
+
+def test_another_process_reads_it(reader, holder) -> None:
+    assert read(reader, holder.descriptor) == pattern(NBYTES)
+    assert read(reader, holder.fence(2)) == pattern(NBYTES, 2)
+
+
+def test_a_fence_of_another_process_is_seen(reader, holder) -> None:
+    transport, into = reader
+    old = holder.descriptor
+    pending = transport.post_read(into, old, segments([(0, 0, NBYTES)]))
+    holder.fence(2)
+    with pytest.raises(StaleDescriptor) as caught:
+        transport.wait(pending, stall_s=5)
+    assert not caught.value.mutated
+    with pytest.raises(StaleDescriptor):
+        read(reader, old)
+    holder.ask("close")
+    with pytest.raises(StaleDescriptor):
+        read(reader, holder.descriptor)
+
+
+def test_a_fence_in_the_middle_is_seen(reader, holder, monkeypatch) -> None:
+    monkeypatch.setattr(shm, "PIECE_BYTES", 1_000_000)
+    transport, into = reader
+    pending = transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
+    real = ctypes.memmove
+
+    def memmove(*args) -> None:
+        real(*args)
+        if pending.moved_bytes == 2_000_000:
+            holder.fence(2)
+
+    monkeypatch.setattr(ctypes, "memmove", memmove)
+    with pytest.raises(StaleDescriptor) as caught:
+        transport.wait(pending, stall_s=5)
+    assert caught.value.mutated
+    assert pending.moved_bytes == 3_000_000
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked child that lives on"])
+def test_a_killed_holder_is_lost(reader, forks: bool) -> None:
+    transport, into = reader
+    with HolderProcess("shm", nbytes=NBYTES, forks=forks) as holder:
+        pending = transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
+        holder.process.kill()
+        holder.process.wait(10)
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            transport.wait(pending, stall_s=5)
+        assert not caught.value.mutated
+        with pytest.raises(PeerLost):
+            read(reader, holder.descriptor)
+        assert time.monotonic() - began < 1
+        assert num_mapped() == 0
+
+
+def test_a_stopped_holder_is_read_all_the_same(reader, holder) -> None:
+    os.kill(holder.process.pid, signal.SIGSTOP)
+    assert read(reader, holder.descriptor) == pattern(NBYTES)
+    os.kill(holder.process.pid, signal.SIGCONT)
+
+
+def test_a_peer_is_mapped_once(reader, holder) -> None:
+    for _ in range(3):
+        read(reader, holder.descriptor, [(0, 0, 100)])
+    assert num_mapped() == 1
+
+
+def test_a_part_of_an_arena_is_all_that_can_be_read(reader) -> None:
+    arena = Arena.allocate(10_000)
+    ctypes.memset(arena.address, 1, 10_000)
+    holder = ShmTransport()
+    part = holder.register(Memory(address=arena.address + 4000, nbytes=100, owner=arena))
+    ctypes.memset(arena.address + 4000, 2, 100)
+    assert read(reader, part.descriptor, [(0, 0, 100)])[:101] == b"\2" * 100 + b"\0"
+    longer = msgspec.structs.replace(part.descriptor, nbytes=5000)
+    with pytest.raises(StaleDescriptor):
+        read(reader, longer, [(100, 0, 10)])
+    holder.close()
+
+
+def test_only_arenas_are_registered(reader) -> None:
+    transport, _ = reader
+    with pytest.raises(ConfigError, match="arena"):
+        transport.register(Memory.of_buffer(bytearray(10)))
+    with pytest.raises(ConfigError, match="cuda:0"):
+        transport.register(Memory(address=0, nbytes=0, device="cuda:0"))
+    arena = Arena.allocate(4096)
+    with pytest.raises(ConfigError, match="arena"):
+        transport.register(Memory(address=arena.address + 4000, nbytes=97, owner=arena))
+
+
+def test_hostile_payloads(reader, holder) -> None:
+    """Another's descriptors, other files, other hosts: nothing of them is mapped or read."""
+    given = holder.descriptor
+    payload = msgspec.msgpack.decode(given.payload)
+    own = os.open("/dev/zero", os.O_RDWR)
+
+    def forged(**changes) -> object:
+        page = {**payload["page"], **changes.pop("page", {})}
+        return msgspec.structs.replace(given, payload=msgspec.msgpack.encode({**payload, "page": page, **changes}))
+
+    with pytest.raises(ConfigError, match="another host"):
+        read(reader, forged(page={"host": "elsewhere/1"}))
+    try:
+        for lie in (
+            forged(page={"pid": os.getpid(), "fd": own}),
+            forged(page={"pid": os.getpid(), "fd": 9999}),
+            forged(page={"pid": 2**22 + 1}),
+            forged(page={"slot": 5}),
+            forged(page={"fd": payload["fd"]}),
+            forged(fd=0),
+            forged(inode=1),
+            forged(offset=4096),
+        ):
+            with pytest.raises((PeerLost, StaleDescriptor)):
+                read(reader, lie)
+        for lie in (forged(fd=-1), forged(fd="0"), forged(more=1), forged(page={"slot": 10**6})):
+            with pytest.raises(FormatError):
+                read(reader, lie)
+        with pytest.raises(FormatError):
+            read(reader, msgspec.structs.replace(given, payload=b"\xc1"))
+    finally:
+        os.close(own)
+    assert read(reader, given) == pattern(NBYTES)

@@ -1,0 +1,153 @@
+"""Arenas: where tensors are placed in them, what keeps them alive, and live tensors moved into them."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError
+from penstock.memory import memfd
+from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes
+from penstock.memory.rehome import rehome
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_runs_are_placed_in_order_and_aligned() -> None:
+    lengths = [1, 512, 0, 513, 7]
+    arena = Arena.allocate(needed_bytes(lengths))
+    assert arena.place(lengths) == [0, 512, 1024, 1024, 2048]
+    assert arena.free_bytes == 0
+    assert arena.address % ALIGN_BYTES == 0
+
+
+def test_an_arena_that_is_full_says_what_would_do() -> None:
+    arena = Arena.allocate(1000)
+    arena.place([100])
+    with pytest.raises(BudgetTooSmall) as caught:
+        arena.place([400, 100])
+    assert caught.value.minimum_bytes == 1124
+    assert arena.place([400]) == [512]
+
+
+def test_views_keep_the_memory_alive_and_give_it_back() -> None:
+    gc.collect()  # what other tests left
+    before = fds()
+    arena = Arena.allocate(10_000)
+    address = arena.address
+    view = arena.bytes_at(512, 100)
+    view.fill_(7)
+    del arena
+    gc.collect()
+    assert memfd.shared_at(address, 10_000) is not None
+    assert view.tolist() == [7] * 100
+    del view
+    gc.collect()
+    assert memfd.shared_at(address, 1) is None
+    assert fds() == before
+
+
+def test_arenas_that_cannot_be() -> None:
+    with pytest.raises(DestinationError, match="available"):
+        Arena.allocate(1 << 60)
+    with pytest.raises(ConfigError):
+        Arena.allocate(-1)
+    with pytest.raises(ConfigError, match="meta"):
+        Arena.allocate(1, "meta")
+    with pytest.raises(ConfigError):
+        Arena.allocate(100).bytes_at(50, 51)
+    assert Arena.allocate(0).bytes_at(0, 0).numel() == 0
+
+
+def test_no_file_descriptors_left(monkeypatch) -> None:
+    def full(*_) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(DestinationError):
+        Arena.allocate(100)
+
+
+def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
+    sealed = memfd.create("sealed", 5000)
+    os.close(memfd.open_peer(os.getpid(), sealed.fd, 5000, "here"))
+    unsealed, pipe = os.memfd_create("loose"), os.pipe()
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    gc.collect()
+    try:
+        before = fds()
+        for fd, nbytes in ((sealed.fd, 5001), (unsealed, 0), (pipe[0], 0), (file, 0), (99999, 0)):
+            with pytest.raises(PeerLost):
+                memfd.open_peer(os.getpid(), fd, nbytes, "here")
+        assert fds() == before
+    finally:
+        for fd in (unsealed, *pipe, file):
+            os.close(fd)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.body = nn.Linear(8, 24)
+        self.register_buffer("table", torch.arange(7, dtype=torch.int16))
+        self.register_buffer("none", torch.empty(0))
+        self.register_buffer("turned", torch.randn(4, 6).t())
+        self.register_buffer("one", torch.tensor(3.0))
+
+
+def test_a_model_is_moved_as_it_is() -> None:
+    model = Model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
+    objects = {name: id(parameter) for name, parameter in model.named_parameters()}
+    (arena,) = rehome(model)
+    after = model.state_dict()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.stride() == strides[name]
+        assert not tensor.numel() or arena.address <= tensor.data_ptr() < arena.address + arena.nbytes
+        assert not tensor.numel() or tensor.data_ptr() % ALIGN_BYTES == 0
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == objects
+    assert after["head.weight"].data_ptr() == after["embed.weight"].data_ptr()
+    del arena
+    gc.collect()
+    model.head(model.embed(torch.tensor([1]))).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_views_of_one_tensor_stay_views_of_one() -> None:
+    fused = torch.randn(9, 4, dtype=torch.float16)
+    tensors = {"q": fused[1:3], "k": fused[4:6], "all": fused[1:6]}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    (arena,) = rehome(tensors)
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+    assert arena.nbytes < fused.nbytes
+    tensors["all"].fill_(1)
+    assert bool((tensors["k"] == 1).all())
+    assert bool((fused != 1).any())
+
+
+def test_every_dtype_and_nothing_at_all() -> None:
+    tensors = {str(t): torch.zeros(3, dtype=t) for t in (torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8)}
+    rehome(tensors)
+    assert all(tensor.numel() == 3 for tensor in tensors.values())
+    assert rehome({}) == ()
+    assert rehome({"none": torch.empty(0)}) == ()
+
+
+def test_what_has_no_memory_of_its_own_is_refused() -> None:
+    kept = torch.ones(3)
+    address = kept.data_ptr()
+    for odd in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+        with pytest.raises(PlanError) as caught:
+            rehome({"kept": kept, "odd": odd})
+        assert caught.value.tensor == "odd"
+    assert kept.data_ptr() == address
