@@ -386,4 +386,5 @@ def test_mutated_headers_are_accepted_and_refused_as_by_the_library(data: bytes)
 def test_any_bytes_as_index_raise_nothing_else(raw: bytes) -> None:
     for text in (raw, b'{"weight_map":{' + raw + b"}}"):
         with contextlib.suppress(FormatError):
-            parse_index(text, uri="mem:index")
+            found = parse_index(text, uri="mem:index")
+            assert found == json.loads(text)["weight_map"]

@@ -298,7 +298,8 @@ class TestInstall:
             "from runai_model_streamer.file_streamer.requests_iterator import FileChunks;"
             "assert SafetensorsStreamer is runai_streamer.SafetensorsStreamer"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
     def test_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "runai_model_streamer", type(sys)("runai_model_streamer"))

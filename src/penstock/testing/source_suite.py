@@ -93,8 +93,8 @@ class SourceTests:
         """No buffers, and buffers of no bytes, are no error anywhere up to the end."""
         source = self.make(sample(100))
         try:
-            source.readv(0, [])
-            source.readv(100, [memoryview(bytearray())])
+            for offset, buffers in [(0, []), (100, [memoryview(bytearray())])]:
+                assert isinstance(source.readv(offset, buffers), str)
         finally:
             source.close()
 
@@ -145,10 +145,12 @@ class SourceTests:
 
     def test_close_is_idempotent(self) -> None:
         """Closing twice is closing once."""
-        source = self.make(sample(10))
-        read(source, 0, [10])
+        data = sample(10)
+        source = self.make(data)
+        found = read(source, 0, [10])[0]
         source.close()
         source.close()
+        assert found == data
 
 
 def _expect_truncated(source: Source, offset: int, nbytes: int) -> None:

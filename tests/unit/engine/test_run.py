@@ -308,9 +308,12 @@ def test_a_window_smaller_than_a_slab_does_not_lock_up(make: Make) -> None:
 def test_a_consumer_that_takes_its_time_is_no_stall(make: Make) -> None:
     bench = make(*[CHUNK] * 6)
     run = bench.start(window_bytes=CHUNK, stall_s=0.1)
-    for _ in run.slabs():
+    seen = []
+    for slab in run.slabs():
         time.sleep(0.15)
+        seen.append(slab)
     run.ticket.wait(stall_s=5)
+    assert seen == list(range(6)) and run.ticket.moved_bytes == 6 * CHUNK
 
 
 def test_a_silent_source_is_bounded_by_its_own_deadline_not_the_engines(make: Make) -> None:

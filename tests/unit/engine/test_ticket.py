@@ -97,7 +97,9 @@ def test_progress_puts_the_deadline_off() -> None:
 def test_a_busy_step_has_its_own_deadline() -> None:
     ticket = Ticket(10, lambda: True)
     threading.Timer(0.3, ticket.finish).start()
+    begin = time.monotonic()
     ticket.wait(stall_s=0.05)
+    assert ticket.done and time.monotonic() - begin > 0.25
 
 
 def test_reached_is_enough_while_work_goes_on() -> None:

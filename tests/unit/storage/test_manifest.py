@@ -595,11 +595,12 @@ def test_mutated_manifests_raise_nothing_else(data: st.DataObject, made: manifes
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
     with contextlib.suppress(PenstockError):
-        decode(bytes(raw), uri="mem:m")
+        assert decode(bytes(raw), uri="mem:m").revision == made.revision, "other content under the same revision"
     body = bytearray(leaf.canonical(made.tensors, leaf.name_order(made.tensors)))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(PenstockError):
-        decode(packed(made, body=bytes(body)), uri="mem:m")
+        found = decode(packed(made, body=bytes(body)), uri="mem:m")
+        assert leaf.canonical(found.tensors, leaf.name_order(found.tensors)) == bytes(body)
 
 
 def test_signatures() -> None:

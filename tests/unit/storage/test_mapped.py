@@ -184,10 +184,14 @@ def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkey
     assert view == body
 
 
-def test_prefetch_beyond_the_end_is_cut(path: str) -> None:
+def test_prefetch_beyond_the_end_is_cut(path: str, body: bytes) -> None:
     file = MappedFile(path)
-    file.prefetch(NBYTES - 10, 8 * MIB)
+    view = file.view(NBYTES - 10, 10)
     file.prefetch(NBYTES, 1)
+    assert num_populated_bytes(path) == 0
+    file.prefetch(NBYTES - 10, 8 * MIB)
+    assert num_populated_bytes(path) > 0
+    assert view == body[-10:]
 
 
 def test_prefetch_from_many_threads_while_views_come_and_go(path: str, body: bytes) -> None:

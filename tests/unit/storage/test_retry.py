@@ -54,6 +54,9 @@ def test_a_byte_restores_it(clock: Clock) -> None:
     for _ in range(50):
         one.progress()
         one.failed("reset", byte_range=(0, 1), cause=None)
+    assert len(clock.pauses_s) == 50 and max(clock.pauses_s) <= 0.1, "each is the first failure, with its short pause"
+    with pytest.raises(SourceUnavailable):
+        one.failed("reset", byte_range=(0, 1), cause=None)
 
 
 def test_silence_is_a_stall(clock: Clock) -> None:
