@@ -6,6 +6,9 @@ PenstockError
   FormatError             source       a file is not what its format says (names file, tensor, fault)
   SourceError             source
     NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled  StaleDescriptor
+    SourceBusy                         a holder has as many readers as it takes; ask another
+      GrantRefused                     (a PermissionDenied) a grant is forged, expired, replayed or for another read
+    HubUnavailable  UnknownMember      the directory of the fleet; what peers hold and give is not touched by it
   IntegrityError          source       bytes differ from their digest, revision or signature
   PlanError               plan         names, shapes or dtypes of the two sides do not fit
     BudgetTooSmall                     `minimum_bytes` is the least that would do
@@ -97,6 +100,22 @@ class NotFound(SourceError):
 
 class PermissionDenied(SourceError):
     """The source refused these credentials, or the file mode forbids reading."""
+
+
+class SourceBusy(SourceError):
+    """A holder has as many readers as it takes; those have or will have the same bytes."""
+
+
+class GrantRefused(PermissionDenied):
+    """A grant to read a peer is forged, expired, replayed, or for another reader, source or model."""
+
+
+class HubUnavailable(SourceError):
+    """The hub, or the store behind it, did not answer in time; known peers stay usable."""
+
+
+class UnknownMember(SourceError):
+    """The hub does not know this member: it was silent too long, or the hub is new; say hello again."""
 
 
 class SourceChanged(SourceError):

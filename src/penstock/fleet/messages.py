@@ -14,8 +14,12 @@ from msgspec import Meta
 from penstock.fleet.identity import Identity
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
+MemberId = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$")]
+"""One process life; a new life takes a new one."""
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
+"""64 TiB of 16 MiB chunks; the hub keeps a byte for each."""
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
@@ -30,14 +34,14 @@ State = Literal["filling", "whole", "draining"]
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A process life joins. `member` is new for each life: the generation that fences what an earlier one said."""
 
-    member: Word
+    member: MemberId
     host: Word
     """The boot id, not a name that may resolve two ways: members of one host can use `shm` and `cuda_ipc`."""
     doors: Doors
     """Where its door is: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
-    rack: str = ""
+    rack: Annotated[str, Meta(max_length=256)] = ""
     """A word that near hosts share (a rail, a rack); for the order of relays."""
-    name: str = ""
+    name: Annotated[str, Meta(max_length=256)] = ""
     """For people: host name, pid, rank."""
 
 
@@ -50,6 +54,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Beat this often."""
     grant_key: bytes
     """Raw Ed25519 public key; grants of this hub are signed with its other half."""
+    now: float
+    """The hub's clock, seconds since 1970: grants expire by it, whatever the members' clocks say."""
 
 
 class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +63,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     key: Key
     identity: Identity
-    num_chunks: Count
+    num_chunks: NumChunks
     nbytes: Count
     have: Ranges = ()
     """Verified chunks."""
@@ -66,8 +72,11 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
-    device: str = "cpu"
-    path: str = ""
+    """0: no cap."""
+    parent: Annotated[str, Meta(max_length=128)] = ""
+    """The upstream it takes chunks from in the first place now; the relay keeps it while it serves."""
+    device: Annotated[str, Meta(max_length=256)] = "cpu"
+    path: Annotated[str, Meta(max_length=1024)] = ""
     """Where the last bytes came from and how, for `status`: `shm <- member`, `storage s3://...`."""
     gb_per_s: float = 0.0
 
@@ -81,7 +90,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A member wants (or goes on wanting) a key."""
 
-    member: Word
+    member: MemberId
     holding: HoldingState
     can_read_storage: bool = False
 
@@ -89,7 +98,7 @@ class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Upstream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A member to read from, with the right to."""
 
-    member: Word
+    member: MemberId
     host: Word
     doors: Doors
     device: str
@@ -107,10 +116,16 @@ class FlightReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A member has room to read from storage."""
+    """A member has room to read from storage.
 
-    member: Word
+    `holding.claims` is all that it still reads of what it was given: the rest, if it is not in `holding.have`, goes
+    back. So a request whose answer was lost may be sent again. A member asks one at a time of each key.
+    """
+
+    member: MemberId
     holding: HoldingState
+    ask: bool = True
+    """False: only gives back."""
 
 
 class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,9 +139,9 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Complaint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A reader could not use a source: the hub demotes who is complained of by several, or gave wrong bytes."""
 
-    member: Word
+    member: MemberId
     """Who complains."""
-    of: Word
+    of: MemberId
     key: Key
     fault: Literal["unreachable", "stalled", "wrong bytes", "stale", "refused"]
     detail: Annotated[str, Meta(max_length=1024)] = ""
@@ -152,6 +167,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     members: tuple[MemberStatus, ...] = ()
 
 
+class WhyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Asks about a model, for all who fill, one member, or an identity that nobody has yet."""
+
+    model: Word
+    member: MemberId | None = None
+    identity: Identity | None = None
+
+
 class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a member does, or does not, take a model from peers: one line a holder, and what differs."""
 
@@ -163,7 +186,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     error: str
     hint: str = ""
-    alternatives: tuple[Word, ...] = ()
+    alternatives: tuple[MemberId, ...] = ()
     """Members that may be asked instead, of a refusal."""
 
 
@@ -189,7 +212,7 @@ class HoldingMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A reader shows its grant."""
 
-    member: Word
+    member: MemberId
     key: Key
     grant: bytes
 

@@ -1,0 +1,424 @@
+"""The hub's logic: who lives, who has what, who reads what from storage and from whom.
+
+In: the messages of members. Out: their answers. All state is in a `Store`, soft, and told anew by the members' beats;
+several directories on one store act as one. Weight bytes never come here.
+Not here: HTTP and who may ask (`hub`), relays (`plan.relay`), pieces (`claims`), words for people (`explain`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from penstock.errors import HubUnavailable, PermissionDenied, PlanError, UnknownMember
+from penstock.fleet import explain
+from penstock.fleet.claims import Claims, check_ranges, give, settle
+from penstock.fleet.grants import GrantSigner
+from penstock.fleet.messages import (
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    Complaint,
+    FlightReply,
+    FlightRequest,
+    Hello,
+    HoldingState,
+    MemberStatus,
+    Status,
+    Upstream,
+    Welcome,
+    Why,
+    WhyRequest,
+)
+from penstock.fleet.store import ABSENT, Entry, Store
+from penstock.fleet.view import Held, Reading, View
+
+COMPLAINT_TTL_S = 30.0
+"""A holder that could not be read is tried again after this."""
+WRONG_BYTES_TTL_S = 600.0
+"""Wrong bytes are a fault of memory or of a link: not soon over."""
+CHEAP_LOOK_S = 0.0005
+"""A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
+_GONE_TTL_S = 600.0
+_ATTEMPTS = 64
+_MAX_READINGS = 1024
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of a member."""
+
+    hello: Hello
+    since: float
+    seen: float
+    keys: tuple[str, ...] = ()
+
+
+_KNOWN = msgspec.msgpack.Decoder(Known)
+_CLAIMS = msgspec.msgpack.Decoder(Claims)
+_HELD = msgspec.msgpack.Decoder(Held)
+_encode = msgspec.msgpack.encode
+
+
+class Directory:
+    """See the module.
+
+    Args:
+        store: where the state is.
+        fresh: nobody can have been a member before, so claims are given at once; else a beat's time is left for members
+            to announce what they have.
+        beat_s: how often members are to beat.
+        ttl_s: a member silent for this long is gone.
+        clock: seconds since 1970.
+        timer: seconds, for the cost of a look at the store.
+        look_share: at most this part of the time goes into costly looks at one key; between them the last one answers.
+
+    Order: every method from any thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        fresh: bool = False,
+        beat_s: float = 2.0,
+        ttl_s: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
+        look_share: float = 0.1,
+    ) -> None:
+        self.store = store
+        self.beat_s = beat_s
+        self.ttl_s = ttl_s
+        self.counts: Counter[str] = Counter()
+        """Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves."""
+        self._fresh = fresh
+        self._clock = clock
+        self._timer = timer
+        self._look_share = look_share
+        self._lock = threading.Lock()
+        self._readings: dict[str, _Look] = {}
+        self._signer: GrantSigner | None = None
+
+    # Members.
+
+    def begin(self) -> None:
+        """Keep the hub's own life marked in the store; call it once a beat.
+
+        Where there is no mark (a new hub, a store that lost its memory) nothing is claimed until members had the time
+        to say what they have.
+        """
+        ttl_s = 3 * self.beat_s
+        if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
+            self.store.write("hub/life", b"1", ttl_s=ttl_s)
+        elif not self._fresh:
+            self.store.write("hub/quiet", b"1", ttl_s=1.5 * self.beat_s)
+        self._fresh = False
+
+    def hello(self, hello: Hello) -> Welcome:
+        """A process life joins, or says again that it lives.
+
+        Raises:
+            PermissionDenied: the id is another process's, or of one that left.
+        """
+        self._mark_life()
+        name, now = f"member/{hello.member}", self._clock()
+        entry = self.store.read(name)
+        known = None if entry is None else _KNOWN.decode(entry.value)
+        if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
+            raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
+        if known is None:
+            self.counts["hellos"] += 1
+            self.store.write(name, _encode(Known(hello, now, now)), ttl_s=self.ttl_s, expected=ABSENT)
+        signer = self._grants()
+        return Welcome(ttl_s=self.ttl_s, beat_s=self.beat_s, grant_key=signer.public_key, now=now)
+
+    def beat(self, member: str, beat: Beat) -> None:
+        """Renew the lease; what the beat does not name is held no more.
+
+        Raises:
+            UnknownMember: it was silent for too long, left, or the hub is new.
+            PlanError: a holding contradicts itself.
+        """
+        for holding in beat.holdings:
+            _check(holding)
+        entry, known = self._known(member)
+        now = self._clock()
+        keys = tuple(holding.key for holding in beat.holdings)
+        kept = tuple(key for key in known.keys if key not in keys and self._still_asked(key, member, now))
+        for holding in beat.holdings:
+            self._hold(known, holding)
+        if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + kept)):
+            self._renew(member, *self._seen(member, now, keys))
+
+    def leave(self, member: str) -> None:
+        """Gone for good: what it held is nobody's to read, what it claimed is free; nothing if it is not known."""
+        entry = self.store.read(f"member/{member}")
+        self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
+        if entry is None:
+            return
+        self.counts["leaves"] += 1
+        self.store.write(f"member/{member}", None)
+        for key in _KNOWN.decode(entry.value).keys:
+            self.store.write(f"hold/{key}/{member}", None)
+
+    # Keys.
+
+    def flight(self, request: FlightRequest) -> FlightReply:
+        """Whom to take chunks from, parent first, with a grant for each.
+
+        Raises:
+            UnknownMember, PlanError: see `beat`.
+        """
+        self._ask(request.member, request.holding, reads_storage=request.can_read_storage)
+        view = self._view(request.holding.key)
+        names = view.relay(request.holding.num_chunks).upstreams(request.member)
+        signer = self._grants()
+        upstreams = []
+        for name in names:
+            held = view.held[name]
+            grant = signer.sign(key=request.holding.key, reader=request.member, source=name)
+            upstreams.append(
+                Upstream(
+                    member=name,
+                    host=held.hello.host,
+                    doors=held.hello.doors,
+                    device=held.holding.device,
+                    state=held.holding.state,
+                    num_have=held.num_have,
+                    grant=grant,
+                )
+            )
+        self.counts["grants"] += len(upstreams)
+        # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
+        pause_s = min(5.0, max(1.0 if upstreams else 0.2, len(view.held) / 500))
+        return FlightReply(upstreams=tuple(upstreams), ask_again_s=pause_s)
+
+    def claim(self, request: ClaimRequest) -> ClaimReply:
+        """Chunks that the member alone reads from storage, and takes back what it reads no more.
+
+        Raises:
+            UnknownMember, PlanError: see `beat`.
+            HubUnavailable: too many others claimed at the same moment.
+        """
+        holding = request.holding
+        self._mark_life()
+        self._ask(request.member, holding, reads_storage=request.ask)
+        quiet = self.store.read("hub/quiet") is not None
+        name = f"claim/{holding.key}/{holding.num_chunks}"
+        for attempt in range(_ATTEMPTS):
+            entry = self.store.read(name)
+            before = {} if entry is None else _CLAIMS.decode(entry.value)
+            view = self._view(holding.key, again=attempt > 0)
+            after, given = self._claimed(request, before, view, give_more=request.ask and not quiet)
+            version = ABSENT if entry is None else entry.version
+            if after == before or self.store.write(
+                name, _encode(after) if after else None, ttl_s=max(60.0, 2 * self.ttl_s), expected=version
+            ):
+                self.counts["claimed_chunks"] += sum(stop - start for start, stop in given)
+                return self._claim_reply(request, view, given, quiet=quiet)
+            time.sleep(random.uniform(0, 0.002))
+        raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
+
+    def complain(self, complaint: Complaint) -> None:
+        """A reader could not use a source. It is the last choice for that reader, and for all once several say so.
+
+        Raises:
+            UnknownMember: who complains is not a member.
+        """
+        self._known(complaint.member)
+        self.counts["complaints"] += 1
+        ttl_s = WRONG_BYTES_TTL_S if complaint.fault == "wrong bytes" else COMPLAINT_TTL_S
+        name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
+        self.store.write(name, _encode(complaint), ttl_s=ttl_s)
+
+    # For people.
+
+    def status(self, model: str | None = None) -> Status:
+        """Members and what they hold; of one model, those that have or get it."""
+        now = self._clock()
+        held: dict[str, list[HoldingState]] = {}
+        for name, entry in self.store.scan("hold/").items():
+            holding = _HELD.decode(entry.value).holding
+            if model is None or holding.identity.model == model:
+                held.setdefault(name.partition("/")[2], []).append(holding)
+        complained = Counter(name.partition("/")[2].partition("~")[0] for name in self.store.scan("complaint/"))
+        members = []
+        for name, entry in sorted(self.store.scan("member/").items()):
+            if model is not None and name not in held:
+                continue
+            known = _KNOWN.decode(entry.value)
+            members.append(
+                MemberStatus(
+                    member=name,
+                    name=known.hello.name,
+                    host=known.hello.host,
+                    rack=known.hello.rack,
+                    doors=known.hello.doors,
+                    age_s=max(0.0, now - known.since),
+                    silent_s=max(0.0, now - known.seen),
+                    holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
+                    complaints=complained[name],
+                )
+            )
+        return Status(members=tuple(members))
+
+    def why(self, request: WhyRequest) -> Why:
+        """Why a member, all that fill, or an identity, take a model from whom they do, and from others not."""
+        views = {}
+        for key in {name.partition("/")[0] for name in self.store.scan("hold/")}:
+            view = self._view(key, again=True)
+            if any(held.holding.identity.model == request.model for held in view.held.values()):
+                views[key] = view
+        return Why(lines=explain.lines(request, views))
+
+    # Inside.
+
+    def _mark_life(self) -> None:
+        if self.store.read("hub/life") is None:
+            self.begin()
+
+    def _grants(self) -> GrantSigner:
+        """The signer, of a seed that all directories on the store share."""
+        if self._signer is None:
+            self.store.write("hub/seed", os.urandom(32), expected=ABSENT)
+            entry = self.store.read("hub/seed")
+            if entry is None:
+                raise HubUnavailable("the store does not keep what is written")
+            self._signer = GrantSigner(entry.value, clock=self._clock)
+        return self._signer
+
+    def _known(self, member: str) -> tuple[Entry, Known]:
+        entry = self.store.read(f"member/{member}")
+        if entry is None:
+            raise UnknownMember(f"member {member} is not known to this hub", hint="say hello again")
+        return entry, _KNOWN.decode(entry.value)
+
+    def _renew(self, member: str, entry: Entry, known: Known) -> bool:
+        return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
+
+    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[Entry, Known]:
+        entry, known = self._known(member)
+        merged = tuple(dict.fromkeys([*keys, *known.keys]))
+        return entry, msgspec.structs.replace(known, seen=now, keys=merged)
+
+    def _still_asked(self, key: str, member: str, now: float) -> bool:
+        """Whether a key that a beat left out was asked for since the beat was made; else it is dropped."""
+        name = f"hold/{key}/{member}"
+        entry = self.store.read(name)
+        if entry is not None and now - _HELD.decode(entry.value).asked < self.beat_s:
+            return True
+        self.store.write(name, None)
+        return False
+
+    def _hold(self, known: Known, holding: HoldingState, *, reads_storage: bool | None = None) -> None:
+        name = f"hold/{holding.key}/{known.hello.member}"
+        now = self._clock()
+        num_have = sum(stop - start for start, stop in holding.have)
+        asked = now if reads_storage is not None else 0.0
+        if reads_storage is None:
+            entry = self.store.read(name)
+            if entry is not None:
+                before = _HELD.decode(entry.value)
+                asked, reads_storage = before.asked, before.reads_storage
+        held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage))
+        self.store.write(name, _encode(held), ttl_s=self.ttl_s)
+
+    def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
+        """Note what an asker has; it lives, too."""
+        _check(holding)
+        for _ in range(_ATTEMPTS):
+            entry, known = self._known(member)
+            if holding.key in known.keys:
+                break
+            wider = msgspec.structs.replace(known, keys=(*known.keys, holding.key))
+            if self._renew(member, entry, wider):
+                break
+        self._hold(known, holding, reads_storage=reads_storage)
+
+    def _claimed(
+        self, request: ClaimRequest, before: Claims, view: View, *, give_more: bool
+    ) -> tuple[Claims, tuple[tuple[int, int], ...]]:
+        """The table after a request, and the chunks given."""
+        holding, now = request.holding, self._clock()
+        gone = [name for name in before if name not in view.held and not self._holds(name, holding.key)]
+        if gone:
+            view = self._view(holding.key, again=True)
+        progress = {name: held.num_have for name, held in view.held.items()}
+        after = settle(before, request.member, holding, gone=gone, progress=progress, now=now)
+        if not give_more:
+            return after, ()
+        return give(
+            after,
+            request.member,
+            holding,
+            had=view.had(request.member, holding.num_chunks),
+            unheard=view.out_of_reach(request.member),
+            num_sharing=view.num_sharing,
+            now=now,
+        )
+
+    def _holds(self, member: str, key: str) -> bool:
+        return self.store.read(f"hold/{key}/{member}") is not None
+
+    def _claim_reply(
+        self, request: ClaimRequest, view: View, given: tuple[tuple[int, int], ...], *, quiet: bool
+    ) -> ClaimReply:
+        if given:
+            return ClaimReply(ranges=given)
+        if quiet:
+            return ClaimReply(
+                ask_again_s=self.beat_s / 4, why="the hub is new: members have a beat to say what they have"
+            )
+        if not request.ask:
+            return ClaimReply(ask_again_s=self.beat_s)
+        pause_s = min(5.0, max(0.2, view.num_sharing / 500))
+        return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
+
+    def _view(self, key: str, *, again: bool = False) -> View:
+        """The key as it is, or was a moment ago; `again`: as it is."""
+        with self._lock:
+            look = self._readings.pop(key, None)
+            if look is None:
+                look = _Look(Reading(self.store, key))
+            self._readings[key] = look
+            while len(self._readings) > _MAX_READINGS:
+                del self._readings[next(iter(self._readings))]
+        return look.at(self._timer, self._look_share, again=again)
+
+
+class _Look:
+    """Looks at one key, not more often than its share of the time allows."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._lock = threading.Lock()
+        self._view: View | None = None
+        self._next = 0.0
+
+    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> View:
+        with self._lock:
+            start = timer()
+            if self._view is None or again or start >= self._next:
+                self._view = self._reading.read()
+                for num_chunks in {held.holding.num_chunks for held in self._view.held.values()}:
+                    self._view.relay(num_chunks)
+                stop = timer()
+                cost_s = stop - start
+                self._next = stop if cost_s < CHEAP_LOOK_S else stop + cost_s / share
+            return self._view
+
+
+def _check(holding: HoldingState) -> None:
+    """Raises PlanError: it contradicts itself."""
+    if holding.key != holding.identity.key():
+        raise PlanError(f"key {holding.key} is not of the identity given", hint="the key is `Identity.key()`")
+    num_have = check_ranges("have", holding.have, holding.num_chunks)
+    check_ranges("claims", holding.claims, holding.num_chunks)
+    if holding.state == "whole" and num_have != holding.num_chunks:
+        raise PlanError(f"whole, with {num_have} of {holding.num_chunks} chunks")

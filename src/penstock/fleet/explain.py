@@ -1,0 +1,102 @@
+"""Why who takes a model from whom, in words: identities that differ, states, complaints.
+
+In: a question, what the hub knows of each key. Out: lines for people. Not here: the answer's transport (`hub`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.fleet.identity import Identity
+from penstock.fleet.messages import WhyRequest
+from penstock.fleet.view import Held, View
+
+_MAX_LINES = 200
+
+
+def lines(request: WhyRequest, views: Mapping[str, View]) -> tuple[str, ...]:
+    """The answer, at most 200 lines."""
+    if not views:
+        return (f"nobody has or wants {request.model}: the first to ask reads storage",)
+    found = list(_lines(request, views))
+    if len(found) > _MAX_LINES:
+        found[_MAX_LINES:] = [f"... and {len(found) - _MAX_LINES} lines more: name a member"]
+    return tuple(found)
+
+
+def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
+    if request.identity is not None:
+        yield from _of_identity(request.identity, request.identity.key(), views)
+        return
+    askers = [
+        (key, name, held)
+        for key, view in sorted(views.items())
+        for name, held in sorted(view.held.items())
+        if (request.member == name if request.member else held.holding.state == "filling")
+    ]
+    if not askers:
+        if request.member:
+            yield f"{request.member} neither has nor wants {request.model}"
+        else:
+            yield f"nobody waits for {request.model}"
+        for key, view in sorted(views.items()):
+            for name, held in sorted(view.held.items()):
+                yield f"{name} {_has(held)} under key {key[:8]}"
+        return
+    for key, name, held in askers:
+        yield from _of_member(key, name, held, views)
+
+
+def _of_member(key: str, name: str, held: Held, views: Mapping[str, View]) -> Iterator[str]:
+    view = views[key]
+    if held.holding.state != "filling":
+        yield f"{name} {_has(held)}: it takes from nobody"
+        return
+    order = view.relay(held.holding.num_chunks).upstreams(name)
+    source = f"; last bytes: {held.holding.path}" if held.holding.path else ""
+    yield f"{name} {_has(held)} and takes from {', then '.join(order) if order else 'storage alone'}{source}"
+    for other, theirs in sorted(view.held.items()):
+        if other != name:
+            yield f"  {other}: {_between(name, held, other, theirs, view, order)}"
+    yield from (f"  {line}" for line in _of_identity(held.holding.identity, key, views, ours=False))
+
+
+def _between(name: str, held: Held, other: str, theirs: Held, view: View, order: tuple[str, ...]) -> str:
+    facts = [_has(theirs)]
+    if theirs.holding.num_chunks != held.holding.num_chunks:
+        facts.append(f"cuts the line into {theirs.holding.num_chunks} chunks, not {held.holding.num_chunks}")
+    facts += [
+        f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
+        for complaint in view.complaints
+        if complaint.of == other
+    ]
+    if view.demoted(other):
+        facts.append("demoted for everyone")
+    if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
+        facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
+    if other in order:
+        facts.append("parent" if order[0] == other else f"stands in, number {order.index(other)}")
+    elif theirs.holding.parent == name:
+        facts.append("takes from it")
+    else:
+        facts.append("not among its upstreams: others are nearer, further ahead, or it hangs below")
+    return "; ".join(facts)
+
+
+def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, ours: bool = True) -> Iterator[str]:
+    for other, view in sorted(views.items()):
+        for name, held in sorted(view.held.items()):
+            if other == key:
+                if ours:
+                    yield f"{name} {_has(held)}: the identities are equal, it can be taken from"
+                continue
+            differing = identity.differences(held.holding.identity)
+            words = "; ".join(f"{field}: {mine!r} is not {theirs!r}" for field, (mine, theirs) in differing.items())
+            yield f"{name}: cannot be taken from, the identities differ: {words}"
+
+
+def _has(held: Held) -> str:
+    holding = held.holding
+    if holding.state == "whole":
+        return "is whole"
+    return f"is {holding.state} with {held.num_have} of {holding.num_chunks} chunks"

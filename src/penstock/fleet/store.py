@@ -1,0 +1,143 @@
+"""Where the hub keeps its soft state: small values by name, with a time to live, changed by compare-and-set.
+
+In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
+Not here: what the values mean (`directory`), the store of several replicas (`store_redis`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+ANY: Final = b"*"
+"""`expected=ANY`: write whatever is there."""
+ABSENT: Final = b""
+"""`expected=ABSENT`: write only if nothing is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value, and the version that a compare-and-set names."""
+
+    value: bytes
+    version: bytes
+
+
+class Store(Protocol):
+    """Four methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
+
+    def read(self, name: str) -> Entry | None:
+        """What is under `name`, unless it expired.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+
+    def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
+        """Set `name`, or with None delete it, if its version is `expected`; False: it was not, nothing was done.
+
+        Args:
+            name: parts joined by `/`.
+            value: the new value.
+            ttl_s: it expires after this long; None: never.
+            expected: the version of an earlier `read`, or `ANY`, or `ABSENT`.
+
+        Raises:
+            HubUnavailable: the store did not answer; whether the value was written is not known.
+        """
+
+    def scan(self, prefix: str) -> dict[str, Entry]:
+        """Every entry whose name starts with `prefix`, by the rest of its name.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+
+    def close(self) -> None:
+        """Let go of connections; idempotent."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    entry: Entry
+    expires: float | None
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """The reference, of one process.
+
+    Names are kept by their folder (all before the last `/`), so that the scan of one folder costs what it holds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _folders: dict[str, dict[str, _Kept]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _serial: int = 0
+
+    def read(self, name: str) -> Entry | None:
+        """See `Store`."""
+        with self._lock:
+            kept = self._live(*_split(name))
+            return None if kept is None else kept.entry
+
+    def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
+        """See `Store`."""
+        folder, last = _split(name)
+        with self._lock:
+            kept = self._live(folder, last)
+            if expected != ANY and expected != (ABSENT if kept is None else kept.entry.version):
+                return False
+            if value is None:
+                self._drop(folder, last)
+                return True
+            self._serial += 1
+            expires = None if ttl_s is None else self.clock() + ttl_s
+            entry = Entry(bytes(value), self._serial.to_bytes(8, "big"))
+            self._folders.setdefault(folder, {})[last] = _Kept(entry, expires)
+            return True
+
+    def scan(self, prefix: str) -> dict[str, Entry]:
+        """See `Store`."""
+        found: dict[str, Entry] = {}
+        with self._lock:
+            now = self.clock()
+            # A prefix that is a folder and its slash is that folder and those below it.
+            for folder in [name for name in self._folders if name.startswith(prefix) or prefix.startswith(name)]:
+                names = self._folders[folder]
+                stale = [last for last, kept in names.items() if kept.expires is not None and kept.expires <= now]
+                for last in stale:
+                    del names[last]
+                whole = folder.startswith(prefix)
+                found |= {
+                    (folder + last)[len(prefix) :]: kept.entry
+                    for last, kept in names.items()
+                    if whole or (folder + last).startswith(prefix)
+                }
+                if not names:
+                    del self._folders[folder]
+        return found
+
+    def close(self) -> None:
+        """See `Store`; what is kept stays, for replicas in one process."""
+
+    def _live(self, folder: str, last: str) -> _Kept | None:
+        kept = self._folders.get(folder, {}).get(last)
+        if kept is not None and kept.expires is not None and kept.expires <= self.clock():
+            self._drop(folder, last)
+            return None
+        return kept
+
+    def _drop(self, folder: str, last: str) -> None:
+        names = self._folders.get(folder, {})
+        names.pop(last, None)
+        if not names:
+            self._folders.pop(folder, None)
+
+
+def _split(name: str) -> tuple[str, str]:
+    cut = name.rfind("/") + 1
+    return name[:cut], name[cut:]

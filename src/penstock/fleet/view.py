@@ -1,0 +1,164 @@
+"""What the hub knows of one key at a moment: who has or gets it, who was complained of, and the relay among them.
+
+In: the store's entries. Out: a `View`. Not here: changing anything (`directory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock.fleet.claims import Bools, mask
+from penstock.fleet.messages import Complaint, Hello, HoldingState
+from penstock.fleet.store import Entry, Store
+from penstock.plan.relay import DISTRUST, Node, Relay
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of one member and key."""
+
+    hello: Hello
+    since: float
+    """When the member came, by the hub's clock."""
+    holding: HoldingState
+    num_have: int
+    asked: float = 0.0
+    """When it last asked for upstreams or claims, by the hub's clock."""
+    reads_storage: bool = False
+
+
+T = TypeVar("T")
+_HELD = msgspec.msgpack.Decoder(Held)
+_COMPLAINT = msgspec.msgpack.Decoder(Complaint)
+
+
+class View:
+    """One key, as the store had it when this was made.
+
+    Args:
+        held: members that have or get it.
+        complaints: those that still count.
+        before: the view that this one follows: its parents are kept where members do not say theirs.
+    """
+
+    def __init__(
+        self, held: Mapping[str, Held], complaints: Mapping[str, Complaint], *, before: View | None = None
+    ) -> None:
+        self.held = held
+        self.complaints = tuple(complaints.values())
+        self._parents = before.parents if before is not None else {}
+        self._relays: dict[int, Relay] = {}
+        self._had: dict[tuple[int, frozenset[str]], Bools] = {}
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Receiver -> parent, of the relays asked for so far."""
+        found = dict(self._parents) if not self._relays else {}
+        for relay in self._relays.values():
+            found |= relay.parents
+        return found
+
+    @cached_property
+    def complainers(self) -> dict[str, frozenset[str]]:
+        """Member -> who complains of it."""
+        found: dict[str, set[str]] = {}
+        for complaint in self.complaints:
+            found.setdefault(complaint.of, set()).add(complaint.member)
+        return {member: frozenset(names) for member, names in found.items()}
+
+    @cached_property
+    def distrusted(self) -> frozenset[str]:
+        """Members that gave wrong bytes."""
+        return frozenset(complaint.of for complaint in self.complaints if complaint.fault == "wrong bytes")
+
+    @cached_property
+    def num_sharing(self) -> int:
+        """Members that fill and can read storage."""
+        return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
+
+    def demoted(self, member: str) -> bool:
+        """Nobody is sent there first, and what it has does not count."""
+        return member in self.distrusted or len(self.complainers.get(member, ())) >= DISTRUST
+
+    def out_of_reach(self, reader: str) -> list[str]:
+        """Members that this one cannot take from: it says so, or they are demoted."""
+        return [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
+
+    def relay(self, num_chunks: int) -> Relay:
+        """Among the members that cut the line into as many chunks."""
+        if num_chunks not in self._relays:
+            same = ((name, held) for name, held in self.held.items() if held.holding.num_chunks == num_chunks)
+            self._relays[num_chunks] = Relay(self._node(name, held) for name, held in same)
+        return self._relays[num_chunks]
+
+    def had(self, reader: str, num_chunks: int) -> Bools:
+        """Chunks of the members that `reader` can take from."""
+        avoid = frozenset(self.out_of_reach(reader))
+        if (num_chunks, avoid) not in self._had:
+            found = np.zeros(num_chunks, np.bool_)
+            for name, held in self.held.items():
+                if name not in avoid and held.holding.num_chunks == num_chunks:
+                    found |= mask(held.holding.have, num_chunks)
+            self._had[num_chunks, avoid] = found
+        return self._had[num_chunks, avoid]
+
+    def _node(self, name: str, held: Held) -> Node:
+        holding = held.holding
+        return Node(
+            member=name,
+            host=held.hello.host,
+            rack=held.hello.rack,
+            device=holding.device,
+            joined=held.since,
+            num_have=held.num_have,
+            num_chunks=holding.num_chunks,
+            draining=holding.state == "draining",
+            num_readers=holding.num_readers,
+            max_readers=holding.max_readers,
+            complainers=self.complainers.get(name, frozenset()),
+            distrusted=name in self.distrusted,
+            parent=holding.parent or self._parents.get(name, ""),
+        )
+
+
+class Reading:
+    """Makes views of one key, each entry decoded once for each version."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._held: dict[str, tuple[bytes, Held]] = {}
+        self._complaints: dict[str, tuple[bytes, Complaint]] = {}
+        self._view: View | None = None
+
+    def read(self) -> View:
+        """The key as the store has it now.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+        held = self._store.scan(f"hold/{self._key}/")
+        complaints = self._store.scan(f"complaint/{self._key}/")
+        self._held = _decoded(_HELD, held, self._held)
+        self._complaints = _decoded(_COMPLAINT, complaints, self._complaints)
+        self._view = View(
+            {name: value for name, (_, value) in self._held.items()},
+            {name: value for name, (_, value) in self._complaints.items()},
+            before=self._view,
+        )
+        return self._view
+
+
+def _decoded(
+    decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, Entry], before: Mapping[str, tuple[bytes, T]]
+) -> dict[str, tuple[bytes, T]]:
+    found = {}
+    for name, entry in entries.items():
+        known = before.get(name)
+        same = known is not None and known[0] == entry.version
+        found[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
+    return found

@@ -1,0 +1,303 @@
+"""Who reads from whom: receivers in chains under the whole holders, or in a ring while nobody is whole.
+
+In: what members say of one key. Out: the upstreams of each receiver, parent first, then who stands in.
+Not here: who is alive and what was complained of (`fleet.directory`), which chunk is taken from which (`fleet.fetch`).
+
+    whole -> a -> b -> c      one child per link: a copy leaves each member once on its host and once beyond it,
+               -> d (far)     so a fleet fills in about the time of one copy
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MAX_DEPTH = 32
+"""Members of a chain below a whole holder before the holder gets a second one. A hop delays by one chunk (13 ms at
+10 Gb/s), and a slow member slows all below it. Source: docs/design/003-fetch.md."""
+DEFAULT_CHILDREN = 8
+"""Children of a whole holder that names no `max_readers`."""
+DISTRUST = 2
+"""Readers that must complain before a member is demoted for everyone."""
+_SCANNED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A member that has, or is getting, a key."""
+
+    member: str
+    host: str
+    rack: str = ""
+    device: str = "cpu"
+    joined: float = 0.0
+    """Order of coming; only compared."""
+    num_have: int
+    num_chunks: int
+    draining: bool = False
+    num_readers: int = 0
+    max_readers: int = 0
+    """0: no cap."""
+    complainers: frozenset[str] = frozenset()
+    distrusted: bool = False
+    """Gave wrong bytes."""
+    parent: str = ""
+    """Its upstream so far."""
+
+    @property
+    def whole(self) -> bool:
+        """Has every chunk."""
+        return self.num_have >= self.num_chunks
+
+    @property
+    def last_resort(self) -> bool:
+        """Not to be given a new child while there is another choice."""
+        return self.draining or self.demoted or 0 < self.max_readers <= self.num_readers
+
+    @property
+    def demoted(self) -> bool:
+        """Complained of by several, or gave wrong bytes."""
+        return self.distrusted or len(self.complainers) >= DISTRUST
+
+    @property
+    def order(self) -> tuple[float, str]:
+        """By coming."""
+        return self.joined, self.member
+
+
+def _places(node: Node) -> tuple[tuple[str, ...], ...]:
+    """Places it belongs to, nearest first: host and kind of device, host, rack, anywhere."""
+    kind = node.device.partition(":")[0]
+    rack = (("rack", node.rack),) if node.rack else ()
+    return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)
+
+
+class Relay:
+    """The upstreams of every receiver of one key; a value once made.
+
+    Attributes:
+        parents: receiver -> the member it reads from in the first place. With a whole holder among the nodes, following
+            them from any receiver ends at a whole one; without, they go round in a ring.
+
+    Cost: O(n log n) to make, `upstreams` O(limit).
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
+        self._number = {member: i for i, member in enumerate(self._nodes)}
+        self._ring = not any(node.whole for node in self._nodes.values())
+        self.parents = _ring(self._nodes) if self._ring else _Chains(self._nodes).parents
+        self._span = {} if self._ring else _spans(self.parents)
+        self._choice: dict[tuple[str, ...], list[Node]] = {}
+        best = sorted(
+            self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
+        )
+        for node in best:
+            for place in _places(node):
+                self._choice.setdefault(place, []).append(node)
+
+    def upstreams(self, member: str, *, limit: int = 6) -> tuple[str, ...]:
+        """Whom `member` reads from, in order: parent, the parent's own, then the near and the far who have most.
+
+        Never itself; with a whole holder among the nodes, never one that hangs below it. Empty for a member that is
+        whole or not among the nodes.
+        """
+        receiver = self._nodes.get(member)
+        if receiver is None or receiver.whole:
+            return ()
+        good: dict[str, None] = {}
+        bad: dict[str, None] = {}
+        for name in self._candidates(receiver):
+            node = self._nodes[name]
+            if name == member or name in good or self._below(name, member):
+                continue
+            (bad if node.last_resort or member in node.complainers else good)[name] = None
+            if len(good) == limit:
+                break
+        parent = self.parents.get(member)
+        if parent in bad and not good:
+            good[parent] = bad.pop(parent)
+        return tuple([*good, *(name for name in bad if name not in good)][:limit])
+
+    def _candidates(self, receiver: Node) -> Iterator[str]:
+        parent = self.parents.get(receiver.member)
+        if parent is not None:
+            yield parent
+            if parent in self.parents:
+                yield self.parents[parent]
+        for place in _places(receiver):
+            # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
+            choice = self._choice[place]
+            num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
+            turn = self._number[receiver.member] % num_whole if num_whole else 0
+            yield from (node.member for node in choice[turn:num_whole])
+            yield from (node.member for node in choice[:turn])
+            yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
+
+    def _below(self, member: str, above: str) -> bool:
+        first, last = self._span.get(above, (0, -1))
+        return first < self._span.get(member, (-1, -1))[0] <= last
+
+
+def _serves(parent: Node, child: Node) -> bool:
+    """Whether a parent is worth keeping: not demoted, nor far behind its child."""
+    if parent.draining or parent.demoted or child.member in parent.complainers:
+        return False
+    return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have
+
+
+def _ring(nodes: dict[str, Node]) -> dict[str, str]:
+    """Each reads from who came before it; members of a rack, and of a host, stand together."""
+    first: dict[tuple[str, ...], int] = {}
+    for i, node in enumerate(nodes.values()):
+        for place in (("rack", node.rack), ("host", node.host)):
+            first.setdefault(place, i)
+    order = sorted(nodes.values(), key=lambda node: (first["rack", node.rack], first["host", node.host], node.order))
+    parents = {}
+    for i, node in enumerate(order):
+        before = [order[i - k] for k in range(1, min(len(order), _SCANNED))]
+        if before:
+            keen = (other for other in before if not other.last_resort and node.member not in other.complainers)
+            parents[node.member] = next(keen, before[0]).member
+    return parents
+
+
+def _spans(parents: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """Per member, its number in a walk of the trees and the last number below it."""
+    children: dict[str, list[str]] = {}
+    for child, parent in parents.items():
+        children.setdefault(parent, []).append(child)
+    first: dict[str, int] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    stack = [(root, False) for root in children if root not in parents]
+    while stack:
+        member, done = stack.pop()
+        if done:
+            spans[member] = (first[member], len(first) - 1)
+            continue
+        first[member] = len(first)
+        stack.append((member, True))
+        stack.extend((child, False) for child in children.get(member, ()))
+    return spans
+
+
+class _Chains:
+    """Makes the chains: keeps parents that serve, then hangs each head that has none below the best that is open."""
+
+    def __init__(self, nodes: dict[str, Node]) -> None:
+        self._nodes = nodes
+        self.parents: dict[str, str] = {}
+        self._children: dict[str, list[str]] = {}
+        self._load: dict[tuple[str, bool], int] = {}
+        self._depth: dict[str, int] = {}
+        self._open: dict[tuple[str, ...], list[tuple[int, int, tuple[float, str]]]] = {}
+        self._reserve: list[Node] = []
+        self._keep()
+        for node in nodes.values():
+            if node.whole:
+                self._root(node, 0)
+        heads = [node for node in nodes.values() if not node.whole and node.member not in self.parents]
+        for head in sorted(heads, key=lambda node: (-node.num_have, node.order)):
+            parent = self._choose(head)
+            self._link(head, parent)
+            self._offer(parent)
+            self._root(head, self._depth[parent.member] + 1)
+
+    def _keep(self) -> None:
+        for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
+            parent = self._nodes.get(child.parent)
+            if parent is None or parent is child or child.whole or not _serves(parent, child):
+                continue
+            cap = parent.max_readers or DEFAULT_CHILDREN
+            if len(self._children.get(parent.member, ())) < cap:
+                self._link(child, parent)
+        checked: set[str] = set()
+        for start in self._nodes:
+            trail: dict[str, None] = {}
+            at: str | None = start
+            while at is not None and at not in checked and at not in trail:
+                trail[at] = None
+                at = self.parents.get(at)
+            if at is not None and at in trail:
+                names = list(trail)
+                self._cut(names[names.index(at) :])
+            checked.update(trail)
+
+    def _cut(self, cycle: list[str]) -> None:
+        """Open a cycle of kept parents at the member that is furthest ahead."""
+        child = min((self._nodes[name] for name in cycle), key=lambda node: (-node.num_have, node.order))
+        parent = self._nodes[self.parents.pop(child.member)]
+        self._children[parent.member].remove(child.member)
+        self._load[parent.member, parent.host == child.host] -= 1
+
+    def _link(self, child: Node, parent: Node) -> None:
+        self.parents[child.member] = parent.member
+        self._children.setdefault(parent.member, []).append(child.member)
+        near = parent.host == child.host
+        self._load[parent.member, near] = self._load.get((parent.member, near), 0) + 1
+
+    def _root(self, top: Node, depth: int) -> None:
+        """`top` hangs below a whole holder, or is one: it and all below it may take children."""
+        stack = [(top, depth)]
+        while stack:
+            node, at = stack.pop()
+            self._depth[node.member] = at
+            if node.last_resort:
+                self._reserve.append(node)
+            else:
+                self._offer(node)
+            stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
+
+    def _rank(self, node: Node, near: bool) -> int | None:
+        """How willingly it takes one more child over such a link; None: not at all."""
+        load = self._load.get((node.member, near), 0)
+        if len(self._children.get(node.member, ())) >= (node.max_readers or DEFAULT_CHILDREN):
+            return None
+        if node.whole:
+            return 2 * load
+        if load:
+            return None
+        return 1 if self._depth[node.member] < MAX_DEPTH else 2 * DEFAULT_CHILDREN
+
+    def _offer(self, node: Node) -> None:
+        if node.last_resort:
+            return
+        for place in _places(node):
+            rank = self._rank(node, place[0] in {"kind", "host"})
+            if rank is not None:
+                heapq.heappush(self._open.setdefault(place, []), (rank, -node.num_have, node.order))
+
+    def _choose(self, child: Node) -> Node:
+        for must_be_ahead in (True, False):
+            for place in _places(child):
+                found = self._first_open(child, place, must_be_ahead=must_be_ahead)
+                if found is not None:
+                    return found
+        usable = self._reserve or [node for node in self._nodes.values() if node.member in self._depth]
+
+        def cost(node: Node) -> tuple[object, ...]:
+            mine = _places(child)
+            distance = next(i for i, place in enumerate(mine) if place in _places(node))
+            return child.member in node.complainers, node.demoted, node.draining, distance, -node.num_have, node.order
+
+        return min(usable, key=cost)
+
+    def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
+        heap = self._open.get(place, [])
+        near = place[0] in {"kind", "host"}
+        skipped: list[tuple[int, int, tuple[float, str]]] = []
+        found = None
+        while heap and found is None and len(skipped) < _SCANNED:
+            rank, minus_have, order = heap[0]
+            node = self._nodes[order[1]]
+            if rank != self._rank(node, near):
+                heapq.heappop(heap)  # it has taken a child since
+                continue
+            if child.member in node.complainers or (must_be_ahead and -minus_have < child.num_have):
+                skipped.append(heapq.heappop(heap))
+                continue
+            found = node
+        for item in skipped:
+            heapq.heappush(heap, item)
+        return found
