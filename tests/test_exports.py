@@ -8,8 +8,9 @@ import sys
 import penstock
 from penstock import errors
 
-VERBS = ["inspect", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VALUES = ["Box", "DType", "Inspection", "Manifest", "Report", "TensorStream", "Verification", "Weights"]
+VERBS = ["inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
+VALUES = ["Box", "DType", "FetchReport", "Fleet", "Inspection", "Manifest", "Report", "TensorStream"]
+VALUES += ["Verification", "Weights"]
 ERRORS = sorted(
     name
     for name, value in vars(errors).items()

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.fleet.join import Fleet, join
+    from penstock.fleet.report import FetchReport
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import Report
@@ -16,27 +18,33 @@ if TYPE_CHECKING:
     from penstock.loader.verify import Inspection, Verification, inspect, verify
 
 _ROOMS = {
-    "Inspection": "verify",
-    "Report": "report",
-    "TensorStream": "load",
-    "Verification": "verify",
-    "Weights": "load",
-    "inspect": "verify",
-    "load": "load",
-    "load_file": "safe_open",
-    "load_into": "into",
-    "safe_open": "safe_open",
-    "stream": "load",
-    "verify": "verify",
+    "FetchReport": "fleet.report",
+    "Fleet": "fleet.join",
+    "Inspection": "loader.verify",
+    "Report": "loader.report",
+    "TensorStream": "loader.load",
+    "Verification": "loader.verify",
+    "Weights": "loader.load",
+    "inspect": "loader.verify",
+    "join": "fleet.join",
+    "load": "loader.load",
+    "load_file": "loader.safe_open",
+    "load_into": "loader.into",
+    "safe_open": "loader.safe_open",
+    "stream": "loader.load",
+    "verify": "loader.verify",
 }
 
 __all__ = [
+    "FetchReport",
+    "Fleet",
     "Inspection",
     "Report",
     "TensorStream",
     "Verification",
     "Weights",
     "inspect",
+    "join",
     "load",
     "load_file",
     "load_into",
@@ -49,4 +57,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"penstock.loader.{_ROOMS[name]}"), name)
+    return getattr(importlib.import_module(f"penstock.{_ROOMS[name]}"), name)

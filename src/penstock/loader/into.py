@@ -58,7 +58,7 @@ def load_into(
 
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold.
     """
-    targets = _targets(target)
+    targets = targets_of(target)
     devices = {tensor.device for tensor in targets.values() if tensor.numel()}
     if any(device.type == "meta" for device in devices):
         raise PlanError(
@@ -74,20 +74,21 @@ def load_into(
         session.phases.enter("plan")
         with telling(group, options, session.settings.stall_s):
             table = session.table()
-            rows, filled = _match(table, targets, rename, strict)
+            rows, filled = match_targets(table, targets, rename, strict)
         table = table.take(rows)
         if group is not None:
             return _from_group(session, group, table, filled)
         return _fill(session, table, filled)
 
 
-def _targets(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A module's parameters and persistent buffers, or tensors by name: detached, the same memory."""
     if isinstance(target, torch.nn.Module):
         return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
     return {name: tensor.detach() for name, tensor in target.items()}
 
 
-def _match(
+def match_targets(
     table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Rows to load and the tensor each fills. PlanError with every offender."""

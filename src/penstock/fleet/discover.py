@@ -1,0 +1,177 @@
+"""Finding out what is to be fetched: from the fallback's headers, or from what members hold; and where it goes.
+
+In: a target, a fallback or none. Out: `Found`: identity, line, rows or room for new ones, a session to read storage.
+Not here: fetching it (`fetch`), what the user calls (`join`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.errors import NotFound, PenstockError
+from penstock.fleet.holding import Holding
+from penstock.fleet.identity import Identity
+from penstock.fleet.line import Line, described, line_of_tensors, revision_of
+from penstock.fleet.member import Member
+from penstock.fleet.messages import FlightRequest, HoldingState
+from penstock.fleet.peer import Peer
+from penstock.loader.into import match_targets, targets_of
+from penstock.loader.session import Options, Session
+from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
+from penstock.memory.arena import Arena, needed_bytes
+from penstock.storage.manifest import Uris
+from penstock.storage.manifest_file import leaves_of
+from penstock.types import U64
+
+Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
+
+ASK_S = 0.2
+"""Pause between questions whether somebody holds a model, while nobody does."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Found:
+    """What is to be fetched, and where it goes: `rows`, or new memory."""
+
+    identity: Identity
+    line: Line
+    device: torch.device
+    rows: Sequence[torch.Tensor] | None = None
+    leaves: U64 | None = None
+    session: Session | None = None
+
+    def allocate(self, max_readers: int) -> tuple[Holding, dict[str, torch.Tensor] | None]:
+        """The holding; and the tensors by name, where they are new."""
+        if self.rows is not None:
+            holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
+            return holding, None
+        table = self.line.table
+        nbytes = table.nbytes.tolist()
+        arena = Arena.allocate(needed_bytes(nbytes), self.device)
+        flat = [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+        made = {
+            name: as_tensor(raw, dtype, shape)
+            if raw.numel()
+            else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
+            for name, raw, dtype, shape in zip(table.names, flat, table.dtypes, table.shapes, strict=True)
+        }
+        holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=[arena], max_readers=max_readers)
+        return holding, made
+
+
+class Discovery:
+    """Questions of one fetch.
+
+    Args:
+        identity: what the worker says of its weights; fields the fallback or the fleet knows may be empty.
+        member: who asks.
+        settings: deadlines, and how storage is read.
+    """
+
+    def __init__(self, identity: Identity, member: Member, settings: Settings) -> None:
+        self._identity, self._member, self._settings = identity, member, settings
+
+    def find(
+        self,
+        target: Target,
+        fallback: Uris | None,
+        device: torch.device,
+        storage_options: Mapping[str, str] | None,
+        wait_s: float | None,
+        stack: ExitStack,
+    ) -> Found:
+        """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
+        is_given = isinstance(target, torch.nn.Module) or len(target) > 0
+        tensors = targets_of(target) if is_given else {}
+        if tensors:
+            device = next(iter(tensors.values())).device
+        if fallback is not None:
+            options = Options(device=device, storage_options=storage_options)
+            session = stack.enter_context(Session(fallback, options, self._settings, in_group=True))
+            return self._stored(session, tensors, is_given)
+        wait_s = self._settings.stall_s if wait_s is None else wait_s
+        if is_given:
+            line, rows = line_of_tensors(tensors)
+            identity = msgspec.structs.replace(self._identity, layout=line.layout)
+            identity = self._held(identity, {"revision"}, wait_s).identity
+            return Found(identity=identity, line=line, rows=rows, device=device)
+        held = self._held(self._identity, {"revision", "layout"}, wait_s)
+        return Found(identity=held.identity, line=self._ask_line(held), device=device)
+
+    def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> Found:
+        table, rows = session.table(), None
+        if is_given:
+            taken, filled = match_targets(table, tensors, None, True)
+            table = table.take(taken)
+            rows = dict(zip(table.names, filled, strict=True))
+        manifest = session.manifest
+        line = Line.of(table, leaf_bytes=manifest.leaf_bytes)
+        row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
+        at = np.fromiter(map(row_of.__getitem__, line.table.names), np.int64, len(line.table))
+        revision = self._identity.revision or revision_of(manifest)
+        flat = None
+        if rows is not None:
+            _, flat = line_of_tensors(rows)
+        return Found(
+            identity=msgspec.structs.replace(self._identity, revision=revision, layout=line.layout),
+            line=line,
+            rows=flat,
+            device=session.options.device,
+            leaves=leaves_of(manifest, at),
+            session=session,
+        )
+
+    def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
+        """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
+        asked = {name for name in open_fields if not getattr(identity, name)}
+        deadline = time.monotonic() + wait_s
+        while True:
+            best: HoldingState | None = None
+            for member in self._member.hub.status(identity.model).members:
+                for held in member.holdings:
+                    if member.member == self._member.id or set(identity.differences(held.identity)) - asked:
+                        continue
+                    if best is None or _num_have(held) > _num_have(best):
+                        best = held
+            if best is not None:
+                return best
+            if time.monotonic() >= deadline:
+                raise NotFound(
+                    f"no member holds {identity.model!r} with this identity after {wait_s} s",
+                    hint="see `penstock why`; give fallback= to read storage",
+                )
+            time.sleep(ASK_S)
+
+    def _ask_line(self, held: HoldingState) -> Line:
+        """The tensors of a key, from a member that holds it."""
+        wanted = msgspec.structs.replace(held, have=(), claims=(), state="filling", parent="")
+        reply = self._member.hub.flight(FlightRequest(member=self._member.id, holding=wanted))
+        last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
+        for upstream in reply.upstreams:
+            near = upstream.host == self._member.host
+            try:
+                with Peer(
+                    upstream,
+                    member=self._member.id,
+                    key=wanted.key,
+                    same_host=near,
+                    stall_s=self._settings.stall_s,
+                    token=self._member.token,
+                ) as peer:
+                    peer.lease()
+                    return described(peer.table())
+            except PenstockError as error:
+                last = error
+        raise last
+
+
+def _num_have(held: HoldingState) -> int:
+    return sum(stop - start for start, stop in held.have)

@@ -1,0 +1,302 @@
+"""A member's door: how others learn what it holds, ask for the right to read, and follow what it gains.
+
+In: HTTP/1.1 on a Unix socket, and on TCP where other hosts are to come; msgpack bodies. Out: maps, leases, logs.
+Not here: weight bytes (`transport`), asking (`peer`), who may (`grants`).
+
+    POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
+    GET    /v1/leases/L/map                 HoldingMap
+    GET    /v1/leases/L/table               TableMessage
+    GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
+    DELETE /v1/leases/L
+    GET    /v1/alive                        204
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
+from penstock.fleet.holding import Holding
+from penstock.fleet.line import describe
+from penstock.fleet.messages import Fault, Lease, LeaseRequest
+
+MAX_BODY_BYTES = 64 << 10
+"""Longest request body; a lease request is under 1 KiB."""
+MAX_WAIT_S = 5.0
+"""Longest a log request waits for news."""
+IDLE_S = 30.0
+"""A connection without a request for this long is closed."""
+LEASE_TTL_S = 15.0
+"""A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+CheckGrant = Callable[[LeaseRequest], None]
+"""Raises PermissionDenied unless the request may read."""
+
+
+@dataclass(slots=True)
+class _Leased:
+    reader: str
+    holding: Holding
+    seen: float = field(default_factory=time.monotonic)
+
+
+class Door:
+    """The server of one member. Started by the constructor; threads, one a connection.
+
+    Args:
+        path: of the Unix socket; its directory must be private to the user.
+        check_grant: who may read.
+        listen: `host:port` to be reached from other hosts; port 0 chooses. None: this host only.
+        token: what requests over TCP must show; needed to listen beyond loopback.
+        max_bytes_per_s: of all readers together; 0: no cap.
+
+    Raises:
+        ConfigError: an address that cannot be bound, or that is reachable from outside without a token.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        check_grant: CheckGrant,
+        *,
+        listen: str | None = None,
+        token: str | None = None,
+        max_bytes_per_s: int = 0,
+    ) -> None:
+        self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
+        self._holdings: dict[str, Holding] = {}
+        self._leases: dict[str, _Leased] = {}
+        self._lock = threading.Lock()
+        self._servers: list[socketserver.BaseServer] = []
+        self.addresses: list[str] = []
+        handler = _handler(self, None)
+        try:
+            self._start(_UnixServer(str(path), handler), f"unix://{path}")
+            if listen is not None:
+                self._listen(listen, token)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the door cannot be opened at {listen or path}: {error}") from error
+
+    def _listen(self, listen: str, token: str | None) -> None:
+        host, _, port = listen.rpartition(":")
+        if host not in LOOPBACK and not token:
+            message = f"a door at {listen} would be open to other hosts without a token"
+            raise ConfigError(message, hint="give a token, or listen on 127.0.0.1")
+        if not port.isdigit():
+            raise ConfigError(f"{listen!r} is not host:port")
+        server = _TcpServer((host, int(port)), _handler(self, token))
+        self._start(server, f"http://{host}:{server.server_address[1]}")
+
+    def _start(self, server: socketserver.BaseServer, address: str) -> None:
+        self._servers.append(server)
+        self.addresses.append(address)
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="penstock-door", daemon=True).start()
+
+    def show(self, holding: Holding) -> None:
+        """Let readers ask for this holding; it must be registered."""
+        with self._lock:
+            self._holdings[holding.key] = holding
+
+    def hide(self, key: str) -> None:
+        """No new leases for this key."""
+        with self._lock:
+            self._holdings.pop(key, None)
+
+    def num_readers(self, key: str) -> int:
+        """Leases in force of this key."""
+        with self._lock:
+            self._expire()
+            return sum(leased.holding.key == key for leased in self._leases.values())
+
+    def drain(self, key: str, wait_s: float) -> int:
+        """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
+        self.hide(key)
+        deadline = time.monotonic() + wait_s
+        while (left := self.num_readers(key)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+    # What the handler asks.
+
+    def lease(self, request: LeaseRequest) -> Lease | Fault:
+        """A reader's place, or why not."""
+        self._check_grant(request)
+        with self._lock:
+            self._expire()
+            holding = self._holdings.get(request.key)
+            if holding is None:
+                raise NotFound("this member does not hold that key")
+            mine = [id_ for id_, one in self._leases.items() if one.holding.key == request.key]
+            others = [one for one in mine if self._leases[one].reader != request.member]
+            if len(others) >= holding.max_readers:
+                readers = tuple(self._leases[one].reader for one in others)
+                return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
+            for one in set(mine) - set(others):
+                del self._leases[one]  # the reader starts anew
+            lease = secrets.token_hex(16)
+            self._leases[lease] = _Leased(request.member, holding)
+            holding.num_readers = len(others) + 1
+            share = self._max_bytes_per_s // (len(others) + 1)
+        return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=share)
+
+    def leased(self, lease: str) -> Holding:
+        """The holding of a lease, renewed. PermissionDenied when it is none, or has expired."""
+        with self._lock:
+            self._expire()
+            found = self._leases.get(lease)
+            if found is None:
+                raise PermissionDenied("no such lease, or it has expired", hint="ask for another")
+            found.seen = time.monotonic()
+            return found.holding
+
+    def release(self, lease: str) -> None:
+        """End a lease. Idempotent."""
+        with self._lock:
+            self._leases.pop(lease, None)
+            self._expire()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
+            del self._leases[lease]
+        for holding in self._holdings.values():
+            holding.num_readers = sum(one.holding is holding for one in self._leases.values())
+
+
+class _Server(socketserver.ThreadingMixIn):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is the reader's business; there is nobody here to tell."""
+
+
+class _TcpServer(_Server, socketserver.TCPServer):
+    allow_reuse_address = True
+
+
+class _UnixServer(_Server, socketserver.UnixStreamServer):
+    pass
+
+
+def _handler(door: Door, token: str | None) -> type[http.server.BaseHTTPRequestHandler]:
+    return type("_DoorHandler", (_Handler,), {"door": door, "token": token})
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    door: Door
+    token: str | None
+    wbufsize = -1
+    disable_nagle_algorithm = False
+
+    def setup(self) -> None:
+        """Answers are small and waited for."""
+        super().setup()
+        if self.connection.family != socket.AF_UNIX:
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the audit line is written where the grant is checked."""
+
+    def address_string(self) -> str:
+        """A Unix peer has no address."""
+        return "unix" if not self.client_address else str(self.client_address[0])
+
+    def do_GET(self) -> None:
+        """Map, table, log, alive."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Lease."""
+        self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        """Release."""
+        self._answer(self._delete)
+
+    def _answer(self, reply: Callable[[list[str], Mapping[str, list[str]]], object]) -> None:
+        url = urlsplit(self.path)
+        try:
+            if self.token is not None:
+                shown = self.headers.get("Authorization", "")
+                if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
+                    self._send(401, Fault(error="a token is needed here"))
+                    return
+            found = reply(url.path.strip("/").split("/"), parse_qs(url.query))
+        except PermissionDenied as error:
+            self._send(403, Fault(error=error.message, hint=error.hint or ""))
+        except NotFound as error:
+            self._send(404, Fault(error=error.message))
+        except (FormatError, msgspec.DecodeError, ValueError) as error:
+            self.close_connection = True
+            self._send(400, Fault(error=str(error)[:512]))
+        except PenstockError as error:
+            self._send(503, Fault(error=error.message, hint=error.hint or ""))
+        else:
+            self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
+
+    def _send(self, code: int, value: object) -> None:
+        body = msgspec.msgpack.encode(value) if value is not None else b""
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _get(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if path == ["v1", "alive"]:
+            return None
+        if len(path) != 4 or path[:2] != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        holding = self.door.leased(path[2])
+        if path[3] == "map":
+            return holding.map()
+        if path[3] == "table":
+            return describe(holding.line)
+        if path[3] == "log":
+            after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
+            if after < 0 or wait_ms < 0:
+                raise FormatError("after and wait_ms are not negative")
+            return holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
+        raise NotFound("no such thing here")
+
+    def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if path != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 < length <= MAX_BODY_BYTES:
+            raise FormatError(f"a body of {length} bytes; at most {MAX_BODY_BYTES}")
+        request = msgspec.msgpack.decode(self.rfile.read(length), type=LeaseRequest)
+        return self.door.lease(request)
+
+    def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if len(path) != 3 or path[:2] != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        self.door.release(path[2])
+        return None

@@ -1,0 +1,267 @@
+"""Weights of one key in this process's memory: where they lie, which chunks are verified, what readers are told.
+
+In: a line and its tensors, registered with transports; chunks as they are verified. Out: the map and the log.
+Not here: serving them (`door`), filling them (`fetch`).
+
+    gain(chunks, leaves) --> log --> log_after(serial): a reader learns of chunks while we still receive
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.digest.leaf import leaf_digests
+from penstock.fleet.identity import Identity
+from penstock.fleet.line import Line
+from penstock.fleet.messages import HoldingMap, HoldingState, LogReply, State
+from penstock.memory.arena import Arena
+from penstock.plan.chunks import to_ranges
+from penstock.transport.choose import Links
+from penstock.transport.descriptor import encode
+from penstock.transport.protocol import Handle, Memory, Segments
+from penstock.types import I64, U64
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Place:
+    """Where the line's rows lie: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+
+    regions: tuple[Memory, ...]
+    row_region: I64
+    row_offset: I64
+
+
+def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Place:
+    """Find the regions behind flat uint8 tensors: their arena where they lie in one, else their torch storage."""
+    regions: list[Memory] = []
+    at: dict[int, int] = {}
+    row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    for row, flat in enumerate(rows):
+        if not flat.numel():
+            continue
+        address = flat.data_ptr()
+        arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
+        storage = flat.untyped_storage()
+        base, nbytes = (arena.address, arena.nbytes) if arena else (storage.data_ptr(), storage.nbytes())
+        if base not in at:
+            at[base] = len(regions)
+            owner: object = arena if arena else flat
+            regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
+        row_region[row], row_offset[row] = at[base], address - base
+    return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+
+
+class Holding:
+    """One rank's weights of a key.
+
+    Args:
+        identity: what they are; its key names them.
+        line: their order and chunks.
+        rows: per row of the line its bytes, flat uint8, all on one device; kept alive by this.
+        leaves: the digests they must have, where a manifest says so.
+        arenas: what the rows lie in, where they do.
+        max_readers: leases given at once.
+
+    Attributes:
+        leaves: per leaf of the line its digest; true for chunks in `have`, and for all where a manifest said so.
+        have: per chunk whether it was verified.
+        changed: notified when `have`, `state` or `generation` changes.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        line: Line,
+        rows: Sequence[torch.Tensor],
+        *,
+        leaves: U64 | None = None,
+        arenas: Sequence[Arena] = (),
+        max_readers: int = 4,
+    ) -> None:
+        self.identity, self.key, self.line, self.rows = identity, identity.key(), line, list(rows)
+        self.device = rows[0].device if rows else torch.device("cpu")
+        self.place = place_of(rows, arenas)
+        self.has_manifest = leaves is not None
+        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(line.chunks.leaf_row), np.uint64)
+        self.have: Bools = np.zeros(line.chunks.num_chunks, bool)
+        self.claims: tuple[tuple[int, int], ...] = ()
+        self.max_readers, self.num_readers = max_readers, 0
+        self.path, self.parent, self.gb_per_s = "", "", 0.0
+        self.generation, self.state = 0, "filling"
+        self.changed = threading.Condition()
+        self._log: list[I64] = []
+        self._num_logged = 0
+        self._handles: list[dict[str, Handle]] = []
+        self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
+        self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every chunk is verified."""
+        return bool(self.have.all())
+
+    def register(self, links: Links) -> None:
+        """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
+        if not self._handles:
+            self._handles = [links.register(memory) for memory in self.place.regions]
+
+    def handles(self, region: int) -> dict[str, Handle]:
+        """Our registrations of a region, by transport."""
+        return self._handles[region]
+
+    def map(self) -> HoldingMap:
+        """How a peer reads this."""
+        chunks = self.line.chunks
+        described = tuple({name: encode(h.descriptor) for name, h in handles.items()} for handles in self._handles)
+        return HoldingMap(
+            key=self.key,
+            generation=self.generation,
+            leaf_bytes=chunks.leaf_bytes,
+            chunk_bytes=chunks.chunk_bytes,
+            num_chunks=chunks.num_chunks,
+            regions=described,
+            row_region=self.place.row_region.astype("<i4").tobytes(),
+            row_offset=self.place.row_offset.astype("<i8").tobytes(),
+        )
+
+    def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
+        """What to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.
+
+        Args:
+            chunks: which, in the order wanted.
+            theirs_region: the peer's region of each row.
+            theirs_offset: where each row starts in it.
+        """
+        pieces = self.line.chunks.pieces(chunks)
+        src = theirs_offset[pieces.row] + pieces.start
+        dst = self.place.row_offset[pieces.row] + pieces.start
+        from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
+        found = {}
+        for pair in np.unique(from_to).tolist():
+            rows = np.flatnonzero(from_to == pair)
+            segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
+            found[divmod(pair, len(self.place.regions))] = segments.joined()
+        return found
+
+    def digest(self, chunks: I64) -> U64:
+        """Digest these chunks as they lie in memory: their leaves, chunk after chunk. The bytes must be there."""
+        table = self.line.chunks
+        at = table.leaves_of(chunks)
+        row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
+        if self.device.type == "cuda":
+            from penstock.digest.cuda import leaf_digests_cuda
+
+            got = leaf_digests_cuda(self._address[row] + start, nbytes, self.device)
+            return np.asarray(got.cpu().numpy()).view(np.uint64)
+        pieces, out, done = table.pieces(chunks), np.empty(len(at), np.uint64), 0
+        for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
+            count = -(-length // table.leaf_bytes)
+            data = self._host[r]
+            assert data is not None
+            leaf_digests(memoryview(data[first : first + length]), table.leaf_bytes, out[done : done + count])
+            done += count
+        return out
+
+    def differing(self, chunks: I64, got: U64, wanted: U64) -> I64:
+        """Which of the chunks have a leaf that differs."""
+        counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+        wrong = np.repeat(np.arange(len(chunks)), counts)[got != wanted]
+        differ: I64 = chunks[np.unique(wrong)]
+        return differ
+
+    def contradicts(self, chunks: I64, leaves: U64) -> I64:
+        """Which of a peer's chunks have other digests than the manifest says, or than those verified here."""
+        known = chunks if self.has_manifest else chunks[self.have[chunks]]
+        if not len(known):
+            return known
+        counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+        theirs = leaves if self.has_manifest else leaves[np.repeat(self.have[chunks], counts)]
+        return self.differing(known, theirs, self.leaves[self.line.chunks.leaves_of(known)])
+
+    def gain(self, chunks: I64, leaves: U64) -> None:
+        """These chunks are verified, with these leaves: from now on others may read them."""
+        with self.changed:
+            new = ~self.have[chunks]
+            if not new.all():
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                chunks, leaves = chunks[new], leaves[np.repeat(new, counts)]
+            self.leaves[self.line.chunks.leaves_of(chunks)] = leaves
+            self.have[chunks] = True
+            self._log.append(chunks)
+            self._num_logged += len(chunks)
+            self.changed.notify_all()
+
+    def become(self, state: State) -> None:
+        """Say so to readers."""
+        with self.changed:
+            self.state = state
+            self.changed.notify_all()
+
+    def fence(self) -> None:
+        """Before the memory is changed or given up: readers' descriptors go stale, nothing is had any more."""
+        with self.changed:
+            self.generation += 1
+            for handles in self._handles:
+                for handle in handles.values():
+                    handle.fence()
+            self.have[:] = False
+            self._log, self._num_logged, self.state = [], 0, "filling"
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Readers' descriptors go stale, the registrations end. The tensors stay the caller's. Idempotent."""
+        with self.changed:
+            self.generation += 1
+            handles, self._handles, self.state = self._handles, [], "draining"
+            self.changed.notify_all()
+        for one in handles:
+            for handle in one.values():
+                handle.close()
+
+    def log_after(self, serial: int, wait_s: float) -> LogReply:
+        """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
+        deadline = time.monotonic() + wait_s
+        with self.changed:
+            while serial == self._num_logged and self.state == "filling":
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self.changed.wait(left)
+            logged = np.concatenate([np.zeros(0, np.int64), *self._log])
+            new = logged[serial:] if serial <= len(logged) else logged
+            leaves = self.leaves[self.line.chunks.leaves_of(new)]
+            return LogReply(
+                generation=self.generation,
+                serial=len(logged),
+                state=self.state,  # type: ignore[arg-type]
+                chunks=new.astype("<u4").tobytes(),
+                leaves=leaves.astype("<u8").tobytes(),
+            )
+
+    def status(self) -> HoldingState:
+        """What the hub is told."""
+        with self.changed:
+            return HoldingState(
+                key=self.key,
+                identity=self.identity,
+                num_chunks=self.line.chunks.num_chunks,
+                nbytes=self.line.nbytes,
+                have=to_ranges(np.flatnonzero(self.have)),
+                claims=self.claims,
+                state=self.state,  # type: ignore[arg-type]
+                num_readers=self.num_readers,
+                max_readers=self.max_readers,
+                parent=self.parent,
+                device=str(self.device),
+                path=self.path,
+                gb_per_s=self.gb_per_s,
+            )

@@ -1,0 +1,255 @@
+"""One life of a process in a fleet: known to the hub, with a door, transports, and what it holds.
+
+In: a hub, holdings. Out: beats; upstreams, claims and followings for a fetch; a clean leave.
+Not here: what a user calls (`join`), filling a holding (`fetch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.errors import (
+    HubUnavailable,
+    IntegrityError,
+    PenstockError,
+    PermissionDenied,
+    SourceBusy,
+    SourceStalled,
+    StaleDescriptor,
+    UnknownMember,
+)
+from penstock.fleet.client import HubClient
+from penstock.fleet.door import Door
+from penstock.fleet.grants import GrantChecker
+from penstock.fleet.holding import Holding
+from penstock.fleet.messages import (
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    Complaint,
+    FlightReply,
+    FlightRequest,
+    Hello,
+    LeaseRequest,
+    Upstream,
+    Welcome,
+)
+from penstock.fleet.peer import Peer
+from penstock.fleet.upstream import Following
+from penstock.transport.choose import Links, open_links
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """What tells this host from others: the boot id, and the network namespace, across which `shm` still works."""
+    return _BOOT_ID.read_text().strip()
+
+
+class Member:
+    """One process life. A context manager; leaving it leaves the fleet.
+
+    Args:
+        hub: the hub; closed by this.
+        token: shown to doors on TCP, and asked for at our own.
+        rack: a word that near hosts share.
+        listen: `host:port` where other hosts reach this member; None: this host only.
+        transports: names allowed; None: all that work here.
+        max_bytes_per_s: of all readers of this member together; 0: no cap.
+        stall_s: deadline by progress.
+    """
+
+    def __init__(
+        self,
+        hub: HubClient,
+        *,
+        token: str | None = None,
+        rack: str = "",
+        listen: str | None = None,
+        transports: Sequence[str] | None = None,
+        max_bytes_per_s: int = 0,
+        stall_s: float = 30.0,
+    ) -> None:
+        self.id, self.host = secrets.token_hex(16), host_id()
+        self._hub, self.token, self._stall_s = hub, token, stall_s
+        self._holdings: dict[str, Holding] = {}
+        self._lock = threading.Lock()
+        self._beat_now, self._closing = threading.Event(), threading.Event()
+        self._grants: GrantChecker | None = None
+        self._grant_key = b""
+        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # 0700
+        try:
+            beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
+            self.links: Links = open_links(only=transports, listen=beside, token=token)
+            self.door = Door(
+                self._directory / "door.sock",
+                self._check_grant,
+                listen=listen,
+                token=token,
+                max_bytes_per_s=max_bytes_per_s,
+            )
+            self._hello = Hello(
+                member=self.id,
+                host=self.host,
+                doors=tuple(self.door.addresses),
+                rack=rack,
+                name=f"{socket.gethostname()}:{os.getpid()}",
+            )
+            self.welcome = self._greet()
+        except BaseException:
+            self._free()
+            raise
+        self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
+        self._beats.start()
+
+    def _greet(self) -> Welcome:
+        welcome = self._hub.hello(self._hello)
+        if welcome.grant_key != self._grant_key:
+            self._grant_key = welcome.grant_key
+            self._grants = GrantChecker(welcome.grant_key, self.id, now=welcome.now)
+        return welcome
+
+    def _check_grant(self, request: LeaseRequest) -> None:
+        assert self._grants is not None
+        self._grants.check(request.grant, key=request.key, reader=request.member)
+
+    # -- holdings
+
+    def show(self, holding: Holding) -> None:
+        """Register it, let others read it, tell the hub at once."""
+        holding.register(self.links)
+        with self._lock:
+            self._holdings[holding.key] = holding
+        self.door.show(holding)
+        self.beat_now()
+
+    def hide(self, holding: Holding, drain_s: float) -> None:
+        """Give it up: no new readers, wait for those there are at most `drain_s`, then end its registrations."""
+        holding.become("draining")
+        self.beat_now()
+        self.door.drain(holding.key, drain_s)
+        with self._lock:
+            self._holdings.pop(holding.key, None)
+        holding.close()
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """Everything shown."""
+        with self._lock:
+            return list(self._holdings.values())
+
+    # -- the hub
+
+    @property
+    def hub(self) -> HubClient:
+        """For questions that change nothing."""
+        return self._hub
+
+    def beat_now(self) -> None:
+        """Tell the hub what changed without waiting for the next beat."""
+        self._beat_now.set()
+
+    def _beat(self) -> None:
+        while not self._closing.is_set():
+            self._beat_now.wait(self.welcome.beat_s)
+            self._beat_now.clear()
+            if self._closing.is_set():
+                return
+            try:
+                self._told(lambda: self._hub.beat(self.id, self._state()))
+            except PenstockError:
+                # The hub is away; what is known stays usable, and the next beat tells all again.
+                self._closing.wait(min(1.0, self.welcome.beat_s))
+
+    def _state(self) -> Beat:
+        return Beat(holdings=tuple(holding.status() for holding in self.holdings))
+
+    def _told(self, call: Callable[[], object]) -> None:
+        """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
+        try:
+            call()
+        except UnknownMember:
+            self.welcome = self._greet()
+            self._hub.beat(self.id, self._state())
+            call()
+
+    def flight(self, holding: Holding, *, can_read_storage: bool) -> FlightReply:
+        """Whom to read from. HubUnavailable when it is away."""
+        found: list[FlightReply] = []
+        request = FlightRequest(member=self.id, holding=holding.status(), can_read_storage=can_read_storage)
+        self._told(lambda: found.append(self._hub.flight(request)))
+        return found[0]
+
+    def claim(self, holding: Holding) -> ClaimReply:
+        """What to read from storage. HubUnavailable when it is away."""
+        found: list[ClaimReply] = []
+        self._told(lambda: found.append(self._hub.claim(ClaimRequest(member=self.id, holding=holding.status()))))
+        return found[0]
+
+    def complain(self, of: str, key: str, error: PenstockError) -> None:
+        """Tell the hub that a source could not be used; lost where the hub is away."""
+        fault = "unreachable"
+        for kind, word in _FAULTS:
+            if isinstance(error, kind):
+                fault = word
+                break
+        complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=error.message[:1024])  # type: ignore[arg-type]
+        try:
+            self._hub.complain(complaint)
+        except HubUnavailable:
+            return
+
+    def follow(self, upstream: Upstream, rank: int, holding: Holding, news: Callable[[], None]) -> Following:
+        """Begin to follow an upstream."""
+        near = upstream.host == self.host
+        peer = Peer(upstream, member=self.id, key=holding.key, same_host=near, stall_s=self._stall_s, token=self.token)
+        return Following(peer, rank, holding, self.links, same_host=near, news=news)
+
+    # -- the end
+
+    def leave(self, drain_s: float = 10.0) -> None:
+        """Give no new leases, wait for readers at most `drain_s`, tell the hub, end. Idempotent."""
+        if self._closing.is_set():
+            return
+        for holding in self.holdings:
+            holding.become("draining")
+        self.beat_now()
+        for holding in self.holdings:
+            self.hide(holding, drain_s)
+        self._closing.set()
+        self._beat_now.set()
+        self._beats.join()
+        with contextlib.suppress(PenstockError):  # its lease runs out
+            self._hub.leave(self.id)
+        self._free()
+
+    def _free(self) -> None:
+        if hasattr(self, "door"):
+            self.door.close()
+        if hasattr(self, "links"):
+            self.links.close()
+        self._hub.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Member:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+_FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
+    (SourceStalled, "stalled"),
+    (IntegrityError, "wrong bytes"),
+    (StaleDescriptor, "stale"),
+    (SourceBusy, "refused"),
+    (PermissionDenied, "refused"),
+)

@@ -1,0 +1,79 @@
+"""Reading claimed chunks from storage, each byte once, straight to where it belongs.
+
+In: an open session of the loader, and chunk numbers. Out: bytes in the holding's tensors, not yet verified.
+Not here: which chunks (`fetch`, by the hub's claims), how they are read (`engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.engine.place import HostPlace, Place
+from penstock.fleet.line import Line
+from penstock.loader.session import Session
+from penstock.storage.files import FileSource
+from penstock.types import I64, DType, TensorTable
+
+
+class StoragePart:
+    """One worker's reads of storage.
+
+    Args:
+        session: of the weight set whose tensors the line has; closed by this.
+        line: its table has the files and offsets of that weight set.
+        rows: flat uint8, where each row of the line goes.
+
+    Attributes:
+        nbytes: bytes asked of storage so far.
+    """
+
+    def __init__(self, session: Session, line: Line, rows: Sequence[torch.Tensor]) -> None:
+        self._session, self._line, self._rows = session, line, rows
+        self.uri = session.weights.uri
+        self.nbytes = 0
+
+    def read(self, chunks: I64) -> None:
+        """Return once these chunks' bytes are in their rows. Raises what the loader raises."""
+        pieces = self._line.chunks.pieces(chunks)
+        table, count = self._line.table, len(pieces.row)
+        asked = TensorTable(
+            names=tuple(map(str, range(count))),
+            dtypes=(DType.U8,) * count,
+            shapes=tuple((nbytes,) for nbytes in pieces.nbytes.tolist()),
+            file_index=table.file_index[pieces.row],
+            offset=table.offset[pieces.row] + pieces.start,
+            nbytes=pieces.nbytes,
+        )
+        on_host = self._session.options.device.type == "cpu"
+        order = np.lexsort((asked.offset, asked.file_index))
+        asked = asked.take(order.tolist())
+        plan = self._session.make_plan(asked, [None] * count, pack=False, exact=True)
+        columns = (pieces.row[order].tolist(), pieces.start[order].tolist(), pieces.nbytes[order].tolist())
+        flat = [self._rows[row][start : start + nbytes] for row, start, nbytes in zip(*columns, strict=True)]
+        nbytes = plan.slab_nbytes.tolist()
+        place: Place
+        if on_host:
+            place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
+        else:
+            from penstock.engine.place_cuda import CudaPlace
+
+            place = CudaPlace(self._session.options.device, nbytes, flat)
+        run = self._session.begin(plan, place)
+        try:
+            run.ticket.wait(stall_s=self._session.settings.stall_s)
+        finally:
+            self.nbytes += sum(run.paths.values())
+            run.close()
+
+    def check_unchanged(self) -> None:
+        """Raise if a file was modified, replaced or removed since it was opened."""
+        for source in self._session.weights.sources:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
+
+    def close(self) -> None:
+        """Close the session. Idempotent."""
+        self._session.close()

@@ -1,0 +1,150 @@
+"""One upstream, as a reader sees it: ask its door for a lease, its map, and what it gains.
+
+In: an `Upstream` of the hub's. Out: a `Lease`, a `HoldingMap`, `LogReply`s; typed errors.
+Not here: the other side (`door`), reading the bytes (`transport`), which chunks (`fetch`).
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from types import TracebackType
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import FormatError, NotFound, PeerLost, PermissionDenied, SourceBusy, SourceError, SourceStalled
+from penstock.fleet.line import TableMessage
+from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
+
+T = TypeVar("T")
+
+MAX_REPLY_BYTES = 256 << 20
+"""Longest answer that is read: the table of four million tensors."""
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Peer:
+    """One reader's conversation with one door. A context manager; one thread uses it.
+
+    Args:
+        upstream: whom, and the grant to show.
+        member: who we are.
+        key: what we want.
+        same_host: whether its Unix door can be reached.
+        stall_s: deadline of every answer.
+        token: for doors on TCP.
+    """
+
+    def __init__(
+        self, upstream: Upstream, *, member: str, key: str, same_host: bool, stall_s: float, token: str | None = None
+    ) -> None:
+        self.upstream, self._member, self._key = upstream, member, key
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._lease: Lease | None = None
+        self._connection = self._connect(same_host, stall_s)
+
+    def _connect(self, same_host: bool, stall_s: float) -> http.client.HTTPConnection:
+        for door in self.upstream.doors:
+            url = urlsplit(door)
+            if url.scheme == "unix" and same_host:
+                return _UnixConnection(url.path, stall_s)
+            if url.scheme == "http" and url.hostname:
+                return http.client.HTTPConnection(url.hostname, url.port, timeout=stall_s)
+            if url.scheme == "https" and url.hostname:
+                return http.client.HTTPSConnection(url.hostname, url.port, timeout=stall_s)
+        raise PeerLost(f"member {self.upstream.member} has no door to be reached from here: {self.upstream.doors}")
+
+    def lease(self) -> Lease:
+        """The right to read.
+
+        Raises:
+            SourceBusy: all places are taken. PermissionDenied: the grant does not do. NotFound: it has not got the key.
+            PeerLost: it is gone. SourceStalled: it does not answer.
+        """
+        body = msgspec.msgpack.encode(LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant))
+        self._lease = self._ask("POST", "/v1/leases", Lease, body)
+        return self._lease
+
+    def map(self) -> HoldingMap:
+        """Where its bytes are; after `lease`."""
+        return self._ask("GET", f"{self._path()}/map", HoldingMap)
+
+    def table(self) -> TableMessage:
+        """Its tensors; after `lease`."""
+        return self._ask("GET", f"{self._path()}/table", TableMessage)
+
+    def log(self, after: int, wait_s: float) -> LogReply:
+        """What it gained since, waiting for news at most `wait_s`; renews the lease."""
+        return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
+
+    def _path(self) -> str:
+        assert self._lease is not None
+        return f"/v1/leases/{self._lease.lease}"
+
+    def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
+        code, raw = self._send(verb, path, body)
+        if code == 200:
+            try:
+                return msgspec.msgpack.decode(raw, type=kind)
+            except msgspec.DecodeError as error:
+                raise FormatError(f"a malformed answer: {error}", uri=self._uri()) from error
+        raise self._refusal(code, raw)
+
+    def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        try:
+            self._connection.request(verb, path, body, self._headers)
+            response = self._connection.getresponse()
+            raw = response.read(MAX_REPLY_BYTES)
+            return response.status, raw
+        except TimeoutError as error:
+            self._connection.close()
+            raise SourceStalled("its door does not answer", uri=self._uri()) from error
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise PeerLost(f"its door is gone: {error}", uri=self._uri()) from error
+
+    def _refusal(self, code: int, raw: bytes) -> SourceError | PeerLost:
+        try:
+            fault = msgspec.msgpack.decode(raw, type=Fault)
+        except msgspec.DecodeError:
+            fault = Fault(error=f"HTTP {code}")
+        if code == 429:
+            others = ", ".join(one[:8] for one in fault.alternatives)
+            return SourceBusy(fault.error, uri=self._uri(), hint=f"its readers have or will have the same: {others}")
+        kinds: dict[int, type[SourceError]] = {401: PermissionDenied, 403: PermissionDenied, 404: NotFound}
+        kind = kinds.get(code, PeerLost)
+        return kind(fault.error, uri=self._uri(), hint=fault.hint or None)
+
+    def _uri(self) -> str:
+        return f"penstock:{self.upstream.member}"
+
+    def close(self) -> None:
+        """Give the lease back, if the door still listens. Idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                self._connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
+                self._connection.getresponse().read()
+            except (OSError, http.client.HTTPException):
+                pass  # it expires there
+        self._connection.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,180 @@
+"""One upstream of a fetch: lease, map and log by a thread of its own; what may be read from it now.
+
+In: a `Peer`. Out: which chunks it has, their leaves, transports and segments; why it failed.
+Not here: which chunks are taken from it (`fetch`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, StaleDescriptor
+from penstock.fleet.holding import Holding
+from penstock.fleet.messages import HoldingMap, Upstream
+from penstock.fleet.peer import Peer
+from penstock.transport.choose import Links
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.protocol import Handle, Segments, Transport
+from penstock.types import I64, U64
+
+NEWS_S = 1.0
+"""How long a log request waits for news; it renews the lease too."""
+PATIENCE_S = 0.5
+"""An upstream that gained nothing and gave nothing for this long no longer holds back those after it."""
+STEP_S = 0.02
+"""What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
+MAX_STEP_CHUNKS = 64
+
+_Read = tuple[Transport, Handle, Descriptor, Segments]
+
+
+class Following:
+    """What is known of one upstream while it is followed.
+
+    Attributes:
+        rank: its place in the hub's order; 0 is the parent.
+        has: chunks that can be read from it.
+        num_flying: reads under way.
+        fault: why it is no longer used; "" while it is.
+        path: transport and member, for reports.
+        why: why no nearer transport.
+    """
+
+    def __init__(
+        self, peer: Peer, rank: int, holding: Holding, links: Links, *, same_host: bool, news: Callable[[], None]
+    ) -> None:
+        self.peer, self.rank, self.upstream = peer, rank, peer.upstream
+        self._holding, self._links, self._same_host, self._news = holding, links, same_host, news
+        count = holding.line.chunks.num_chunks
+        self.has = np.zeros(count, bool)
+        self.leaves: U64 = np.zeros(len(holding.line.chunks.leaf_row), np.uint64)
+        self.num_flying = self.moved_bytes = 0
+        self.step_chunks = 1
+        self.not_before = 0.0
+        self.error: PenstockError | None = None
+        self.path = self.why = ""
+        self._cap = 0
+        self._alive_at = time.monotonic()
+        self._closing = threading.Event()
+        self._generation = -1
+        self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
+        self._row_region: I64 = np.zeros(0, np.int64)
+        self._row_offset: I64 = np.zeros(0, np.int64)
+        self.thread = threading.Thread(target=self._follow, name="penstock-follow", daemon=True)
+        self.thread.start()
+
+    @property
+    def fault(self) -> str:
+        """Why it is no longer used."""
+        return self.error.message if self.error is not None else ""
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether those after it should wait for what it has or will have."""
+        return self.error is None and time.monotonic() - self._alive_at < PATIENCE_S
+
+    def reads(self, chunks: I64) -> list[_Read]:
+        """What to post for these chunks, transport by transport. PlanError when nothing reaches a region."""
+        found = []
+        for pair, segments in self._holding.segments(chunks, self._row_region, self._row_offset).items():
+            found.append((*self._transports[pair], segments))
+        return found
+
+    def gave(self, nbytes: int, seconds: float) -> None:
+        """Note a read: its pace sets how much the next one takes."""
+        self._alive_at = now = time.monotonic()
+        self.moved_bytes += nbytes
+        if seconds < STEP_S:
+            self.step_chunks = min(2 * self.step_chunks, MAX_STEP_CHUNKS)
+        elif seconds > 4 * STEP_S:
+            self.step_chunks = max(1, self.step_chunks // 2)
+        if self._cap:
+            self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+
+    def fail(self, error: PenstockError) -> None:
+        """Use it no more; the first error stays."""
+        if self.error is None:
+            self.error = error
+        self._closing.set()
+        self._news()
+
+    def close(self) -> None:
+        """End the following; the lease is given back by its thread."""
+        self._closing.set()
+
+    def _follow(self) -> None:
+        try:
+            with self.peer as peer:
+                lease = peer.lease()
+                self._cap = lease.max_bytes_per_s
+                self._connect(peer.map())
+                self._alive_at = time.monotonic()
+                self._read_log(peer)
+        except PenstockError as error:
+            if not self._closing.is_set():
+                self.fail(error)
+
+    def _connect(self, found: HoldingMap) -> None:
+        """Hold its map to our line, and choose a transport for each pair of regions."""
+        chunks, ours = self._holding.line.chunks, self._holding.place
+        same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
+        if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
+            raise PlanError(f"its chunks are cut another way: {same}")
+        region, offset = np.frombuffer(found.row_region, "<i4"), np.frombuffer(found.row_offset, "<i8")
+        rows = len(self._holding.rows)
+        if (
+            len(region) != rows
+            or len(offset) != rows
+            or (rows and not -1 <= region.min() <= region.max() < len(found.regions))
+        ):
+            raise FormatError("its map does not fit the line", uri=f"penstock:{self.upstream.member}")
+        self._row_region, self._row_offset = region.astype(np.int64), offset.astype(np.int64)
+        held = self._row_region >= 0
+        for theirs, mine in sorted(set(zip(region[held].tolist(), ours.row_region[held].tolist(), strict=True))):
+            handles = self._holding.handles(mine)
+            transport, descriptor, why = self._links.choose(
+                handles, found.regions[theirs], same_host=self._same_host, same_process=False
+            )
+            self._transports[theirs, mine] = transport, handles[transport.name], descriptor
+            self.path, self.why = f"{transport.name} <- {self.upstream.member[:8]}", why
+        self._generation = found.generation
+
+    def _read_log(self, peer: Peer) -> None:
+        serial = 0
+        while not self._closing.is_set():
+            reply = peer.log(serial, NEWS_S)
+            if reply.generation != self._generation:
+                raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
+            chunks = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
+            if len(chunks):
+                self._learn(chunks, np.frombuffer(reply.leaves, "<u8").astype(np.uint64))
+            if reply.state == "whole" or len(chunks):
+                self._alive_at = time.monotonic()
+            if reply.state != "filling" and reply.serial == serial:
+                self._closing.wait(NEWS_S)  # nothing more will come; only the lease is renewed
+            serial = reply.serial
+
+    def _learn(self, chunks: I64, leaves: U64) -> None:
+        table = self._holding.line.chunks
+        if chunks.max() >= table.num_chunks:
+            raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
+        at = table.leaves_of(chunks)
+        if len(leaves) != len(at):
+            raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
+        clash = self._holding.contradicts(chunks, leaves)
+        if len(clash):
+            raise IntegrityError(
+                f"its digests of chunk {int(clash[0])} are not ours", uri=f"penstock:{self.upstream.member}"
+            )
+        self.leaves[at] = leaves
+        self.has[chunks] = True
+        self._news()
+
+
+def same_host(upstream: Upstream, host: str) -> bool:
+    """Whether an upstream is on this host."""
+    return upstream.host == host

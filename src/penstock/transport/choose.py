@@ -1,0 +1,159 @@
+"""Which transports this process has, and which one reads a given peer: the nearest both ends have, and why.
+
+In: the device of the memory, names allowed, where the peer is. Out: registrations, a choice with its reason.
+Not here: how a transport moves bytes (its own room), which peer (`plan.relay`, `fleet`).
+
+Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA or TCP), `http` (everywhere).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from penstock.errors import ConfigError, MissingExtra, PlanError
+from penstock.transport.descriptor import Descriptor, decode
+from penstock.transport.loopback import LoopbackTransport
+from penstock.transport.protocol import Handle, Memory, Transport
+
+NAMES = ("loopback", "cuda_ipc", "shm", "nixl", "http")
+"""Nearest first."""
+
+ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm"})
+
+
+class Links:
+    """The transports of one process, each opened once; a context manager.
+
+    Args:
+        makers: how to open each, by name; a maker that raises is left out, and `refused` says why.
+
+    Attributes:
+        refused: name -> why this process has not got it.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
+        self.transports: dict[str, Transport] = {}
+        self.refused: dict[str, str] = {}
+        for name in NAMES:
+            if name not in makers:
+                continue
+            try:
+                self.transports[name] = makers[name]()
+            except (ConfigError, MissingExtra) as error:
+                self.refused[name] = str(error.message)
+
+    def register(self, memory: Memory) -> dict[str, Handle]:
+        """Register with every transport that can reach this memory.
+
+        Raises:
+            ConfigError: none can; says why of each.
+        """
+        found: dict[str, Handle] = {}
+        why = dict(self.refused)
+        try:
+            for name, transport in self.transports.items():
+                try:
+                    found[name] = transport.register(memory)
+                except ConfigError as error:
+                    why[name] = error.message
+        except BaseException:
+            for handle in found.values():
+                handle.close()
+            raise
+        if not found:
+            said = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+            raise ConfigError(f"no transport reaches memory on {memory.device}: {said}")
+        return found
+
+    def choose(
+        self, ours: Mapping[str, Handle], offered: Mapping[str, bytes], *, same_host: bool, same_process: bool
+    ) -> tuple[Transport, Descriptor, str]:
+        """The nearest transport that both ends have for a pair of regions, and why no nearer one.
+
+        Args:
+            ours: our region's registrations.
+            offered: the peer's descriptors of its region, encoded.
+            same_host: whether the peer is on this host.
+            same_process: whether it is this very process.
+
+        Raises:
+            PlanError: there is none; says why.
+            FormatError: a descriptor is malformed.
+        """
+        why: list[str] = []
+        for name in NAMES:
+            if (name in ONE_HOST and not same_host) or (name == "loopback" and not same_process):
+                continue
+            if name in ours and name in offered:
+                descriptor = decode(offered[name])
+                if descriptor.transport != name:
+                    raise PlanError(f"a descriptor offered as {name} is of {descriptor.transport}")
+                return self.transports[name], descriptor, "; ".join(why)
+            if name != "loopback":
+                side = "the peer does not offer it" if name in ours else self.refused.get(name, "not here")
+                why.append(f"{name}: {side}")
+        raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
+
+    def close(self) -> None:
+        """Close every transport. Idempotent."""
+        for transport in self.transports.values():
+            transport.close()
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, token: str | None = None) -> Links:
+    """The transports of this process.
+
+    Args:
+        only: names allowed; None: all that work here.
+        listen: address where other hosts reach this one; None: this host only, and no transport that crosses hosts
+            but `http` on loopback.
+        token: what readers over `http` must show.
+
+    Raises:
+        ConfigError: a name is none of `NAMES`.
+    """
+    unknown = set(only or ()) - set(NAMES)
+    if unknown:
+        raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(NAMES)}")
+    makers: dict[str, Callable[[], Transport]] = {
+        "loopback": LoopbackTransport,
+        "cuda_ipc": _cuda_ipc,
+        "shm": _shm,
+        "http": lambda: _http(listen, token),
+    }
+    if listen is not None or "nixl" in (only or ()):
+        makers["nixl"] = _nixl
+    return Links({name: make for name, make in makers.items() if only is None or name in only})
+
+
+def _cuda_ipc() -> Transport:
+    from penstock.transport.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport()
+
+
+def _shm() -> Transport:
+    from penstock.transport.shm import ShmTransport
+
+    return ShmTransport()
+
+
+def _nixl() -> Transport:
+    from penstock.transport.nixl import NixlTransport
+
+    return NixlTransport()
+
+
+def _http(listen: str | None, token: str | None) -> Transport:
+    from penstock.transport.http import HttpTransport
+
+    return HttpTransport(listen=listen, token=token)
