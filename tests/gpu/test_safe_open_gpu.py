@@ -32,6 +32,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {f"t.{d}": some(d, SHAPE) for d in HELD}
     tensors |= {"scalar": some(DType.F32, ()), "none": some(DType.F16, (0, 3)), "odd": some(DType.U8, (3,))}
     tensors |= {"after.odd": some(DType.F32, (7,)), "big": some(DType.BF16, (3000, 5000))}
+    tensors |= {"huge": some(DType.U8, (11_000, 10_000))}
     write_file(path, tensors)
     return path
 
@@ -45,7 +46,7 @@ def assert_same(mine: Any, true: Any) -> None:
         assert torch.equal(*flat)
 
 
-@pytest.mark.parametrize("name", [*(f"t.{d}" for d in HELD), "scalar", "none", "odd", "after.odd", "big"])
+@pytest.mark.parametrize("name", [*(f"t.{d}" for d in HELD), "scalar", "none", "odd", "after.odd", "big", "huge"])
 @pytest.mark.parametrize("device", ["cuda", 0, "cuda:0"])
 def test_get_tensor(file: Path, name: str, device: Any) -> None:
     with safe_open(file, "pt", device=device) as mine, safetensors.safe_open(file, "pt", device=device) as true:

@@ -123,13 +123,21 @@ class Intake:
             self.ring_refusal = f"io_uring: {error.strerror}"
             return None
 
-    def close(self) -> None:
-        """Give the pool back; every run that uses it must be closed. Idempotent."""
-        if self._pool is not None:
-            self._pool.cancel()
-            # Unpinning takes milliseconds that the caller need not wait for; the thread is joined at exit.
-            threading.Thread(target=self._pool.close, name="penstock-unpin").start()
-            self._peak_bytes, self._pool = self._pool.peak_bytes, None
+    def close(self, *, wait: bool = False) -> None:
+        """Give the pool back; every run that uses it must be closed. Idempotent.
+
+        Args:
+            wait: return when it is unpinned, which takes milliseconds; else a thread does it, which is joined at exit.
+        """
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        self._peak_bytes = pool.peak_bytes
+        pool.cancel()
+        if wait:
+            pool.close()
+        else:
+            threading.Thread(target=pool.close, name="penstock-unpin").start()
 
 
 def _local_nbytes(uri: Uris) -> int:

@@ -23,13 +23,13 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied, SourceError
 from penstock.loader.also import also
 from penstock.loader.index import bounding_box, is_basic, numpy_index
-from penstock.loader.read import read_slabs
+from penstock.loader.read import FileReader
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path, open_source
 from penstock.storage.files import MappedFile
 from penstock.storage.safetensors import Header, read_header
-from penstock.types import MIB, Box, DType, TensorTable
+from penstock.types import Box, DType, TensorTable
 
 _TORCH = {"pt", "torch", "pytorch"}
 _NUMPY = {"np", "numpy"}
@@ -38,9 +38,6 @@ _BACKENDS = {"mmap", "pread"}
 _GAP_BYTES = 64 * 1024
 """Unwanted bytes between two runs of a slice that are read rather than skipped: a request costs more than they do.
 Source: at 1 GB/s they take 65 us, less than one round trip to an object store in the same region."""
-
-_STAGING_BYTES = 8 * MIB
-"""Pinned buffer on the way to a device. Source: docs/design/001, decision 8."""
 
 
 class safe_open:
@@ -196,7 +193,9 @@ class _File:
         self, path: str, device: torch.device, *, mapped: bool, storage_options: Mapping[str, str] | None
     ) -> None:
         self.device = device
-        self.source: Source = open_source(path, settings=Settings.read(), storage_options=storage_options)
+        settings = Settings.read()
+        self.source: Source = open_source(path, settings=settings, storage_options=storage_options)
+        self._reader = FileReader(self.source, device, settings)
         self.header: Header = read_header(self.source)
         self.table: TensorTable = self.header.tensors  # in file order
         self._rows = {name: row for row, name in enumerate(self.table.names)}
@@ -204,9 +203,9 @@ class _File:
         self._mapping = MappedFile(local_path(path), identity=self.source.identity) if is_mapped else None
 
     def __del__(self) -> None:
-        source = getattr(self, "source", None)
-        if source is not None:
-            source.close()
+        if hasattr(self, "_reader"):
+            self._reader.close()
+            self.source.close()
 
     def row(self, name: str) -> int:
         """Row of a tensor. NotFound; TypeError if `name` is no string."""
@@ -262,12 +261,14 @@ class _File:
         sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
         boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
         table = self.table.take(rows)
-        return plan_load(table, file_nbytes=sizes, chunk_bytes=_STAGING_BYTES, boxes=boxes, max_gap_bytes=_GAP_BYTES)
+        return plan_load(
+            table, file_nbytes=sizes, chunk_bytes=self._reader.chunk_bytes, boxes=boxes, max_gap_bytes=_GAP_BYTES
+        )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """The plan's slabs, at least one: mapped where the file is, else read."""
         if self._mapping is None:
-            slabs = read_slabs(plan, self.source, device)
+            slabs = self._reader.read(plan, device)
         else:
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
             held = plan.row_slab >= 0

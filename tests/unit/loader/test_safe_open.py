@@ -2,6 +2,7 @@
 
 import json
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError, FormatError, NotFound, PlanError
+from penstock.errors import ConfigError, FormatError, NotFound, PlanError, SourceTruncated
 from penstock.loader import safe_open as module
 from penstock.loader.index import IndexRefused
 from penstock.loader.safe_open import load_file, safe_open
@@ -368,6 +369,44 @@ class TestOnlyTheBytesNeeded:
         with pytest.raises(IndexError):
             f.get_slice("cube")[0, 0, 0, 0]
         assert source.read_bytes == before
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "big.safetensors"
+    return write(path, {"t": (DType.I16, (40, 512, 1024)), "u": (DType.U8, (3,))})
+
+
+class TestManyReads:
+    """Large tensors and slices, and those of several reads over a network, go through the engine."""
+
+    @pytest.mark.parametrize("index", [(), np.s_[1:39], np.s_[:, 3:5], np.s_[::7, :, 1000:]])
+    def test_of_a_file(self, big: Path, index: Any) -> None:
+        with safe_open(big, backend="pread") as mine, theirs(big) as true:
+            for _ in range(2):
+                found = mine.get_slice("t")[index]
+                assert_same(found.contiguous(), true.get_tensor("t")[index].contiguous())
+        assert load_file(big, backend="pread").keys() == {"t", "u"}
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+
+    def test_of_an_object(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = Recorder(big.read_bytes())
+        monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
+        with safe_open(source.uri) as mine, theirs(big) as true:
+            before = source.read_bytes
+            assert_same(mine.get_slice("t")[::8, 0], true.get_tensor("t")[::8, 0].contiguous())
+            assert source.read_bytes - before < 2**20
+            assert_same(mine.get_tensor("t"), true.get_tensor("t"))
+
+    def test_an_error_leaves_the_file_usable(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = Recorder(big.read_bytes())
+        monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
+        with safe_open(source.uri) as mine, theirs(big) as true:
+            with monkeypatch.context() as patch:
+                patch.setattr(Recorder, "readv", lambda *_: (_ for _ in ()).throw(SourceTruncated("cut")))
+                with pytest.raises(SourceTruncated):
+                    mine.get_slice("t")[:, :8]
+            assert_same(mine.get_slice("t")[:, :8], true.get_tensor("t")[:, :8].contiguous())
 
 
 class TestErrors:
