@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.truth import all_bits, by_safetensors
 
 import penstock
 from penstock.errors import SourceUnavailable
@@ -32,19 +31,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("group") / "model"
     write_llama(directory, num_layers=4, hidden=2048, shards=3)
     return directory
-
-
-def bits(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
-
-
-def all_bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: bits(tensor) for name, tensor in tensors.items()}
-
-
-def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def load_rank(rank: int, directories: list[str], **options: Any) -> penstock.Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
+from tests import truth
+from tests.truth import bits, by_safetensors
 
 import penstock
 from penstock.plan.layout import shard_box
@@ -19,22 +22,7 @@ from penstock.types import MIB, Box
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-
-
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes: equal only if everything is."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], device: str = DEVICE) -> None:
-    assert sorted(found) == sorted(wanted)
-    assert {str(tensor.device) for tensor in found.values()} == {device}
-    assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
-
-
-def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
+assert_same = partial(truth.assert_same, device=DEVICE)
 
 
 def torch_holds(name: str) -> bool:
@@ -133,7 +121,7 @@ def only(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]
 def test_another_device_than_the_current_one(sharded: Path) -> None:
     found = penstock.load(sharded, device="cuda:1")
     assert torch.cuda.current_device() == 0
-    assert_same(found, by_safetensors(sharded), "cuda:1")
+    assert_same(found, by_safetensors(sharded), device="cuda:1")
 
 
 def test_names_read_only_what_they_name(sharded: Path) -> None:

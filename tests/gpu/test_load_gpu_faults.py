@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tests import truth
+from tests.truth import by_safetensors, own_threads
 
 import penstock
 from penstock.config import Settings
@@ -24,6 +26,7 @@ from penstock.types import MIB
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
+assert_same = partial(truth.assert_same, device=DEVICE)
 NUM_TENSORS = 12
 TENSOR_BYTES = 8 * MIB
 
@@ -38,24 +41,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    assert [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name])] == []
-
-
 def settled() -> int:
     """Device bytes allocated once everything dropped is freed."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
-
-
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
 
 def no_threads_left() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.truth import all_bits, by_safetensors
 
 import penstock
 from penstock.errors import SourceUnavailable
@@ -33,19 +32,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("group") / "model"
     write_llama(directory, num_layers=2, hidden=512, shards=3)
     return directory
-
-
-def bits(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
-
-
-def all_bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: bits(tensor) for name, tensor in tensors.items()}
-
-
-def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def tensor_bytes(directory: Path) -> int:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
+from tests.truth import assert_same, bits, by_safetensors
 
 import penstock
 from penstock.testing.checkpoints import every_dtype, write_llama, write_moe
@@ -24,21 +24,6 @@ from penstock.types import MIB, Box
 
 KIB = 1 << 10
 FREED = 3 * MIB
-
-
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes: equal only if everything is."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
-
-
-def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def split(shape: tuple[int, ...], dim: int, part: int, num_parts: int) -> Box:
@@ -70,15 +55,6 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file({name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}, path)
     return path
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Only reference counts free memory."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # -- ground truth

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.truth import own_threads
 
 import penstock
 from penstock.config import Settings
@@ -30,18 +29,6 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     save_file({f"t{i:02}": torch.randint(0, 1 << 62, (TENSOR_BYTES // 8,)) for i in range(NUM_TENSORS)}, path)
     return path
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
 
 def is_mapped(path: Path) -> bool:
