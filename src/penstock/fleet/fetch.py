@@ -24,7 +24,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Upstream
 from penstock.fleet.part import StoragePart
-from penstock.fleet.upstream import Following
+from penstock.fleet.upstream import END_S, Following
 from penstock.plan.chunks import to_ranges
 from penstock.types import I64, U64
 
@@ -291,15 +291,13 @@ class Fetch:
         for executor in (self._part, self._fetch, self._compute):
             executor.close()
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout=END_S)  # it may be waiting for the hub
         with self._lock:
             following, self._following = self._following, []
         for one in following:
             one.close()
             if one.error is not None:
                 self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")
-        for one in following:
-            one.thread.join(timeout=self.stall_s)
 
     def __enter__(self) -> Fetch:
         return self

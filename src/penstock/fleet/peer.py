@@ -6,6 +6,7 @@ Not here: the other side (`door`), reading the bytes (`transport`), which chunks
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 from types import TracebackType
@@ -36,7 +37,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Peer:
-    """One reader's conversation with one door. A context manager; one thread uses it.
+    """One reader's conversation with one door. A context manager; one thread uses it, any may interrupt it.
 
     Args:
         upstream: whom, and the grant to show.
@@ -130,15 +131,20 @@ class Peer:
     def _uri(self) -> str:
         return f"penstock:{self.upstream.member}"
 
+    def interrupt(self) -> None:
+        """End a request under way in another thread; it raises PeerLost there."""
+        waiting = self._connection.sock
+        if waiting is not None:
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                waiting.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Give the lease back, if the door still listens. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            try:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it expires there
                 self._connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
                 self._connection.getresponse().read()
-            except (OSError, http.client.HTTPException):
-                pass  # it expires there
         self._connection.close()
 
     def __enter__(self) -> Peer:

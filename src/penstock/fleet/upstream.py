@@ -28,6 +28,8 @@ PATIENCE_S = 0.5
 STEP_S = 0.02
 """What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
 MAX_STEP_CHUNKS = 64
+END_S = 0.5
+"""How long an ending waits for threads that only talk: what they do after it concerns nobody."""
 
 _Read = tuple[Transport, Handle, Descriptor, Segments]
 
@@ -103,8 +105,10 @@ class Following:
         self._news()
 
     def close(self) -> None:
-        """End the following; the lease is given back by its thread."""
+        """End the following; the lease is given back by its thread. Waits for that, a moment at most."""
         self._closing.set()
+        self.peer.interrupt()
+        self.thread.join(timeout=END_S)
 
     def _follow(self) -> None:
         try:

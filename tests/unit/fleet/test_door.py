@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.errors import (
+    ConfigError,
+    GrantRefused,
+    NotFound,
+    PeerLost,
+    PermissionDenied,
+    SourceBusy,
+    SourceStalled,
+)
+from penstock.fleet.door import Door
+from penstock.fleet.holding import Holding
+from penstock.fleet.line import described
+from penstock.fleet.messages import LeaseRequest, Upstream
+from penstock.fleet.peer import Peer
+from penstock.transport.choose import Links
+from penstock.transport.loopback import LoopbackTransport
+from tests.unit.fleet.test_holding import gain, make
+
+
+def allow(request: LeaseRequest) -> None:
+    if request.grant != b"good":
+        raise GrantRefused("no")
+
+
+@pytest.fixture
+def door(tmp_path: Path):
+    door = Door(tmp_path / "door.sock", allow)
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def holding(door: Door) -> Holding:
+    holding = make()
+    holding.max_readers = 2
+    with Links({"loopback": LoopbackTransport}) as links:
+        holding.register(links)
+        door.show(holding)
+        yield holding
+
+
+def peer(door: Door, key: str, *, member: str = "reader", grant: bytes = b"good", token: str | None = None) -> Peer:
+    upstream = Upstream(
+        member="holder", host="h", doors=tuple(door.addresses), device="cpu", state="whole", num_have=0, grant=grant
+    )
+    return Peer(upstream, member=member, key=key, same_host=token is None, stall_s=5.0, token=token)
+
+
+def test_a_reader_learns_map_table_and_log(door: Door, holding: Holding) -> None:
+    gain(holding, 2)
+    with peer(door, holding.key) as reader:
+        reader.lease()
+        assert holding.num_readers == 1
+        found = reader.map()
+        assert (found.key, found.num_chunks, len(found.regions)) == (holding.key, 10, 5)
+        assert described(reader.table()).layout == holding.line.layout
+        assert reader.log(0, 0.0).serial == 1
+    assert door.num_readers(holding.key) == 0
+
+
+def test_places_are_limited_and_come_back(door: Door, holding: Holding) -> None:
+    first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
+    first.lease(), second.lease()
+    with peer(door, holding.key, member="c") as third:
+        with pytest.raises(SourceBusy, match="taken"):
+            third.lease()
+        first.close()
+        third.lease()
+    second.close()
+
+
+def test_a_reader_that_starts_anew_takes_its_own_place(door: Door, holding: Holding) -> None:
+    readers = [peer(door, holding.key) for _ in range(5)]
+    for reader in readers:
+        reader.lease()
+    assert door.num_readers(holding.key) == 1
+    for reader in readers:
+        reader.close()
+
+
+def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: Door, holding: Holding) -> None:
+    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
+        reader.lease()
+    with peer(door, "0" * 32) as reader, pytest.raises(NotFound):
+        reader.lease()
+    with peer(door, holding.key) as reader:
+        reader.lease()
+        door.release(reader._lease.lease)
+        with pytest.raises(PermissionDenied, match="expired"):
+            reader.log(0, 0.0)
+
+
+def test_draining_gives_no_new_places_and_waits_for_the_old(door: Door, holding: Holding) -> None:
+    reader = peer(door, holding.key)
+    reader.lease()
+    threading.Timer(0.1, reader.close).start()
+    assert door.drain(holding.key, 10.0) == 0
+    with peer(door, holding.key) as late, pytest.raises(NotFound):
+        late.lease()
+
+
+def test_a_request_under_way_can_be_interrupted(door: Door, holding: Holding) -> None:
+    reader = peer(door, holding.key)
+    reader.lease()
+    threading.Timer(0.1, reader.interrupt).start()
+    with pytest.raises(PeerLost):
+        reader.log(0, 5.0)
+    reader.close()
+    assert door.num_readers(holding.key) == 0
+
+
+def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Holding) -> None:
+    gone = Door(tmp_path / "gone.sock", allow)
+    gone.close()
+    with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
+        reader.lease()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        gone.addresses = [f"unix://{tmp_path}/silent.sock"]
+        reader = peer(gone, holding.key)
+        reader._connection.timeout = 0.2
+        with pytest.raises(SourceStalled):
+            reader.lease()
+
+
+def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without a token"):
+        Door(tmp_path / "door.sock", allow, listen="0.0.0.0:0")
+
+
+def test_over_tcp_the_token_is_asked_for(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "door2.sock", allow, listen="127.0.0.1:0", token="secret")
+    door.show(holding)
+    door.addresses = door.addresses[1:]
+    with peer(door, holding.key, token="wrong") as reader, pytest.raises(PermissionDenied):
+        reader.lease()
+    with peer(door, holding.key, token="secret") as reader:
+        assert reader.lease().ttl_s > 0
+    door.close()
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "body", "code"),
+    [
+        ("GET", "/", b"", 404),
+        ("GET", "/v1/leases/x/log?after=-1", b"", 403),
+        ("GET", "/v1/leases/../../etc/passwd", b"", 404),
+        ("POST", "/v1/leases", b"", 400),
+        ("POST", "/v1/leases", b"\x00garbage", 400),
+        ("POST", "/v1/leases", msgspec.msgpack.encode({"member": "a"}), 400),
+        ("POST", "/v1/leases", b"x" * (65 << 10), 400),
+        ("DELETE", "/v1/leases/none", b"", 204),
+        ("GET", "/v1/alive", b"", 204),
+    ],
+)
+def test_hostile_requests_get_an_answer_and_change_nothing(
+    tmp_path: Path, verb: str, path: str, body: bytes, code: int
+) -> None:
+    door = Door(tmp_path / "door3.sock", allow, listen="127.0.0.1:0")
+    host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection.request(verb, path, body)
+    assert connection.getresponse().status == code
+    connection.close()
+    door.close()

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import torch
+
+from penstock.fleet.holding import Holding, place_of
+from penstock.fleet.identity import Identity
+from penstock.fleet.line import Line, line_of_tensors, tabulate
+from penstock.memory.arena import Arena
+from penstock.types import DType
+
+
+def make(count: int = 5) -> Holding:
+    """A holding of `count` tensors of 64 bytes; leaves of 16, chunks of 32."""
+    tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(count)}
+    _, rows = line_of_tensors(tensors)
+    table = tabulate(sorted(tensors), [DType.U8] * count, [(64,)] * count)
+    return Holding(Identity(model="m"), Line.of(table, leaf_bytes=16, chunk_bytes=32), rows)
+
+
+def gain(holding: Holding, *chunks: int) -> None:
+    at = np.array(chunks, np.int64)
+    holding.gain(at, holding.digest(at))
+
+
+def test_the_log_tells_chunks_in_the_order_they_were_gained() -> None:
+    holding = make()
+    gain(holding, 3)
+    gain(holding, 0, 1)
+    reply = holding.log_after(0, 0.0)
+    assert np.frombuffer(reply.chunks, "<u4").tolist() == [3, 0, 1] and reply.serial == 3
+    assert np.frombuffer(reply.leaves, "<u8").tolist() == holding.digest(np.array([3, 0, 1])).tolist()
+    assert holding.log_after(3, 0.0).chunks == b""
+    assert holding.log_after(99, 0.0).serial == 3
+
+
+def test_a_chunk_gained_twice_is_logged_once() -> None:
+    holding = make()
+    gain(holding, 1)
+    gain(holding, 1, 2)
+    assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [1, 2]
+
+
+def test_news_end_the_wait_for_them() -> None:
+    holding = make()
+    threading.Timer(0.05, gain, (holding, 0)).start()
+    begun = time.monotonic()
+    assert holding.log_after(0, 30.0).serial == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_a_flipped_bit_shows_in_its_chunk_only() -> None:
+    holding = make()
+    chunks = np.arange(holding.line.chunks.num_chunks)
+    before = holding.digest(chunks)
+    holding.rows[2][40] ^= 1
+    assert holding.differing(chunks, holding.digest(chunks), before).tolist() == [5]
+
+
+def test_contradictions_concern_only_what_is_known() -> None:
+    holding = make()
+    gain(holding, 0)
+    chunks = np.array([0, 1])
+    leaves = holding.digest(chunks)
+    assert holding.contradicts(chunks, leaves).tolist() == []
+    assert holding.contradicts(chunks, leaves + 1).tolist() == [0]
+
+
+def test_a_fence_forgets_all_and_begins_a_generation() -> None:
+    holding = make()
+    gain(holding, 0, 1)
+    holding.fence()
+    reply = holding.log_after(0, 0.0)
+    assert reply.generation == 1 and reply.serial == 0 and not holding.have.any()
+
+
+def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
+    arena = Arena.allocate(4096)
+    inside = [arena.bytes_at(offset, 100) for offset in arena.place([100, 100])]
+    alone, empty = torch.zeros(8, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
+    place = place_of([*inside, alone, empty], [arena])
+    assert place.row_region.tolist() == [0, 0, 1, -1] and place.row_offset.tolist() == [0, 512, 0, 0]
+    assert [region.nbytes for region in place.regions] == [4096, 8] and place.regions[0].owner is arena
+
+
+def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
+    holding = make()
+    gain(holding, 0, 1, 4)
+    state = holding.status()
+    assert state.have == ((0, 2), (4, 5)) and state.key == holding.identity.key()
+    assert state.nbytes == 320 and state.num_chunks == 10

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.plan.chunks import chunk_table, to_ranges
+
+sizes = st.lists(st.integers(0, 70), max_size=30)
+
+
+@given(sizes, st.integers(1, 9), st.integers(0, 40))
+def test_chunks_cover_every_byte_once_and_keep_to_their_bounds(rows: list[int], leaf: int, more: int) -> None:
+    table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
+    covered = [np.zeros(nbytes, np.int64) for nbytes in rows]
+    for chunk in range(table.num_chunks):
+        pieces = table.pieces(np.array([chunk]))
+        assert 0 < pieces.nbytes.sum() == table.nbytes[chunk] <= leaf + more
+        for row, start, nbytes in zip(pieces.row, pieces.start, pieces.nbytes, strict=True):
+            covered[row][start : start + nbytes] += 1
+            assert start % leaf == 0
+    assert all((row == 1).all() for row in covered)
+
+
+@given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
+def test_pieces_of_some_chunks_are_their_leaves_in_order(rows: list[int], leaf: int, more: int, chance) -> None:
+    table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
+    some = [chunk for chunk in range(table.num_chunks) if chance.random() < 0.5]
+    chunks = np.array(some, np.int64)
+    leaves = [i for chunk in some for i in range(table.first_leaf[chunk], table.first_leaf[chunk + 1])]
+    assert table.leaves_of(chunks).tolist() == leaves
+    assert table.pieces(chunks).nbytes.sum() == table.leaf_nbytes[leaves].sum()
+
+
+def test_a_chunk_is_filled_with_leaves_while_they_fit() -> None:
+    table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
+    # Leaves 4 4 2 | 4 4 2 | 3: greedy up to 12.
+    assert table.nbytes.tolist() == [10, 10, 3]
+    assert table.leaf_row.tolist() == [0, 0, 0, 2, 2, 2, 3]
+
+
+def test_a_leaf_larger_than_a_chunk_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot hold leaves"):
+        chunk_table(np.array([1], np.int64), leaf_bytes=8, chunk_bytes=4)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_are_the_same_chunks(chunks: set[int]) -> None:
+    ranges = to_ranges(np.array(sorted(chunks), np.int64))
+    assert {chunk for start, stop in ranges for chunk in range(start, stop)} == chunks
+    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False))
