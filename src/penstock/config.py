@@ -58,6 +58,9 @@ class Settings:
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
     io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
     ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")
+    runtime_dir: Path | None = _env(
+        "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
+    )
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -87,6 +90,21 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         return parse(text)
     except ValueError as error:
         raise ConfigError(f"environment variable {name}={text!r} does not parse: {error}") from error
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the sockets and locks of this user's hub are; it may not be there yet.
+
+    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`.
+    """
+    environ = os.environ if environ is None else environ
+    found = Settings.read(environ).runtime_dir
+    if found is not None:
+        return found
+    session = environ.get("XDG_RUNTIME_DIR", "")
+    if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
+        return Path(session) / "penstock"
+    return Path(f"/tmp/penstock-{os.geteuid()}")
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:

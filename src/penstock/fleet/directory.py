@@ -43,6 +43,8 @@ COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
 WRONG_BYTES_TTL_S = 600.0
 """Wrong bytes are a fault of memory or of a link: not soon over."""
+REFUSED_TTL_S = 3.0
+"""A busy holder soon has a place; one that does not know a new hub's grants does after its next beat."""
 CHEAP_LOOK_S = 0.0005
 """A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
 _GONE_TTL_S = 600.0
@@ -76,6 +78,7 @@ class Directory:
         ttl_s: a member silent for this long is gone.
         clock: seconds since 1970.
         timer: seconds, for the cost of a look at the store.
+        seed: 32 bytes that grants are signed with; None: the first directory on the store draws them.
         look_share: at most this part of the time goes into costly looks at one key; between them the last one answers.
 
     Order: every method from any thread.
@@ -90,6 +93,7 @@ class Directory:
         ttl_s: float = 10.0,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.perf_counter,
+        seed: bytes | None = None,
         look_share: float = 0.1,
     ) -> None:
         self.store = store
@@ -103,7 +107,7 @@ class Directory:
         self._look_share = look_share
         self._lock = threading.Lock()
         self._readings: dict[str, _Look] = {}
-        self._signer: GrantSigner | None = None
+        self._signer = None if seed is None else GrantSigner(seed, clock=clock)
 
     # Members.
 
@@ -172,12 +176,18 @@ class Directory:
     def flight(self, request: FlightRequest) -> FlightReply:
         """Whom to take chunks from, parent first, with a grant for each.
 
+        Of no chunks: the member does not know the line yet, and is told whom it may ask; it is not entered.
+
         Raises:
             UnknownMember, PlanError: see `beat`.
         """
-        self._ask(request.member, request.holding, reads_storage=request.can_read_storage)
         view = self._view(request.holding.key)
-        names = view.relay(request.holding.num_chunks).upstreams(request.member)
+        if request.holding.num_chunks or not view.held:
+            self._ask(request.member, request.holding, reads_storage=request.can_read_storage)
+            view = self._view(request.holding.key)
+            names = view.relay(request.holding.num_chunks).upstreams(request.member)
+        else:
+            names = view.known_to(self._known(request.member)[1].hello, request.holding.device)
         signer = self._grants()
         upstreams = []
         for name in names:
@@ -233,7 +243,7 @@ class Directory:
         """
         self._known(complaint.member)
         self.counts["complaints"] += 1
-        ttl_s = WRONG_BYTES_TTL_S if complaint.fault == "wrong bytes" else COMPLAINT_TTL_S
+        ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         self.store.write(name, _encode(complaint), ttl_s=ttl_s)
 

@@ -5,6 +5,7 @@ In: the store's entries. Out: a `View`. Not here: changing anything (`directory`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TypeVar
@@ -94,6 +95,15 @@ class View:
             same = ((name, held) for name, held in self.held.items() if held.holding.num_chunks == num_chunks)
             self._relays[num_chunks] = Relay(self._node(name, held) for name, held in same)
         return self._relays[num_chunks]
+
+    def known_to(self, reader: Hello, device: str) -> tuple[str, ...]:
+        """Members to ask what the line is, for one that does not know it: as most of them cut it, near ones first."""
+        sizes = Counter(held.holding.num_chunks for held in self.held.values())
+        most = max(sizes, key=lambda num_chunks: (sizes[num_chunks], num_chunks))
+        asks = Node(
+            member=reader.member, host=reader.host, rack=reader.rack, device=device, num_have=0, num_chunks=most
+        )
+        return self.relay(most).around(asks)
 
     def had(self, reader: str, num_chunks: int) -> Bools:
         """Chunks of the members that `reader` can take from."""

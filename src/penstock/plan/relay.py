@@ -104,8 +104,11 @@ class Relay:
         whole or not among the nodes.
         """
         receiver = self._nodes.get(member)
-        if receiver is None or receiver.whole:
-            return ()
+        return () if receiver is None or receiver.whole else self.around(receiver, limit=limit)
+
+    def around(self, receiver: Node, *, limit: int = 6) -> tuple[str, ...]:
+        """The same for a node that need not be among the nodes: then it has no parent, and nobody hangs below it."""
+        member = receiver.member
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
         for name in self._candidates(receiver):
@@ -128,9 +131,9 @@ class Relay:
                 yield self.parents[parent]
         for place in _places(receiver):
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
-            choice = self._choice[place]
+            choice = self._choice.get(place, [])
             num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
-            turn = self._number[receiver.member] % num_whole if num_whole else 0
+            turn = self._number.get(receiver.member, 0) % num_whole if num_whole else 0
             yield from (node.member for node in choice[turn:num_whole])
             yield from (node.member for node in choice[:turn])
             yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])

@@ -1,0 +1,114 @@
+"""Who may ask the hub, and about which models.
+
+In: a token file, or certificates. Out: an `Auth`; of a request, the `Caller`.
+Not here: grants between members (`grants`), the sockets (`hub`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks.
+
+    Attributes:
+        models: patterns of model names it may ask about; None: all.
+    """
+
+    models: tuple[str, ...] | None = None
+
+    def may_ask(self, models: Iterable[str]) -> bool:
+        """Whether every one of these models is among its own."""
+        if self.models is None:
+            return True
+        return all(any(fnmatchcase(model, pattern) for pattern in self.models) for model in models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auth:
+    """How callers show who they are; the default asks nothing, and then the hub listens on this host only.
+
+    Attributes:
+        tokens: bearer token -> its caller.
+        certificate, private_key: PEM files the hub shows; with them it speaks TLS.
+        client_ca: PEM file; callers must show a certificate that it signed.
+    """
+
+    tokens: tuple[tuple[bytes, Caller], ...] = ()
+    certificate: Path | None = None
+    private_key: Path | None = None
+    client_ca: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        token_file: Path | None = None,
+        certificate: Path | None = None,
+        private_key: Path | None = None,
+        client_ca: Path | None = None,
+    ) -> Auth:
+        """From files.
+
+        Args:
+            token_file: a token a line, at least 16 characters, then the patterns of the models it is for (none: all);
+                `#` begins a remark.
+            certificate: see the class. private_key: see the class. client_ca: see the class.
+
+        Raises:
+            ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
+        """
+        if client_ca is not None and certificate is None:
+            raise ConfigError("callers' certificates need the hub's own", hint="give --cert and --key")
+        if (certificate is None) != (private_key is None):
+            raise ConfigError("a certificate and its key come together", hint="give both --cert and --key")
+        tokens = () if token_file is None else read_tokens(token_file)
+        return cls(tokens=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
+
+    @property
+    def guards(self) -> bool:
+        """Whether a stranger is kept out."""
+        return bool(self.tokens) or self.client_ca is not None
+
+    def caller(self, authorization: str) -> Caller | None:
+        """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token."""
+        if not self.tokens:
+            return Caller()
+        scheme, _, given = authorization.partition(" ")
+        found: Caller | None = None
+        shown = given.strip().encode("utf-8", "replace")
+        for token, caller in self.tokens:
+            if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
+                found = caller
+        return found
+
+
+def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
+    """See `Auth.of`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path} cannot be read: {error}") from error
+    tokens = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if not _TOKEN.fullmatch(words[0]):
+            hint = "openssl rand -hex 32 makes one"
+            raise ConfigError(f"{path}:{number}: a token is 16 to 512 letters, digits and ._~+/=-", hint=hint)
+        tokens.append((words[0].encode(), Caller(tuple(words[1:]) or None)))
+    if not tokens:
+        raise ConfigError(f"token file {path} has no token", hint="openssl rand -hex 32 makes one")
+    return tuple(tokens)

@@ -1,0 +1,307 @@
+"""A member's side of the hub: one method a question, each with a deadline.
+
+In: messages. Out: the hub's answers, its faults as typed errors.
+Not here: what is asked when (`member`), who hosts the hub of one host (`local`).
+"""
+
+from __future__ import annotations
+
+import random
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.errors import (
+    ConfigError,
+    HubUnavailable,
+    MissingExtra,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    UnknownMember,
+)
+from penstock.fleet.messages import (
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    Complaint,
+    Fault,
+    FlightReply,
+    FlightRequest,
+    Hello,
+    Status,
+    Welcome,
+    Why,
+    WhyRequest,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT_S = 10.0
+"""A question is given up after this, tries and all; what peers are known stays usable meanwhile."""
+ATTEMPT_S = 5.0
+"""One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
+_MAX_PAUSE_S = 0.5
+_MAX_ANSWER_BYTES = 256 << 20
+T = TypeVar("T")
+_FAULT = msgspec.json.Decoder(Fault)
+_ERRORS: dict[int, type[PenstockError]] = {
+    401: PermissionDenied,
+    403: PermissionDenied,
+    404: ConfigError,
+    405: ConfigError,
+    409: PlanError,
+    410: UnknownMember,
+    413: PlanError,
+    422: PlanError,
+}
+
+
+class Line(Protocol):
+    """How the hub is reached now; it may be elsewhere after a failure."""
+
+    def reach(self) -> str:
+        """Its URL: `unix:///path`, `http://host:port`, `https://...`.
+
+        Raises:
+            PenstockError: there is none, and none can be made.
+        """
+
+    def reached(self) -> None:
+        """It answered."""
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """It could not be asked; `silent`: it took the question and did not answer."""
+
+    def close(self) -> None:
+        """No more questions."""
+
+
+class FixedLine:
+    """A hub at one address."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def reach(self) -> str:
+        """See `Line`."""
+        return self._url
+
+    def reached(self) -> None:
+        """See `Line`."""
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """See `Line`: it is asked again there."""
+
+    def close(self) -> None:
+        """See `Line`."""
+
+
+class HubClient:
+    """Asks the hub; from any thread. Every question may be asked twice: it is, until its deadline, if the hub is away.
+
+    Args:
+        line: where the hub is.
+        token: shown to it.
+        ca_file: PEM bundle that signed its certificate; None: the system's.
+        certificate: PEM files of our own certificate and key, for a hub that asks for one.
+        timeout_s: deadline of a question.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        certificate: tuple[Path, Path] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._line = line
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._ca_file, self._certificate = ca_file, certificate
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._http: tuple[str, httpx.Client] | None = None
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        hub: str | None,
+        token: str | None = None,
+        *,
+        ca_file: Path | None = None,
+        certificate: tuple[Path, Path] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> HubClient:
+        """A client of the hub at a URL, or with None of this host's and user's own, which the first to ask hosts.
+
+        Raises:
+            ConfigError: the URL is none. MissingExtra: httpx, or for None FastAPI, is not installed.
+            HubUnavailable: None, and the hub cannot be hosted.
+        """
+        try:
+            import httpx  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("a fleet needs httpx", hint="pip install 'penstock[hub]'") from error
+        line: Line
+        if hub is None:
+            from penstock.fleet.local import LocalLine
+
+            line = LocalLine()
+        elif hub.startswith(("unix:///", "http://", "https://")):
+            line = FixedLine(hub.rstrip("/"))
+        else:
+            raise ConfigError(f"{hub!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
+        client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s)
+        if hub is None:
+            line.reach()
+        return client
+
+    def hello(self, hello: Hello) -> Welcome:
+        """A process life joins. PermissionDenied: the token, or the id is another life's."""
+        return self._ask("POST", "/v1/hello", hello, Welcome)
+
+    def beat(self, member: str, beat: Beat) -> None:
+        """The member lives and holds this. UnknownMember: say hello, then beat again."""
+        self._ask("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
+
+    def leave(self, member: str) -> None:
+        """The member is gone for good."""
+        self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
+
+    def flight(self, request: FlightRequest) -> FlightReply:
+        """Whom to take chunks from. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/flight", request, FlightReply)
+
+    def claim(self, request: ClaimRequest) -> ClaimReply:
+        """Chunks to read from storage. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/claim", request, ClaimReply)
+
+    def complain(self, complaint: Complaint) -> None:
+        """A source could not be used. UnknownMember: see `beat`."""
+        self._ask("POST", "/v1/complain", complaint, None)
+
+    def status(self, model: str | None = None) -> Status:
+        """Members and what they hold, of one model or all."""
+        query = "" if model is None else f"?model={quote(model, safe='')}"
+        return self._ask("GET", f"/v1/status{query}", None, Status)
+
+    def why(self, request: WhyRequest) -> Why:
+        """Why who takes a model from whom."""
+        return self._ask("POST", "/v1/why", request, Why)
+
+    def close(self) -> None:
+        """Let go of connections, and of the hub if this process hosts it; idempotent."""
+        with self._lock:
+            self._closed = True
+            http, self._http = self._http, None
+        if http is not None:
+            http[1].close()
+        self._line.close()
+
+    def __enter__(self) -> HubClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # `type[T] | None` with one return type: None is given where nothing is returned.
+    def _ask(self, method: str, path: str, body: object, gives: type[T] | None) -> T:
+        """Ask until answered or the deadline.
+
+        Raises:
+            HubUnavailable: the deadline; the last failure is its cause. Else what the hub's fault says.
+        """
+        import httpx
+
+        content = b"" if body is None else msgspec.json.encode(body)
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = 0.01
+        last: Exception
+        while True:
+            left_s = max(0.05, deadline - time.monotonic())
+            url = self._line.reach()
+            try:
+                answer = self._client(url).request(
+                    method, path, content=content, timeout=min(left_s, ATTEMPT_S), headers=self._headers
+                )
+                self._line.reached()
+                if answer.status_code != 503:
+                    return self._answered(answer, gives, url)
+                last = HubUnavailable(_fault(answer).error, uri=url)
+            except httpx.HTTPError as error:
+                last = error
+                silent = isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
+                self._drop(url)
+                self._line.failed(url, silent=silent)
+            if self._closed or time.monotonic() + pause_s >= deadline:
+                raise HubUnavailable(
+                    f"the hub did not answer within {self._timeout_s:g} s: {last or type(last).__name__}", uri=url
+                ) from last
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _answered(self, answer: httpx.Response, gives: type[T] | None, url: str) -> T:
+        if answer.is_success:
+            if gives is None:
+                return None  # type: ignore[return-value]
+            try:
+                return msgspec.json.decode(answer.content, type=gives)
+            except msgspec.MsgspecError as error:
+                raise HubUnavailable(f"what answers is not a hub of this version: {error}", uri=url) from error
+        fault = _fault(answer)
+        kind = _ERRORS.get(answer.status_code, HubUnavailable)
+        raise kind(fault.error, uri=url, hint=fault.hint or None)
+
+    def _client(self, url: str) -> httpx.Client:
+        """The connections to this address; those to an earlier one are closed."""
+        with self._lock:
+            if self._closed:
+                raise HubUnavailable("this client was closed", uri=url)
+            if self._http is not None and self._http[0] == url:
+                return self._http[1]
+            before, self._http = self._http, (url, self._open(url))
+            opened = self._http[1]
+        if before is not None:
+            before[1].close()
+        return opened
+
+    def _open(self, url: str) -> httpx.Client:
+        import httpx
+
+        limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
+        if url.startswith("unix://"):
+            transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"), limits=limits)
+            return httpx.Client(transport=transport, base_url="http://hub", trust_env=False)
+        verify: ssl.SSLContext | bool = True
+        if url.startswith("https://"):
+            try:
+                verify = ssl.create_default_context(cafile=self._ca_file)
+                if self._certificate is not None:
+                    verify.load_cert_chain(*self._certificate)
+            except OSError as error:
+                raise ConfigError(f"a certificate for {url} cannot be used: {error}") from error
+        return httpx.Client(base_url=url, verify=verify, limits=limits, trust_env=False)
+
+    def _drop(self, url: str) -> None:
+        with self._lock:
+            http = self._http
+            if http is None or http[0] != url:
+                return
+            self._http = None
+        http[1].close()
+
+
+def _fault(answer: httpx.Response) -> Fault:
+    try:
+        return _FAULT.decode(answer.content)
+    except msgspec.MsgspecError:
+        return Fault(error=f"status {answer.status_code}, and not of a hub")

@@ -1,0 +1,249 @@
+"""The hub of one host and user, with nothing to start: the first to ask hosts it, another takes over when it goes.
+
+In: the user's runtime directory. Out: where the hub is now.
+Not here: the hub (`hub`), its questions (`client`).
+
+    generation     the number n of the hub in force; one that is silent is passed over by n + 1
+    grant.seed     what hubs sign grants with
+    hub-N.lock     who holds it hosts hub n; the kernel lets go of it when the process dies
+    hub-N.sock     where hub n listens
+    members.lock   shared by all who reached a hub: while another holds it, a new hub waits for them to announce
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from penstock.config import runtime_dir
+from penstock.errors import ConfigError, HubUnavailable
+from penstock.fleet.auth import Auth
+from penstock.fleet.directory import Directory
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+
+BEAT_S = 0.5
+"""On one host a beat costs nothing beside the bytes moved, and a hub that takes over knows all within one."""
+TTL_S = 5.0
+"""A process that loads may keep the interpreter for a second; ten beats are longer."""
+REACH_S = 20.0
+"""Who just took the lock imports FastAPI before it listens."""
+_MAX_PATH_BYTES = 107
+"""Source: unix(7)."""
+
+
+class LocalLine:
+    """See the module; the `Line` of `HubClient.connect(None)`.
+
+    Args:
+        directory: None: the user's own, see `config.runtime_dir`.
+
+    Raises:
+        ConfigError: the directory is another's, open to others, or its path too long for a socket.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = _private(directory or runtime_dir())
+        self._lock = threading.RLock()
+        self._members = _File(self._directory / "members.lock")
+        self._is_member = False
+        self._hosting: _Hosting | None = None
+        self._doubted = True
+        self._closed = False
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this process hosts the hub, for this line."""
+        return self._hosting is not None
+
+    def reach(self) -> str:
+        """The URL of the hub in force, hosted here if nobody else does.
+
+        Raises:
+            HubUnavailable: somebody holds the lock and does not listen.
+        """
+        deadline = time.monotonic() + REACH_S
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise HubUnavailable("this client was closed")
+                number = self._generation()
+                if self._hosting is not None and self._hosting.number != number:
+                    self._hosting.stop()  # we were silent, and passed over
+                    self._hosting = None
+                path = self._directory / f"hub-{number}.sock"
+                if self._hosting is None and (self._doubted or not path.exists()):
+                    self._hosting = self._host(number)
+                    self._doubted = False
+                if path.exists():
+                    return f"unix://{path}"
+            if time.monotonic() > deadline:
+                raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{path}")
+            time.sleep(0.01)
+
+    def reached(self) -> None:
+        """Remembered by the kernel while this process lives: a later hub waits for what we hold."""
+        if not self._is_member:
+            with self._lock:
+                self._is_member = self._members.lock(fcntl.LOCK_SH)
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """A silent hub (stopped, or stuck) is passed over; one that is gone is hosted anew by who reaches first."""
+        with self._lock:
+            self._doubted = True
+            if not silent or self._hosting is not None:
+                return
+            with _File(self._directory / "generation.lock") as guard:
+                number = self._generation()
+                if url.endswith(f"/hub-{number}.sock") and guard.lock(fcntl.LOCK_EX):
+                    new = self._directory / f".generation-{os.getpid()}"
+                    new.write_text(f"{number + 1}\n", encoding="ascii")
+                    new.replace(self._directory / "generation")
+
+    def close(self) -> None:
+        """Let another host the hub, if it was hosted here; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._hosting is not None:
+                self._hosting.stop()
+                self._hosting = None
+            self._members.close()
+
+    def _host(self, number: int) -> _Hosting | None:
+        """Host hub `number`; None: somebody does."""
+        lock = _File(self._directory / f"hub-{number}.lock")
+        try:
+            if not lock.lock(fcntl.LOCK_EX) or self._generation() != number:
+                lock.close()
+                return None
+            # Nobody else ever reached a hub: there is nothing to wait for.
+            fresh = self._members.lock(fcntl.LOCK_EX)
+            self._is_member = self._members.lock(fcntl.LOCK_SH)
+            return _Hosting(self._directory, number, lock, fresh=fresh)
+        except BaseException:
+            lock.close()
+            raise
+
+    def _generation(self) -> int:
+        try:
+            return int((self._directory / "generation").read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+
+class _Hosting:
+    """A hub in a thread of this process."""
+
+    def __init__(self, directory: Path, number: int, lock: _File, *, fresh: bool) -> None:
+        self.number = number
+        self._lock = lock
+        self._path = directory / f"hub-{number}.sock"
+        # Under another name until it answers: who sees the path may connect.
+        draft = directory / f"new-{number}.sock"
+        self._path.unlink(missing_ok=True)
+        logic = Directory(MemoryStore(), fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
+        bound = bind(f"unix://{draft}", Auth())
+        try:
+            _CLOSED_IN_CHILDREN.add(bound)
+            self._hub = HubThread(logic, bound)
+            self._hub.start()
+            draft.rename(self._path)
+        except BaseException:
+            bound.close()
+            raise
+        _sweep(directory, number)
+
+    def stop(self) -> None:
+        """Nobody is to connect any more; then end."""
+        self._path.unlink(missing_ok=True)
+        self._hub.stop()
+        self._lock.close()
+
+
+class _File:
+    """A file to lock. Its lock is the kernel's: it ends with the process, and children of a fork let go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _CLOSED_IN_CHILDREN.add(self)
+
+    def lock(self, kind: int) -> bool:
+        """Lock or relock it without waiting; False: somebody holds it, and an earlier lock of ours may be gone."""
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_File | socket.socket] = weakref.WeakSet()
+"""A child of a fork that lived on would keep the locks and the socket of a hub that died."""
+
+
+def _close_in_child() -> None:
+    for held in list(_CLOSED_IN_CHILDREN):
+        held.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _private(directory: Path) -> Path:
+    """The directory, made where it is missing, for this user alone."""
+    if len(os.fsencode(directory)) + len("/hub-99999.sock") > _MAX_PATH_BYTES:
+        raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"no place for the hub's socket: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{directory} is not this user's alone", hint="chmod 700 it, or set PENSTOCK_RUNTIME_DIR to another"
+        )
+    return directory
+
+
+def _seed(directory: Path) -> bytes:
+    """What grants are signed with: the same for the hubs that follow each other, so that grants outlive one."""
+    path = directory / "grant.seed"
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        found = b""
+    if len(found) != 32:
+        found = os.urandom(32)
+        new = directory / f".seed-{os.getpid()}"
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(found)
+        new.replace(path)
+    return found
+
+
+def _sweep(directory: Path, number: int) -> None:
+    """Remove what generations long past left; who still holds such a lock was passed over."""
+    for path in directory.glob("hub-*.*"):
+        with contextlib.suppress(ValueError):
+            if int(path.stem.removeprefix("hub-")) < number - 1:
+                path.unlink(missing_ok=True)

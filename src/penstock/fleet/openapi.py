@@ -1,0 +1,104 @@
+"""The hub's pages beside its questions, and the OpenAPI document of all.
+
+In: the operations of `hub`. Out: routes, a document whose schemas msgspec makes of the messages.
+Not here: the operations (`hub`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from penstock.fleet.auth import Auth
+from penstock.fleet.directory import Directory
+from penstock.fleet.messages import Fault, MemberId, Word
+
+if TYPE_CHECKING:
+    from penstock.fleet.hub import _Operation
+    from penstock.fleet.metrics import Metrics
+
+_REF = "#/components/schemas/{name}"
+
+
+def add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
+    """`/healthz`: the process answers; `/readyz`: its store does, too; `/metrics`."""
+    from penstock.fleet.hub import check_caller
+
+    async def healthz() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    async def readyz() -> Response:
+        await run_in_threadpool(directory.store.read, "hub/life")
+        return Response("ok\n", media_type="text/plain")
+
+    async def page(request: Request) -> Response:
+        check_caller(request, auth)
+        return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
+
+    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
+        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
+
+
+def document(operations: Iterable[_Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    operations = tuple(operations)
+    named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
+    _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, faults)
+    for path, about in (
+        ("/healthz", "The process answers."),
+        ("/readyz", "The store answers, too."),
+        ("/metrics", "For Prometheus."),
+    ):
+        page = {"description": "text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        get: dict[str, Any] = {"summary": about, "operationId": path[1:], "responses": {"200": page}}
+        if path != "/healthz":
+            get["responses"]["503"] = _fault(faults[503])
+        if path == "/metrics":
+            get["responses"]["401"] = _fault(faults[401])
+        else:
+            get["security"] = []
+        paths[path] = {"get": get}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock hub", "version": "1", "description": "Who holds what; never the bytes."},
+        "paths": paths,
+        "components": {"schemas": dict(components)},
+    }
+    if auth.tokens:
+        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"token": []}]
+    return found
+
+
+def _described(operation: _Operation, faults: Mapping[int, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
+    if operation.gives is None:
+        found["responses"]["204"] = {"description": "done"}
+    else:
+        found["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
+    for status, what in faults.items():
+        found["responses"][str(status)] = _fault(what)
+    if operation.takes is not None:
+        found["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+    if "{member}" in operation.path:
+        schema = msgspec.json.schema(MemberId)
+        found["parameters"] = [{"name": "member", "in": "path", "required": True, "schema": schema}]
+    if operation.name == "status":
+        schema = msgspec.json.schema(Word)
+        found["parameters"] = [{"name": "model", "in": "query", "required": False, "schema": schema}]
+    return found
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
+
+
+def _fault(what: str) -> dict[str, Any]:
+    return {"description": what, **_json("Fault")}

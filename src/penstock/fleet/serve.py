@@ -1,0 +1,204 @@
+"""The hub's sockets: where it listens, in this process's main thread or in one of its own.
+
+In: a directory, an address. Out: a running hub.
+Not here: the app (`hub`), who hosts the hub of one host (`local`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError, HubUnavailable, MissingExtra
+from penstock.fleet.auth import Auth
+from penstock.fleet.directory import Directory
+
+if TYPE_CHECKING:
+    import uvicorn
+
+START_S = 20.0
+"""Importing FastAPI on a busy machine takes some seconds."""
+STOP_S = 5.0
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""Several beats: a member's connection stays."""
+_log = logging.getLogger("penstock.hub")
+
+
+def bind(listen: str, auth: Auth) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        listen: `unix:///path`, `host:port`, `[v6]:port`; port 0 takes any that is free.
+        auth: an address beyond this host needs one that keeps strangers out.
+
+    Raises:
+        ConfigError: the address does not parse, is taken, or is open to strangers.
+    """
+    if listen.startswith("unix://"):
+        return _bind_unix(Path(listen.removeprefix("unix://")))
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535 or not host:
+        raise ConfigError(f"cannot listen on {listen!r}", hint="write host:port or unix:///path")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
+    family, _, _, _, address = found[0]
+    if not auth.guards and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"{listen} is open to strangers: nobody is asked who they are",
+            hint="give --token-file or --client-ca, or listen on 127.0.0.1 or unix:///path",
+        )
+    if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
+        _log.warning("tokens cross the network unencrypted on %s: --cert and --key encrypt them", listen)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
+    return bound
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket for this user alone; a dead one in its place is removed."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
+                raise ConfigError(f"{path} is in use", hint="choose another path")
+            path.unlink()
+        os.fchmod(bound.fileno(), 0o600)  # the mode of the path that bind makes
+        bound.bind(os.fspath(path))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on unix://{path}: {error}") from error
+    except ConfigError:
+        bound.close()
+        raise
+    return bound
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def url_of(bound: socket.socket, auth: Auth) -> str:
+    """What to give as `hub=`."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix://{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if auth.certificate is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _server(directory: Directory, auth: Auth) -> uvicorn.Server:
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtra("the hub needs uvicorn", hint="pip install 'penstock[hub]'") from error
+    from penstock.fleet.hub import create_app
+
+    config = uvicorn.Config(
+        create_app(directory, auth),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+        backlog=_BACKLOG,
+        ssl_certfile=auth.certificate,
+        ssl_keyfile=auth.private_key,
+        ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the hub's certificate cannot be used: {error}") from error
+    return uvicorn.Server(config)
+
+
+def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        directory: answers.
+        listen: see `bind`.
+        auth: who may ask.
+        ready: told the URL once the socket listens.
+
+    Raises:
+        ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
+    """
+    auth = auth or Auth()
+    server = _server(directory, auth)
+    bound = bind(listen, auth)
+    try:
+        ready(url_of(bound, auth))
+        server.run(sockets=[bound])
+    finally:
+        bound.close()
+        if listen.startswith("unix://"):
+            Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
+
+
+class HubThread:
+    """A hub in a thread of this process, on a socket that already listens.
+
+    Ownership: takes the socket. The thread ends with the process.
+    """
+
+    def __init__(self, directory: Directory, bound: socket.socket, auth: Auth | None = None) -> None:
+        auth = auth or Auth()
+        self.url = url_of(bound, auth)
+        self._bound = bound
+        self._server = _server(directory, auth)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [bound]}, name="penstock-hub", daemon=True
+        )
+
+    def start(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            HubUnavailable: it did not start.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise HubUnavailable("the hub's thread did not start", uri=self.url)
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        """Answer what is under way, then end; at most some seconds. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+        self._bound.close()
