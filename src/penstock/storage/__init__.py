@@ -86,16 +86,26 @@ class MemorySource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`."""
-        for buffer in buffers:
-            stop = offset + buffer.nbytes
-            if stop > self.nbytes:
-                raise SourceTruncated("source ends early", uri=self.uri, byte_range=(offset, stop))
-            buffer[:] = self._data[offset:stop]
-            offset = stop
+        _, left = span(self, offset, buffers)
+        for buffer in left:
+            buffer[:] = self._data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
         return "memory"
 
     def close(self) -> None:
         """See `Source.close`."""
+
+
+def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
+    """Where a `readv` ends, in bytes from the start of the source, and those of its buffers that hold any byte.
+
+    Raises:
+        SourceTruncated: the range is not within the source.
+    """
+    stop = offset + sum(buffer.nbytes for buffer in buffers)
+    if offset < 0 or stop > source.nbytes:
+        raise SourceTruncated(f"it has {source.nbytes} bytes", uri=source.uri, byte_range=(offset, stop))
+    return stop, [buffer for buffer in buffers if buffer.nbytes]
 
 
 def is_remote(uri: str) -> bool:

@@ -29,8 +29,7 @@ import blake3
 import xxhash
 
 from penstock.config import Settings
-from penstock.errors import SourceTruncated
-from penstock.storage import Source
+from penstock.storage import Source, span
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +117,7 @@ class CachedSource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. `cache` when every byte came from the cache, else the source's own word."""
-        stop = offset + sum(buffer.nbytes for buffer in buffers)
-        if offset < 0 or stop > self.nbytes:
-            raise SourceTruncated(f"it has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
-        left = [buffer for buffer in buffers if buffer.nbytes]
+        stop, left = span(self, offset, buffers)
         path = "cache"
         while left:
             start = offset - offset % CACHE_CHUNK_BYTES

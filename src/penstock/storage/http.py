@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, SourceTruncated
+from penstock.errors import ConfigError
+from penstock.storage import span
 from penstock.storage.exchange import Address, Exchange, Failed, Validators
 from penstock.storage.retry import ATTEMPTS_PER_STALL, Patience
 from penstock.storage.wire import Pool, shared_pool
@@ -101,10 +102,7 @@ class HttpSource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again."""
-        stop = offset + sum(buffer.nbytes for buffer in buffers)
-        if offset < 0 or stop > self.nbytes:
-            raise SourceTruncated(f"it has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
-        left = [buffer for buffer in buffers if buffer.nbytes]
+        stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings)
         renewed = False
         while left:

@@ -19,8 +19,8 @@ import obstore
 from obstore.exceptions import BaseError
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import MAX_SMALL_BYTES, Source
+from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceUnavailable
+from penstock.storage import MAX_SMALL_BYTES, Source, span
 from penstock.storage.exchange import Address, Validators
 from penstock.storage.http import HttpSource, clean, open_http
 from penstock.storage.retry import Patience
@@ -113,10 +113,7 @@ class StoreSource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`."""
-        stop = offset + sum(buffer.nbytes for buffer in buffers)
-        if offset < 0 or stop > self.nbytes:
-            raise SourceTruncated(f"it has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
-        left = [buffer for buffer in buffers if buffer.nbytes]
+        stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings)
         while left:
             before = offset
