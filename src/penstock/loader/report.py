@@ -22,7 +22,7 @@ class FilePath:
     nbytes: int
     """Bytes read this way, over-read included."""
     path: str
-    """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `cache`, `memory` or `group` (from another rank)."""
+    """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `obstore`, `cache`, `memory`, `group` (another rank)."""
     why: str
     """Why not a faster one; "" where there is none."""
 

@@ -289,6 +289,15 @@ class Session:
         wanted = self.settings.progress if self.options.progress is None else self.options.progress
         return Progress(wanted, self.weights.uri)
 
+    def _why_not_faster(self, file: int, path: str) -> str:
+        """Why a file's bytes took no faster path; "" for the fastest."""
+        if path in {"mmap", "direct"}:
+            return ""
+        if path == "page-cache" and self.intake.ring_refusal:
+            return f"by threads: {self.intake.ring_refusal}"
+        why: str = getattr(self.weights.sources[file], "why", "")
+        return why
+
     def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
         self.phases.enter("finish")
@@ -308,7 +317,7 @@ class Session:
                 uri=self.weights.sources[file].uri,
                 nbytes=nbytes_read,
                 path=path,
-                why="" if path in {"mmap", "direct"} else getattr(self.weights.sources[file], "why", ""),
+                why=self._why_not_faster(file, path),
             )
             for (file, path), nbytes_read in sorted(paths.items())
         ]

@@ -395,3 +395,11 @@ def test_again_in_the_same_process_and_from_threads_at_once(sharded: Path) -> No
         for found in pool.map(lambda n: penstock.load(sharded, copy=bool(n % 2)), range(12)):
             assert_same(found, wanted)
     assert gc.isenabled(), "the collector is as it was"
+
+
+def test_the_report_says_why_there_is_no_ring(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.loader.intake.refusal", lambda: "this kernel has none")
+    found = penstock.load(stacked, names="wide", boxes={"wide": Box(start=(0, 8), stop=(64, 16))})
+    assert found["wide"].shape == (64, 8)
+    whys = {file.path: file.why for file in found.report.files}
+    assert whys.get("page-cache", "by threads: this kernel has none") == "by threads: this kernel has none"
