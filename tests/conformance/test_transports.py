@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from penstock.memory.arena import Arena
+from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.transport_suite import TransportTests
+from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.http import HttpTransport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
@@ -21,5 +24,29 @@ class TestShm(TransportTests):
     def allocate(self, nbytes: int) -> Memory:
         arena = Arena.allocate(nbytes)
         memory = Memory(address=arena.address, nbytes=nbytes, owner=arena)
+        self.write(memory, b"\xaa" * nbytes)
+        return memory
+
+
+class TestHttp(TransportTests):
+    def make(self) -> Transport:
+        return HttpTransport()
+
+
+class TestCudaIpcWithoutADevice(TransportTests):
+    driver = FakeCuda()
+
+    def make(self) -> Transport:
+        return CudaIpcTransport(self.driver)
+
+    def allocate(self, nbytes: int) -> Memory:
+        memory = self.driver.allocate(nbytes)
+        self.write(memory, b"\xaa" * nbytes)
+        return memory
+
+
+class TestCudaIpcOfVirtualMemoryWithoutADevice(TestCudaIpcWithoutADevice):
+    def allocate(self, nbytes: int) -> Memory:
+        memory = self.driver.allocate_virtual(nbytes)
         self.write(memory, b"\xaa" * nbytes)
         return memory

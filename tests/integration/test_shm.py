@@ -154,6 +154,7 @@ def test_hostile_payloads(reader, holder) -> None:
             forged(page={"pid": os.getpid(), "fd": 9999}),
             forged(page={"pid": 2**22 + 1}),
             forged(page={"slot": 5}),
+            forged(page={"serial": 5}),
             forged(page={"fd": payload["fd"]}),
             forged(fd=0),
             forged(inode=1),

@@ -22,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.memory.arena import Arena
+from penstock.testing.fake_cuda import FakeCuda
+from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.descriptor import Descriptor, decode, encode
 from penstock.transport.protocol import Memory, Transport
+from penstock.transport.shm import ShmTransport
 
 TILE_BYTES = (1 << 20) + 13
 """The pattern's period: of no length that hides a chunk out of place."""
@@ -39,33 +42,33 @@ def pattern(nbytes: int, seed: int = 1) -> bytes:
     return np.resize(tile(seed), nbytes).tobytes()
 
 
+_fake = FakeCuda()
+
+
 def open_transport(name: str) -> Transport:
-    """A transport of one host by its name."""
+    """A transport of one host by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
     if name == "shm":
-        from penstock.transport.shm import ShmTransport
-
         return ShmTransport()
-    from penstock.transport.cuda_ipc import CudaIpcTransport
-
-    return CudaIpcTransport()
+    return CudaIpcTransport(_fake if name.startswith("fake") else None)
 
 
-def allocate(nbytes: int, device: str) -> Memory:
-    """Memory in an arena of its own."""
+def allocate(nbytes: int, device: str, transport: str = "") -> Memory:
+    """Memory in an arena of its own, or of the fake device."""
+    if transport.startswith("fake"):
+        return _fake.allocate_virtual(nbytes) if transport == "fake_virtual" else _fake.allocate(nbytes)
     arena = Arena.allocate(nbytes, device)
     return Memory(address=arena.address, nbytes=nbytes, device=arena.device, owner=arena)
 
 
 def fill(memory: Memory, seed: int) -> None:
     """Set all of the memory to the pattern; on return it is there for everyone."""
-    if memory.device == "cpu":
+    if not isinstance(memory.owner, Arena) or memory.device == "cpu":
         one = tile(seed)
         for at in range(0, memory.nbytes, TILE_BYTES):
             ctypes.memmove(memory.address + at, one.ctypes.data, min(TILE_BYTES, memory.nbytes - at))
         return
     import torch
 
-    assert isinstance(memory.owner, Arena)
     whole = memory.owner.bytes_at(0, memory.nbytes)
     one_period = torch.from_numpy(tile(seed)).to(memory.device)
     for at in range(0, memory.nbytes, TILE_BYTES):
@@ -77,7 +80,7 @@ class HolderProcess:
     """A child that holds `nbytes` of the pattern of seed 1; killed when the context ends.
 
     Args:
-        transport: `"shm"` or `"cuda_ipc"`.
+        transport: as `open_transport`.
         device: where the memory is.
         env: on top of this process's own.
         forks: whether it forks a child that sleeps on, as data loaders do.
@@ -130,7 +133,7 @@ class HolderProcess:
 
 def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
     """The child: answers each line of standard input with its descriptor."""
-    transport, memory = open_transport(transport_name), allocate(nbytes, device)
+    transport, memory = open_transport(transport_name), allocate(nbytes, device, transport_name)
     fill(memory, 1)
     handle = transport.register(memory)
     if forks and os.fork() == 0:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection
-from typing import TypeVar
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -28,7 +29,8 @@ class PagedHandle:
     def __init__(self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: object) -> None:
         self.endpoint, self.memory, self.is_open = endpoint, memory, True
         self.keep = keep
-        self._slot, self._payload = slot, describe(endpoint.page.address(slot))
+        self._slot, self._serial = slot, endpoint.next_generation()
+        self._payload = describe(endpoint.page.address(slot, self._serial))
         self.descriptor = self._begin()
 
     def _begin(self) -> Descriptor:
@@ -40,7 +42,7 @@ class PagedHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        self.endpoint.page.set(self._slot, made.generation, seal_of(made))
+        self.endpoint.page.set(self._slot, made.generation, seal_of(made), self._serial)
         return made
 
     def fence(self) -> Descriptor:
@@ -71,13 +73,49 @@ class PagedHandle:
 class Claim:
     """A peer's registration as a descriptor says it is, to be checked before and after its bytes are read."""
 
-    def __init__(self, page: PeerPage, source: Descriptor, slot: int) -> None:
-        self.page, self.source = page, source
-        self._slot, self._seal = slot, seal_of(source)
+    def __init__(self, page: PeerPage, source: Descriptor, address: PageAddress) -> None:
+        self.page, self.source, self.address = page, source, address
+        self._seal = seal_of(source)
 
     def check(self) -> None:
         """PeerLost, StaleDescriptor: as `PeerPage.check`."""
-        self.page.check(self._slot, self.source, self._seal)
+        self.page.check(self.address.slot, self.source, self._seal)
+
+
+_Mapped = TypeVar("_Mapped")
+
+
+class Mappings(Generic[_Mapped]):
+    """What of peers' memory is mapped here, each kept from its first read until its registration is over.
+
+    A mapping keeps the memory from being freed where the holder gave it up, so `sweep` is called now and then. What is
+    let go is unmapped when the last read that uses it is done.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, int], tuple[_Mapped, Claim]] = {}
+
+    def get(self, claim: Claim, device: int = 0) -> _Mapped | None:
+        """What was mapped of this registration, for this device."""
+        found = self._kept.get((claim.source.endpoint, claim.address.serial, device))
+        return found and found[0]
+
+    def put(self, claim: Claim, mapped: _Mapped, device: int = 0) -> None:
+        """Keep it, and no longer what is over."""
+        self.sweep()
+        self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
+
+    def sweep(self) -> None:
+        """Let go of the memory of peers that are gone, and of registrations that were closed."""
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[1].page.holds(kept[1].address)}
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._kept.clear()
+
+
+_endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
+"""Those of this process, by name."""
 
 
 class Endpoint:
@@ -87,6 +125,7 @@ class Endpoint:
         self.transport, self.page = transport, page
         self.changing, self.handles = threading.RLock(), set[PagedHandle]()
         self._generations, self._peers = itertools.count(1), dict[str, PeerPage]()
+        _endpoints[page.name] = self
 
     def next_generation(self) -> int:
         """One never given before by this endpoint."""
@@ -133,17 +172,11 @@ class Endpoint:
         with self.changing:
             page = self._peers.get(source.endpoint)
             if page is None:
-                self.living_peers()
+                self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
                 page = self._peers[source.endpoint] = PeerPage.open(source, address)
-        claim = Claim(page, source, address.slot)
+        claim = Claim(page, source, address)
         claim.check()
         return claim
-
-    def living_peers(self) -> Collection[str]:
-        """Names of the endpoints read from that still live; the others are forgotten."""
-        with self.changing:
-            self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
-            return self._peers.keys()
 
     def close(self) -> None:
         """End every registration and let go of every peer. Idempotent."""
@@ -165,3 +198,12 @@ def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload
         return decoder.decode(source.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed {source.transport} descriptor: {error}") from error
+
+
+def handle_here(source: Descriptor) -> PagedHandle | None:
+    """The registration that a descriptor is of, if it is one of this process and its generation has not passed."""
+    endpoint = _endpoints.get(source.endpoint)
+    if endpoint is None or not endpoint.page.is_mine:
+        return None
+    with endpoint.changing:
+        return next((handle for handle in endpoint.handles if handle.descriptor == source), None)

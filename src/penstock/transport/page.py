@@ -3,11 +3,12 @@
 In: registrations' generations, from their owner. Out: what they are now, to whoever maps the page (read-only).
 Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`endpoint`).
 
-    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, seal | slot 1: ... (0: nobody's)
+    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, seal, serial, 0 | slot 1: ... (0: nobody's)
 
-The **seal** is a digest of the descriptor that was given, so a forged one is told from it. **Life** is a lock on the
-page that the owner holds and the kernel drops when it dies, whatever it dies of. Order: an owner writes the generation
-before it changes a byte, a reader looks after the last byte; the interpreter's lock, taken in between, orders them.
+The **serial** is the registration's, for as long as its memory is the same. The **seal** is a digest of the descriptor
+that was given, so a forged one is told from it. **Life** is a lock on the page that its owner holds and the kernel drops
+when that dies. Order: an owner writes the generation before it changes a byte, a reader looks after the last byte; the
+interpreter's lock, taken in between, orders them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from penstock.transport.descriptor import Descriptor, encode
 PAGE_BYTES = 64 << 10
 _MAGIC = b"penstock page 1\n"
 _HEADER_BYTES = 64
-_SLOT_WORDS = 2
+_SLOT_WORDS = 4
 NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
-"""4,092. An arena is one registration; a model of loose tensors that has more belongs in one."""
+"""2,046. An arena is one registration; a model of loose tensors that has more belongs in one."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
@@ -46,6 +47,7 @@ class PageAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pid: _Id
     fd: _Id
     slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
+    serial: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 @functools.cache
@@ -98,9 +100,9 @@ class Page:
         _pages.add(page)
         return page
 
-    def address(self, slot: int) -> PageAddress:
-        """For readers of the registration in this slot."""
-        return PageAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot)
+    def address(self, slot: int, serial: int = 0) -> PageAddress:
+        """For readers of the registration in this slot, which is the endpoint's so many-th."""
+        return PageAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
 
     def take_slot(self) -> int:
         """A slot, until `give_slot`. ConfigError if all are taken."""
@@ -110,17 +112,18 @@ class Page:
                 raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all a page has room for", hint=hint)
             return self._free.pop()
 
-    def set(self, slot: int, generation: int, seal: int) -> None:
+    def set(self, slot: int, generation: int, seal: int, serial: int = 0) -> None:
         """Say that the registration in this slot is now of this generation."""
         if self.is_mine:
-            self._words[_SLOT_WORDS * slot] = 0
-            self._words[_SLOT_WORDS * slot + 1] = seal
-            self._words[_SLOT_WORDS * slot] = generation
+            at = _SLOT_WORDS * slot
+            self._words[at] = 0
+            self._words[at + 1], self._words[at + 2] = seal, serial
+            self._words[at] = generation
 
     def give_slot(self, slot: int) -> None:
         """The registration is over."""
         if self.is_mine:
-            self._words[_SLOT_WORDS * slot] = 0
+            self._words[_SLOT_WORDS * slot] = self._words[_SLOT_WORDS * slot + 2] = 0
             with self._changing:
                 self._free.append(slot)
 
@@ -170,6 +173,10 @@ class PeerPage:
     def generation(self, slot: int) -> int:
         """Of the registration in this slot, now; 0: there is none."""
         return self._words[_SLOT_WORDS * slot]
+
+    def holds(self, address: PageAddress) -> bool:
+        """Whether the registration there goes on, of whatever generation, and its memory with it."""
+        return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the owner still has its page open: false from its last instant on, however it ended."""

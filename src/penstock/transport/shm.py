@@ -12,8 +12,6 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -22,7 +20,7 @@ import numpy as np
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, PagedHandle, decode_payload
+from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload
 from penstock.transport.page import Page, PageAddress
 from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
 from penstock.types import MIB
@@ -45,9 +43,6 @@ class ShmPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     offset: _Count
 
 
-_Key = tuple[str, int, int]
-"""Endpoint, descriptor and inode of a peer's memfd."""
-
 _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 
 
@@ -62,10 +57,8 @@ class _Mapped:
 class ShmRead:
     """See `Pending`."""
 
-    def __init__(
-        self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, segments: Segments, key: _Key
-    ) -> None:
-        self.key, self._lock = key, threading.Lock()
+    def __init__(self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, segments: Segments) -> None:
+        self._lock = threading.Lock()
         self._work: tuple[PagedHandle, Claim, _Mapped, int, Segments] | None = (into, claim, source, offset, segments)
         self._error: PenstockError | None = None
         self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
@@ -109,7 +102,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._endpoint = Endpoint(self.name, Page.create())
-        self._mapped: dict[_Key, _Mapped] = {}
+        self._mapped: Mappings[_Mapped] = Mappings()
 
     def register(self, memory: Memory) -> PagedHandle:
         """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
@@ -131,43 +124,33 @@ class ShmTransport:
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         payload = decode_payload(source, _DECODER)
-        key = (source.endpoint, payload.fd, payload.inode)
-        with self._forgetting(key):
-            claim = self._endpoint.claim(source, payload.page)
-            mapped = self._map(key, source, payload)
-            claim.check()  # so that the number that was opened was still the holder's memfd
-        return ShmRead(mine, claim, mapped, payload.offset, segments.joined(), key)
+        claim = self._endpoint.claim(source, payload.page)
+        with self._endpoint.changing:
+            mapped = self._mapped.get(claim)
+            if mapped is None:
+                mapped = _open(source, payload)
+                claim.check()  # so that the number that was opened was still the holder's memfd
+                self._mapped.put(claim, mapped)
+        return ShmRead(mine, claim, mapped, payload.offset, segments.joined())
+
+    def sweep(self) -> None:
+        """Let go of memory of peers that are gone or gave it up. A read that meets that does so itself."""
+        with self._endpoint.changing:
+            self._mapped.sweep()
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`. A copy on the host does not stall, be the peer stopped or not."""
         assert isinstance(pending, ShmRead)
-        with self._forgetting(pending.key):
+        try:
             pending.run()
+        except (StaleDescriptor, PeerLost):
+            self.sweep()
+            raise
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._endpoint.close()
         self._mapped.clear()
-
-    @contextmanager
-    def _forgetting(self, key: _Key) -> Iterator[None]:
-        """Memory that its holder gave up, or changes, is no longer kept mapped."""
-        try:
-            yield
-        except (StaleDescriptor, PeerLost):
-            with self._endpoint.changing:
-                self._mapped.pop(key, None)
-            raise
-
-    def _map(self, key: _Key, source: Descriptor, payload: ShmPayload) -> _Mapped:
-        """The peer's memory, mapped once; mappings of peers that are gone are let go when there is a new one."""
-        with self._endpoint.changing:
-            found = self._mapped.get(key)
-            if found is None:
-                peers = self._endpoint.living_peers()
-                self._mapped = {at: mapped for at, mapped in self._mapped.items() if at[0] in peers}
-                found = self._mapped[key] = _open(source, payload)
-        return found
 
 
 def _open(source: Descriptor, payload: ShmPayload) -> _Mapped:

@@ -1,0 +1,166 @@
+"""A CUDA driver of host memory, so that `cuda_ipc` is held to its promises, between processes too, without a device.
+
+In: the calls of `CudaDriver`. Out: what they promise, done on memfds; copies run when their event is asked for.
+Not here: what only a device shows (rates, drivers' refusals), which `tests/gpu` looks at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.errors import PeerLost
+from penstock.memory.memfd import Mapping, create, open_peer, shared_at
+from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, U64, CudaDriver
+from penstock.transport.protocol import Memory
+
+_HANDLE = struct.Struct("<QQQ")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FIXED = 0x10
+_numbers = itertools.count(1)
+
+PIECE_BYTES = 1 << 20
+"""Of virtual memory; torch's pieces are of 20 MiB."""
+
+
+class FakeCuda(CudaDriver):
+    """Any number of devices, all of them this host's memory.
+
+    Attributes:
+        is_stuck: no copy is ever done, as on a device that hangs.
+        num_opened: mappings of peers' memory that are open.
+        is_shareable: whether virtual memory is made with POSIX handles.
+    """
+
+    def __init__(self) -> None:
+        self.is_stuck, self.is_shareable, self.num_opened = False, True, 0
+        self._queued: dict[int, list[tuple[int, int, int]]] = {}
+        self._events: dict[int, int] = {}
+        self._pieces: dict[int, tuple[int, int]] = {}
+        self._opened: dict[int, int] = {}
+
+    def allocate(self, nbytes: int, device: str = "cuda:0") -> Memory:
+        """Memory as of cudaMalloc."""
+        mapped = create("penstock-fake", nbytes)
+        return Memory(address=mapped.address, nbytes=nbytes, device=device, owner=mapped)
+
+    def allocate_virtual(self, nbytes: int, device: str = "cuda:0") -> Memory:
+        """Memory as of `expandable_segments`: pieces side by side. The first bytes of it are somebody else's."""
+        num_pieces = -(-(nbytes + 5000) // PIECE_BYTES)
+        base = self.reserve(num_pieces * PIECE_BYTES)
+        for at in range(base, base + num_pieces * PIECE_BYTES, PIECE_BYTES):
+            fd = os.memfd_create("penstock-piece")
+            os.ftruncate(fd, PIECE_BYTES)
+            self.map_fd(at, PIECE_BYTES, fd)
+            self._pieces[at] = (PIECE_BYTES, fd)
+        return Memory(address=base + 5000, nbytes=nbytes, device=device)
+
+    # What follows is as in `CudaDriver`.
+
+    @contextmanager
+    def entered(self, device: int) -> Iterator[None]:  # noqa: D102
+        yield
+
+    def enable_peer(self, device: int) -> None:  # noqa: D102
+        pass
+
+    def _piece_at(self, address: int) -> tuple[int, int, int] | None:
+        found = [(at, n, fd) for at, (n, fd) in self._pieces.items() if at <= address < at + n]
+        return found[0] if found else None
+
+    def address_range(self, address: int) -> tuple[int, int]:  # noqa: D102
+        piece = self._piece_at(address)
+        if piece is not None:
+            return piece[:2]
+        mapped = self._allocation(address)
+        return mapped.address, len(mapped)
+
+    def _allocation(self, address: int) -> Mapping:
+        mapped = shared_at(address, 1)
+        if mapped is None:
+            self.fail("cuMemGetAddressRange_v2", 1)
+        assert mapped is not None
+        return mapped
+
+    def fail(self, name: str, code: int) -> None:  # noqa: D102
+        raise ValueError(f"{name}: {code}")
+
+    def ipc_handle(self, base: int) -> bytes | None:  # noqa: D102
+        if self._piece_at(base) is not None:
+            return None
+        mapped = self._allocation(base)
+        return _HANDLE.pack(os.getpid(), mapped.fd, len(mapped)).ljust(IPC_HANDLE_BYTES, b"\0")
+
+    def ipc_open(self, handle: bytes) -> int:  # noqa: D102
+        pid, fd, nbytes = _HANDLE.unpack_from(handle)
+        if pid == os.getpid():
+            raise PeerLost("a process does not open its own handles")
+        opened = open_peer(pid, fd, nbytes, "fake")
+        address = _map(0, nbytes, opened, mmap.PROT_READ, mmap.MAP_SHARED)
+        os.close(opened)
+        self.num_opened += 1
+        self._opened[address] = nbytes
+        return address
+
+    def ipc_close(self, address: int) -> None:  # noqa: D102
+        _libc.munmap(address, self._opened.pop(address))
+        self.num_opened -= 1
+
+    def export_fd(self, address: int) -> int | None:  # noqa: D102
+        piece = self._piece_at(address)
+        return os.dup(piece[2]) if piece is not None and self.is_shareable else None
+
+    def reserve(self, nbytes: int) -> int:  # noqa: D102
+        self.num_opened += 1
+        return _map(0, nbytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def map_fd(self, address: int, nbytes: int, fd: int) -> None:  # noqa: D102
+        _map(address, nbytes, fd, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED)
+
+    def allow(self, address: int, nbytes: int, device: int) -> None:  # noqa: D102
+        pass
+
+    def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:  # noqa: D102
+        _libc.munmap(address, nbytes)
+        self.num_opened -= 1
+
+    def make_stream(self) -> int:  # noqa: D102
+        number = next(_numbers)
+        self._queued[number] = []
+        return number
+
+    def make_event(self) -> int:  # noqa: D102
+        return next(_numbers)
+
+    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:  # noqa: D102
+        assert not any(self._queued.pop(stream) for stream in streams), "a stream is freed under its copies"
+
+    def record(self, event: int, stream: int) -> None:  # noqa: D102
+        self._events[event] = stream
+
+    def is_done(self, event: int) -> bool:  # noqa: D102
+        stream = self._events[event]
+        if self.is_stuck and stream:
+            return False
+        queue = self._queued.get(stream, [])
+        while queue:
+            ctypes.memmove(*queue.pop(0))
+        return True
+
+    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:  # noqa: D102
+        self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
+
+
+def _map(address: int, nbytes: int, fd: int, protection: int, flags: int) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    assert found is not None
+    assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+    return int(found)

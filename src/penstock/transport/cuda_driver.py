@@ -1,0 +1,288 @@
+"""The CUDA driver calls of device memory between processes, by ctypes: no torch, no build step.
+
+In: addresses, handles, streams and events as numbers. Out: the same; what the driver refuses is a typed error.
+Not here: what they are for (`cuda_ipc`), allocation (`memory.arena`, torch).
+
+Every call but the first acts in the calling thread's current context: `with driver.entered(device)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PenstockError
+
+U64 = npt.NDArray[np.uint64]
+
+IPC_HANDLE_BYTES = 64
+"""Source: CUDA driver API, CU_IPC_HANDLE_SIZE."""
+
+NOT_READY = 600
+_LAZY_PEER_ACCESS = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
+_EVENT_DISABLE_TIMING = 2
+_READ_WRITE = 3
+_PEER_ACCESS_ALREADY_ENABLED = 704
+"""Source: CUDA 13.0, cuda.h."""
+
+_FEW = 8
+"""Copies queued one by one: a call costs about 2 us, a batch about 10 us and lets go of the interpreter's lock."""
+
+_NO_PEER = (ConfigError, "these devices cannot reach each other's memory; use another transport")
+_NO_DEVICE = (ConfigError, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+_NO_SUPPORT = (ConfigError, "this driver or this memory does not do it; use another transport")
+ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
+    2: (DeviceOutOfMemory, "free memory on the device"),
+    36: _NO_SUPPORT,
+    46: _NO_DEVICE,
+    100: _NO_DEVICE,
+    101: _NO_DEVICE,
+    217: _NO_PEER,
+    705: _NO_PEER,
+    800: _NO_SUPPORT,
+    801: _NO_SUPPORT,
+    802: (ConfigError, "the fabric manager of this host is not running"),
+    803: _NO_SUPPORT,
+    804: _NO_SUPPORT,
+}
+"""What a CUresult is to a caller; any other is a DestinationError: it is our device that failed."""
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = (("order", ctypes.c_int), ("src", _Location), ("dst", _Location), ("flags", ctypes.c_uint))
+
+
+class _AccessDesc(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _AllocationProp(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+_u64, _ptr, _uint, _size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
+_SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "cuInit": (_uint,),
+    "cuDeviceGet": (_ptr, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
+    "cuCtxPushCurrent_v2": (_ptr,),
+    "cuCtxPopCurrent_v2": (_ptr,),
+    "cuCtxEnablePeerAccess": (_ptr, _uint),
+    "cuMemGetAddressRange_v2": (_ptr, _ptr, _u64),
+    "cuIpcGetMemHandle": (_ptr, _u64),
+    "cuIpcOpenMemHandle_v2": (_ptr, _IpcHandle, _uint),
+    "cuIpcCloseMemHandle": (_u64,),
+    "cuMemRetainAllocationHandle": (_ptr, _u64),
+    "cuMemGetAllocationPropertiesFromHandle": (_ptr, _u64),
+    "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
+    "cuMemImportFromShareableHandle": (_ptr, _size, ctypes.c_int),
+    "cuMemRelease": (_u64,),
+    "cuMemAddressReserve": (_ptr, _size, _size, _u64, _u64),
+    "cuMemAddressFree": (_u64, _size),
+    "cuMemMap": (_u64, _size, _size, _u64, _u64),
+    "cuMemUnmap": (_u64, _size),
+    "cuMemSetAccess": (_u64, _size, _ptr, _size),
+    "cuStreamCreate": (_ptr, _uint),
+    "cuStreamDestroy_v2": (_ptr,),
+    "cuEventCreate": (_ptr, _uint),
+    "cuEventRecord": (_ptr, _ptr),
+    "cuEventQuery": (_ptr,),
+    "cuEventDestroy_v2": (_ptr,),
+    "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
+    "cuGetErrorName": (ctypes.c_int, _ptr),
+}
+_QUICK = frozenset({"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery", "cuMemcpyAsync"})
+"""Calls of a microsecond or two. They keep the interpreter's lock: to let go of it is to wait 5 ms for it where
+another thread has Python to run."""
+
+
+@functools.cache
+def load_driver() -> CudaDriver:
+    """The driver of this process, initialised. ConfigError where there is none, or no device."""
+    return CudaDriver()
+
+
+class CudaDriver:
+    """See the module; one for the process, made by `load_driver`."""
+
+    def __init__(self) -> None:
+        try:
+            waiting, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(f"no CUDA driver: {error}") from error
+        self._calls: dict[str, Any] = {}
+        for name, signature in _SIGNATURES.items():
+            call = getattr(quick if name in _QUICK else waiting, name)
+            call.argtypes = signature
+            self._calls[name] = call
+        self._batch, self._batch_tells = getattr(waiting, "cuMemcpyBatchAsync_v2", None), False
+        if self._batch is None:  # the driver of CUDA 12.8 and 12.9: one argument more, the copy that failed
+            self._batch, self._batch_tells = getattr(waiting, "cuMemcpyBatchAsync", None), True
+        self._contexts: dict[int, int] = {}
+        self._do("cuInit", 0)
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        code = self._calls[name](*arguments)
+        if code:
+            self.fail(name, code)
+
+    def fail(self, name: str, code: int) -> None:
+        """Raise what this code is to a caller; see `ERRORS`."""
+        said = ctypes.c_char_p()
+        self._calls["cuGetErrorName"](code, ctypes.byref(said))
+        kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
+        raise kind(f"{name} failed: {(said.value or b'an unknown error').decode()} ({code})", hint=hint)
+
+    def _get(self, name: str, *arguments: Any) -> int:
+        """The number that a call writes to its first argument."""
+        found = ctypes.c_uint64()
+        self._do(name, ctypes.byref(found), *arguments)
+        return found.value
+
+    @contextmanager
+    def entered(self, device: int) -> Iterator[None]:
+        """The device's primary context, which torch uses too, as that of this thread."""
+        self._do("cuCtxPushCurrent_v2", self._context(device))
+        try:
+            yield
+        finally:
+            self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> int:
+        if device not in self._contexts:
+            self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", self._ordinal(device))
+        return self._contexts[device]
+
+    def _ordinal(self, device: int) -> int:
+        return self._get("cuDeviceGet", device) & 0x7FFFFFFF
+
+    def enable_peer(self, device: int) -> None:
+        """Let the current context reach memory of another device of this process, if it can."""
+        code = self._calls["cuCtxEnablePeerAccess"](self._context(device), 0)
+        if code not in (0, _PEER_ACCESS_ALREADY_ENABLED) and code not in ERRORS:
+            self.fail("cuCtxEnablePeerAccess", code)
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Start and length of the allocation (of virtual memory: of the piece of physical memory) behind an address."""
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
+        return base.value, nbytes.value
+
+    def ipc_handle(self, base: int) -> bytes | None:
+        """What another process opens the allocation by; None: it is not of a kind that has one."""
+        handle = _IpcHandle()
+        return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Where another process's allocation is here, from now until `ipc_close`."""
+        return self._get("cuIpcOpenMemHandle_v2", _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+
+    def ipc_close(self, address: int) -> None:
+        """Undo `ipc_open`. What fails here has nobody left to tell."""
+        self._calls["cuIpcCloseMemHandle"](address)
+
+    def export_fd(self, address: int) -> int | None:
+        """A file descriptor for the piece of physical memory behind an address; None: it was not made to be shared."""
+        found = ctypes.c_uint64()
+        if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(found), address):
+            return None
+        try:
+            properties = _AllocationProp()
+            self._do("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), found.value)
+            if not properties.handle_types & _POSIX_FD:
+                return None
+            fd = ctypes.c_int()
+            self._do("cuMemExportToShareableHandle", ctypes.byref(fd), found.value, _POSIX_FD, 0)
+            return fd.value
+        finally:
+            self._do("cuMemRelease", found.value)
+
+    def reserve(self, nbytes: int) -> int:
+        """So many bytes of addresses, with nothing behind them yet."""
+        return self._get("cuMemAddressReserve", nbytes, 0, 0, 0)
+
+    def map_fd(self, address: int, nbytes: int, fd: int) -> None:
+        """Put a piece of another process's memory behind reserved addresses. The descriptor stays the caller's."""
+        handle = self._get("cuMemImportFromShareableHandle", fd, _POSIX_FD)
+        try:
+            self._do("cuMemMap", address, nbytes, 0, handle, 0)
+        finally:
+            self._do("cuMemRelease", handle)
+
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        """Let a device use mapped addresses."""
+        access = _AccessDesc(_Location(_ON_DEVICE, self._ordinal(device)), _READ_WRITE)
+        self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
+
+    def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
+        """Undo `map_fd` of the first bytes and `reserve`. What fails here has nobody left to tell."""
+        if mapped_nbytes:
+            self._calls["cuMemUnmap"](address, mapped_nbytes)
+        self._calls["cuMemAddressFree"](address, nbytes)
+
+    def make_stream(self) -> int:
+        """A stream that waits for no other."""
+        return self._get("cuStreamCreate", _STREAM_NON_BLOCKING)
+
+    def make_event(self) -> int:
+        """An event that tells no time."""
+        return self._get("cuEventCreate", _EVENT_DISABLE_TIMING)
+
+    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
+        """Give streams and events back. What fails here has nobody left to tell."""
+        for event in events:
+            self._calls["cuEventDestroy_v2"](event)
+        for stream in streams:
+            self._calls["cuStreamDestroy_v2"](stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """Set the event behind what is queued on the stream (0: the default one)."""
+        self._do("cuEventRecord", event, stream)
+
+    def is_done(self, event: int) -> bool:
+        """Whether the device has passed the event. Raises what befell the work before it."""
+        code = self._calls["cuEventQuery"](event)
+        if code not in (0, NOT_READY):
+            self.fail("work queued before cuEventQuery", code)
+        return bool(code == 0)
+
+    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
+        """Queue copies between devices' addresses, in no particular order."""
+        if len(nbytes) <= _FEW or self._batch is None:
+            for to, of, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
+                self._do("cuMemcpyAsync", to, of, length, stream)
+            return
+        columns = [np.ascontiguousarray(column, np.uint64) for column in (dst, src, nbytes)]
+        attributes, first = _CopyAttributes(order=_SRC_ORDER_STREAM), ctypes.c_size_t(0)
+        failed = [ctypes.byref(ctypes.c_size_t())] if self._batch_tells else []
+        code = self._batch(
+            *(ctypes.c_void_p(column.ctypes.data) for column in columns),
+            ctypes.c_size_t(len(nbytes)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            *failed,
+            ctypes.c_void_p(stream),
+        )
+        if code:
+            self.fail("cuMemcpyBatchAsync", code)

@@ -1,0 +1,174 @@
+"""Device memory as other processes of the host see it: how ours is shared, and how theirs is mapped here.
+
+In: addresses of this process; a peer's payload. Out: a payload, pieces' file descriptors; addresses to copy from.
+Not here: reading (`cuda_ipc`), the driver's calls (`cuda_driver`), sockets (`fd_door`).
+
+Two kinds. Memory of cudaMalloc (torch's, unless told otherwise) has one 64-byte IPC handle an allocation. Virtual
+memory (torch's `expandable_segments`) is pieces of physical memory, 20 MiB of torch's, each with a file descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import ConfigError, DestinationError, PenstockError
+from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, CudaDriver
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.fd_door import receive_fds
+from penstock.transport.page import PageAddress
+from penstock.transport.protocol import Memory
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
+_MAX_RUNS = 4096
+
+
+class CudaPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a peer reaches a registration on a device."""
+
+    page: PageAddress
+    address: _Count
+    """Of the memory, in the holder's process."""
+    offset: _Count
+    """Of the memory, in what is mapped."""
+    handle: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
+    door: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Where to ask for file descriptors, if there is no handle."""
+    pieces: Annotated[tuple[tuple[_Length, _Length], ...], msgspec.Meta(max_length=_MAX_RUNS)] = ()
+    """Lengths of the pieces of physical memory, in order: how many of how many bytes, and so on."""
+
+    @property
+    def num_pieces(self) -> int:
+        """File descriptors to ask for."""
+        return sum(count for count, _ in self.pieces)
+
+
+class Shared:
+    """How one registration of ours is shared. Its pieces' addresses are kept; descriptors are made when asked for."""
+
+    def __init__(self, driver: CudaDriver, device: int, memory: Memory) -> None:
+        self.handle, self.offset, self.pieces = b"", 0, list[tuple[int, int]]()
+        self._driver, self._device = driver, device
+        with driver.entered(device):
+            if memory.nbytes:
+                self._look(memory)
+
+    def _look(self, memory: Memory) -> None:
+        base, nbytes = self._driver.address_range(memory.address)
+        self.offset = memory.address - base
+        handle = self._driver.ipc_handle(base)
+        if handle is not None:
+            if self.offset + memory.nbytes > nbytes:
+                raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
+            self.handle = handle
+            return
+        fd = self._driver.export_fd(base)
+        if fd is None:
+            raise ConfigError(
+                "this device memory cannot be shared with other processes",
+                hint="it is virtual memory (expandable_segments, cudaMallocAsync) made without a POSIX handle: "
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+            )
+        os.close(fd)
+        while base < memory.address + memory.nbytes:
+            base, nbytes = self._driver.address_range(base)
+            self.pieces.append((base, nbytes))
+            base += nbytes
+
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The pieces' lengths as the payload has them."""
+        found: list[tuple[int, int]] = []
+        for _, nbytes in self.pieces:
+            if found and found[-1][1] == nbytes:
+                found[-1] = (found[-1][0] + 1, nbytes)
+            else:
+                found.append((1, nbytes))
+        if len(found) > _MAX_RUNS:
+            raise ConfigError(f"device memory in {len(found)} runs of pieces", hint="use an arena")
+        return tuple(found)
+
+    def export(self) -> Iterator[int]:
+        """File descriptors of the pieces, in order; each is the taker's."""
+        for address, _ in self.pieces:
+            with self._driver.entered(self._device):
+                fd = self._driver.export_fd(address)
+            if fd is None:
+                return  # freed under us; the asker sees too few
+            yield fd
+
+
+class Mapped:
+    """A peer's memory at an address of ours, for one device, until nobody holds this any more."""
+
+    def __init__(self, address: int, keep: object = None) -> None:
+        self.address, self.keep = address, keep
+
+
+def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
+    """Make a peer's memory reachable from a device of ours. Takes milliseconds; keep what it gives.
+
+    Raises:
+        ConfigError: the devices cannot reach each other's memory.
+        DestinationError: the driver refuses, or there is no address space.
+        PeerLost, StaleDescriptor, SourceStalled: as `fd_door.receive_fds`.
+    """
+    if not payload.handle:
+        return _map_pieces(driver, device, source, payload)
+    with driver.entered(device):
+        found = Mapped(driver.ipc_open(payload.handle))
+    _when_gone(found, _close, driver, device, found.address)
+    return found
+
+
+def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
+    lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
+    total, at, uri = sum(lengths), 0, f"{source.transport}:{source.endpoint}"
+    if payload.offset + source.nbytes > total:
+        raise DestinationError(f"pieces of {total} bytes do not hold {source.nbytes} from {payload.offset}", uri=uri)
+    with driver.entered(device):
+        base = driver.reserve(total)
+        try:
+            fds = receive_fds(payload.door, payload.page.pid, source.generation, len(lengths), uri)
+            for fd, nbytes in zip(fds, lengths, strict=True):
+                driver.map_fd(base + at, nbytes, fd)
+                at += nbytes
+            driver.allow(base, total, device)
+        except PenstockError:
+            driver.unmap(base, at, total)
+            raise
+    found = Mapped(base)
+    _when_gone(found, _unmap, driver, device, base, total)
+    return found
+
+
+def _when_gone(found: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
+    assert callable(undo)
+    weakref.finalize(found, undo, os.getpid(), driver, device, *arguments).atexit = False  # the driver may be gone then
+
+
+@contextmanager
+def _undoing(pid: int, driver: CudaDriver, device: int) -> Iterator[bool]:
+    """Whether this is the process that mapped; its forked children have no driver."""
+    if pid != os.getpid():
+        yield False
+        return
+    with driver.entered(device):
+        yield True
+
+
+def _close(pid: int, driver: CudaDriver, device: int, address: int) -> None:
+    with _undoing(pid, driver, device) as is_mine:
+        if is_mine:
+            driver.ipc_close(address)
+
+
+def _unmap(pid: int, driver: CudaDriver, device: int, address: int, nbytes: int) -> None:
+    with _undoing(pid, driver, device) as is_mine:
+        if is_mine:
+            driver.unmap(address, nbytes, nbytes)

@@ -1,0 +1,207 @@
+"""`cuda_ipc` between processes, without a device: what holders that die or fence, and devices that hang, leave.
+
+The same on devices: tests/gpu/test_transport_cuda_ipc.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import time
+import weakref
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.errors import (
+    Cancelled,
+    ConfigError,
+    DestinationError,
+    DeviceOutOfMemory,
+    PeerLost,
+    PenstockError,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.testing.fake_cuda import FakeCuda
+from penstock.testing.holder import HolderProcess, pattern
+from penstock.testing.transport_suite import segments
+from penstock.transport import cuda_driver, cuda_ipc, fd_door
+from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.protocol import Memory
+
+NBYTES = 5_000_011
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.driver = FakeCuda()
+        self.transport = CudaIpcTransport(self.driver)
+        self.into = self.transport.register(self.driver.allocate(NBYTES))
+
+    def post(self, descriptor, rows=((0, 0, NBYTES),)):
+        return self.transport.post_read(self.into, descriptor, segments(rows))
+
+    def read(self, descriptor, rows=((0, 0, NBYTES),)) -> bytes:
+        self.transport.wait(self.post(descriptor, rows), stall_s=5)
+        return ctypes.string_at(self.into.memory.address, NBYTES)
+
+
+@pytest.fixture
+def reader():
+    made = Reader()
+    yield made
+    made.driver.is_stuck = False
+    made.transport.close()
+    gc.collect()
+    assert made.driver.num_opened == 0
+
+
+@pytest.fixture(params=["fake_cuda", "fake_virtual"])
+def holder(request):
+    with HolderProcess(request.param, nbytes=NBYTES) as child:
+        yield child
+
+
+def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
+    assert reader.read(holder.descriptor) == pattern(NBYTES)
+    new = holder.fence(2)
+    rows = [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]
+    np.random.default_rng(1).shuffle(rows)
+    assert reader.read(new, rows) == pattern(NBYTES, 2)
+    assert reader.driver.num_opened == 1
+
+
+def test_groups_have_every_byte_once(reader, holder, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "GROUP_BYTES", 100_000)
+    chance, rows, at = np.random.default_rng(5), [], 0
+    while at < NBYTES:
+        nbytes = min(int(chance.choice([1, 3, 70_000, 100_000, 350_001])), NBYTES - at)
+        rows.append((at, at, nbytes))
+        at += nbytes + 1
+    pending = reader.post(holder.descriptor, rows)
+    assert len(pending.events) > 20
+    reader.transport.wait(pending, stall_s=5)
+    got, expected = np.frombuffer(ctypes.string_at(reader.into.memory.address, NBYTES), np.uint8), np.zeros(NBYTES)
+    for src, dst, nbytes in rows:
+        expected[dst : dst + nbytes] = np.frombuffer(pattern(NBYTES), np.uint8)[src : src + nbytes]
+    assert (got == expected).all()
+    assert pending.moved_bytes == sum(row[2] for row in rows)
+
+
+def test_a_fence_under_a_read_is_seen(reader, holder) -> None:
+    reader.read(holder.descriptor, [(0, 0, 1)])
+    pending = reader.post(holder.descriptor)
+    holder.fence(2)
+    for _ in range(2):
+        with pytest.raises(StaleDescriptor) as caught:
+            reader.transport.wait(pending, stall_s=5)
+        assert caught.value.mutated
+    assert reader.driver.num_opened == 1  # the memory is the same
+    assert reader.read(holder.descriptor) == pattern(NBYTES, 2)
+    assert reader.driver.num_opened == 1
+    holder.ask("close")
+    reader.transport.sweep()
+    assert reader.driver.num_opened == 0
+
+
+def test_a_killed_holder_is_lost(reader, holder) -> None:
+    pending = reader.post(holder.descriptor)
+    holder.process.kill()
+    holder.process.wait(10)
+    began = time.monotonic()
+    with pytest.raises(PeerLost):
+        reader.transport.wait(pending, stall_s=5)
+    with pytest.raises(PeerLost) as caught:
+        reader.post(holder.descriptor)
+    assert not caught.value.mutated
+    assert time.monotonic() - began < 1
+
+
+def test_a_holder_killed_before_it_is_mapped(reader, holder) -> None:
+    holder.process.kill()
+    holder.process.wait(10)
+    with pytest.raises(PeerLost):
+        reader.post(holder.descriptor)
+
+
+def test_a_device_that_hangs(reader, holder, monkeypatch) -> None:
+    reader.driver.is_stuck = True
+    pending = reader.post(holder.descriptor)
+    with pytest.raises(SourceStalled) as caught:
+        reader.transport.wait(pending, stall_s=0.05)
+    assert caught.value.mutated
+    monkeypatch.setattr(cuda_ipc, "SETTLE_S", 0.05)
+    reader.transport.close()
+    assert cuda_ipc._never_freed[-1][0] == {pending}
+    cuda_ipc._never_freed.clear()
+    reader.driver.num_opened = 0
+
+
+def test_memory_of_an_abandoned_read_is_kept_until_the_device_is_done(reader, holder) -> None:
+    into = reader.transport.register(reader.driver.allocate(NBYTES))
+    alive = weakref.ref(into.memory.owner)
+    reader.driver.is_stuck = True
+    pending = reader.transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
+    into.close()
+    with pytest.raises(Cancelled):
+        reader.transport.wait(pending, stall_s=5)
+    del pending, into
+    gc.collect()
+    assert alive() is not None
+    reader.driver.is_stuck = False
+    reader.read(holder.descriptor)
+    gc.collect()
+    assert alive() is None
+
+
+def test_memory_that_cannot_be_shared(reader) -> None:
+    reader.driver.is_shareable = False
+    with pytest.raises(ConfigError, match="expandable_segments:False"):
+        reader.transport.register(reader.driver.allocate_virtual(100))
+    for device in ("cpu", "cuda", "cuda:x"):
+        with pytest.raises(ConfigError, match="cuda:0"):
+            reader.transport.register(Memory(address=0, nbytes=0, device=device))
+    whole = reader.driver.allocate(4096)
+    with pytest.raises(ConfigError, match="two allocations"):
+        reader.transport.register(Memory(address=whole.address + 1, nbytes=4096, device="cuda:0"))
+    reader.driver.num_opened -= 1  # the virtual memory above
+
+
+def test_only_the_generation_that_is_now_is_handed_out(reader) -> None:
+    with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
+        payload = msgspec.msgpack.decode(holder.descriptor.payload)
+        told = (payload["door"], payload["page"]["pid"])
+        assert len(list(fd_door.receive_fds(*told, holder.descriptor.generation, 5, "here"))) == 5
+        for generation, count in ((99, 1), (holder.descriptor.generation, 7)):
+            with pytest.raises(StaleDescriptor):
+                list(fd_door.receive_fds(*told, generation, count, "here"))
+        with pytest.raises(PeerLost):
+            list(fd_door.receive_fds(told[0], os.getpid(), 1, 1, "here"))
+        with pytest.raises(PeerLost):
+            list(fd_door.receive_fds("nobody", told[1], 1, 1, "here"))
+        assert reader.read(holder.descriptor) == pattern(NBYTES)
+
+
+def test_a_door_that_is_silent(reader, monkeypatch) -> None:
+    monkeypatch.setattr(fd_door, "TIMEOUT_S", 0.1)
+    with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
+        os.kill(holder.process.pid, signal.SIGSTOP)
+        os.waitpid(holder.process.pid, os.WUNTRACED)
+        with pytest.raises(SourceStalled) as caught:
+            reader.post(holder.descriptor)
+        assert not caught.value.mutated
+        os.kill(holder.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, DeviceOutOfMemory), (217, ConfigError), (719, DestinationError)])
+def test_what_the_driver_says_is_typed(code: int, kind: type[PenstockError]) -> None:
+    driver = object.__new__(cuda_driver.CudaDriver)
+    driver._calls = {"cuGetErrorName": lambda _code, _name: 0}
+    with pytest.raises(kind, match=str(code)) as caught:
+        driver.fail("cuCall", code)
+    assert type(caught.value) is kind
+    assert caught.value.hint
