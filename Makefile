@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV   ?= .venv
-EXTRAS ?= torch,dev
+EXTRAS ?= torch,hub,redis,dev
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -43,11 +43,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, from disk and over HTTP, compares bits
 	@$(PY) scripts/demo.py $(ARGS)
 
-# Real S3 servers for the object-store tests. Swift comes by pip and must work; radosgw only where apt can install it.
+# Real S3 servers for the object-store tests, and Redis for the hub's. Swift comes by pip and must work; radosgw and Redis
+# only where apt can install them.
 storage-servers: $(READY)
 	@if [ -x scripts/setup_swift.sh ]; then PYTHON=$(PYTHON) scripts/setup_swift.sh; fi
 	@if [ -x scripts/setup_radosgw.sh ]; then \
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
+	@scripts/setup_redis.sh || echo "redis could not be set up here: its tests are skipped" >&2
 
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
 	@$(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS) $(TESTS)

@@ -1,0 +1,142 @@
+"""The conformance suite of `fleet.store.Store`: subclass it, say how to make one, run pytest.
+
+In: `make()`. Out: tests. Not here: a server that dies, which needs its own tests.
+
+    class TestMine(StoreTests):
+        def make(self) -> Store: ...
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.fleet.store import ABSENT, ANY, Store
+
+
+class StoreTests:
+    """What every `Store` does. Subclass it with `make`."""
+
+    def make(self) -> Store:
+        """A store, which may be one that other tests have used."""
+        raise NotImplementedError("say how to make the store under test")
+
+    @contextmanager
+    def store(self) -> Iterator[tuple[Store, str]]:
+        """A store, closed afterwards, and a folder in it that no other test uses."""
+        made = self.make()
+        try:
+            yield made, f"test/{secrets.token_hex(8)}/"
+        finally:
+            made.close()
+
+    def test_what_was_written_is_read(self) -> None:
+        """Bytes of any kind, and none."""
+        with self.store() as (store, at):
+            for value in (b"", b"\x00\xff" * 1000, bytes(range(256))):
+                assert store.write(f"{at}a", value)
+                entry = store.read(f"{at}a")
+                assert entry is not None and entry.value == value
+
+    def test_what_was_not_written_is_not_there(self) -> None:
+        """Neither in `read` nor in `scan`; deleting it is no fault."""
+        with self.store() as (store, at):
+            assert store.read(f"{at}a") is None
+            assert store.scan(at) == {}
+            assert store.write(f"{at}a", None)
+
+    def test_delete(self) -> None:
+        """What is deleted is absent, also for a write that expects so."""
+        with self.store() as (store, at):
+            store.write(f"{at}a", b"1")
+            assert store.write(f"{at}a", None)
+            assert store.read(f"{at}a") is None
+            assert store.scan(at) == {}
+            assert store.write(f"{at}a", b"2", expected=ABSENT)
+
+    def test_a_write_changes_the_version(self) -> None:
+        """Even one of the same value."""
+        with self.store() as (store, at):
+            store.write(f"{at}a", b"1")
+            before = store.read(f"{at}a")
+            store.write(f"{at}a", b"1")
+            after = store.read(f"{at}a")
+            assert before is not None and after is not None and before.version != after.version
+            assert {before.version, after.version}.isdisjoint({ANY, ABSENT})
+
+    def test_compare_and_set(self) -> None:
+        """Only over the version that was read; else nothing happens."""
+        with self.store() as (store, at):
+            assert store.write(f"{at}a", b"1", expected=ABSENT)
+            assert not store.write(f"{at}a", b"2", expected=ABSENT)
+            first = store.read(f"{at}a")
+            assert first is not None and first.value == b"1"
+            assert store.write(f"{at}a", b"2", expected=first.version)
+            assert not store.write(f"{at}a", b"3", expected=first.version)
+            assert not store.write(f"{at}a", None, expected=first.version)
+            second = store.read(f"{at}a")
+            assert second is not None and second.value == b"2"
+            assert store.write(f"{at}a", None, expected=second.version)
+            assert not store.write(f"{at}a", b"4", expected=second.version)
+
+    def test_scan_finds_what_begins_so(self) -> None:
+        """By the rest of the name, folders below included, neighbours not."""
+        with self.store() as (store, at):
+            for name in ("x/a", "x/b", "x/c/d", "xy", "y/a"):
+                store.write(at + name, name.encode())
+            assert {name: entry.value for name, entry in store.scan(f"{at}x/").items()} == {
+                "a": b"x/a",
+                "b": b"x/b",
+                "c/d": b"x/c/d",
+            }
+            assert set(store.scan(f"{at}x")) == {"/a", "/b", "/c/d", "y"}
+            assert set(store.scan(at)) == {"x/a", "x/b", "x/c/d", "xy", "y/a"}
+
+    def test_scan_gives_the_version_that_read_gives(self) -> None:
+        """So that what was scanned can be changed."""
+        with self.store() as (store, at):
+            store.write(f"{at}a", b"1")
+            assert store.scan(at)["a"] == store.read(f"{at}a")
+            assert store.write(f"{at}a", b"2", expected=store.scan(at)["a"].version)
+
+    def test_what_has_a_time_to_live_expires(self) -> None:
+        """And is absent then; a write renews it, or makes it stay."""
+        with self.store() as (store, at):
+            for name in "abc":
+                store.write(at + name, b"1", ttl_s=0.15)
+            store.write(f"{at}b", b"2")
+            store.write(f"{at}c", b"2", ttl_s=60)
+            assert store.read(f"{at}a") is not None
+            time.sleep(0.25)
+            assert store.read(f"{at}a") is None
+            assert set(store.scan(at)) == {"b", "c"}
+            assert store.write(f"{at}a", b"3", expected=ABSENT)
+
+    def test_of_those_who_compare_and_set_at_once_one_succeeds(self) -> None:
+        """A counter that eight threads raise is as high as they raised it."""
+        with self.store() as (store, at):
+            store.write(f"{at}n", b"0")
+
+            def raise_it() -> None:
+                for _ in range(25):
+                    while True:
+                        entry = store.read(f"{at}n")
+                        assert entry is not None
+                        if store.write(f"{at}n", str(int(entry.value) + 1).encode(), expected=entry.version):
+                            break
+
+            threads = [threading.Thread(target=raise_it) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            entry = store.read(f"{at}n")
+            assert entry is not None and entry.value == b"200"
+
+    def test_close_twice(self) -> None:
+        """Idempotent."""
+        with self.store() as (store, _):
+            store.close()
