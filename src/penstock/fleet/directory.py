@@ -186,6 +186,9 @@ class Directory:
             self._ask(request.member, request.holding, reads_storage=request.can_read_storage)
             view = self._view(request.holding.key)
             names = view.relay(request.holding.num_chunks).upstreams(request.member)
+        elif request.source:
+            self._known(request.member)
+            names = (request.source,) if request.source in view.held else ()
         else:
             names = view.known_to(self._known(request.member)[1].hello, request.holding.device)
         signer = self._grants()

@@ -51,6 +51,7 @@ CheckGrant = Callable[[LeaseRequest], None]
 class _Leased:
     reader: str
     holding: Holding
+    attached: bool
     seen: float = field(default_factory=time.monotonic)
 
 
@@ -118,10 +119,16 @@ class Door:
             self._holdings.pop(key, None)
 
     def num_readers(self, key: str) -> int:
-        """Leases in force of this key."""
+        """Leases in force of this key, those of engines that use the memory itself among them."""
         with self._lock:
             self._expire()
             return sum(leased.holding.key == key for leased in self._leases.values())
+
+    def num_attached(self, key: str) -> int:
+        """Engines that use the memory of this key itself."""
+        with self._lock:
+            self._expire()
+            return sum(one.holding.key == key and one.attached for one in self._leases.values())
 
     def drain(self, key: str, wait_s: float) -> int:
         """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
@@ -148,16 +155,20 @@ class Door:
             holding = self._holdings.get(request.key)
             if holding is None:
                 raise NotFound("this member does not hold that key")
+            if request.attach and not (holding.kept and holding.state == "whole"):
+                raise PermissionDenied("this member keeps no memory for others to use", hint="run `penstock keep`")
             mine = [id_ for id_, one in self._leases.items() if one.holding.key == request.key]
             others = [one for one in mine if self._leases[one].reader != request.member]
-            if len(others) >= holding.max_readers:
+            others = [one for one in others if not self._leases[one].attached]
+            if len(others) >= holding.max_readers and not request.attach:
                 readers = tuple(self._leases[one].reader for one in others)
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
-            for one in set(mine) - set(others):
-                del self._leases[one]  # the reader starts anew
+            for one in mine:
+                if self._leases[one].reader == request.member:
+                    del self._leases[one]  # the reader starts anew
             lease = secrets.token_hex(16)
-            self._leases[lease] = _Leased(request.member, holding)
-            holding.num_readers = len(others) + 1
+            self._leases[lease] = _Leased(request.member, holding, request.attach)
+            holding.num_readers = len(others) + (not request.attach)
             share = self._max_bytes_per_s // (len(others) + 1)
         return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=share)
 
@@ -182,7 +193,8 @@ class Door:
         for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
             del self._leases[lease]
         for holding in self._holdings.values():
-            holding.num_readers = sum(one.holding is holding for one in self._leases.values())
+            mine = (one for one in self._leases.values() if one.holding is holding and not one.attached)
+            holding.num_readers = sum(1 for _ in mine)
 
 
 class _Server(socketserver.ThreadingMixIn):

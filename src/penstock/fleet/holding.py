@@ -75,6 +75,7 @@ class Holding:
         leaves: per leaf of the line its digest; true for chunks in `have`, and for all where a manifest said so.
         have: per chunk whether it was verified.
         changed: notified when `have`, `state` or `generation` changes.
+        kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Holding:
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers, self.num_readers = max_readers, 0
         self.path, self.parent, self.gb_per_s = "", "", 0.0
-        self.generation, self.state = 0, "filling"
+        self.generation, self.state, self.kept = 0, "filling", False
         self.changed = threading.Condition()
         self._log: list[I64] = []
         self._num_logged = 0
@@ -264,4 +265,5 @@ class Holding:
                 device=str(self.device),
                 path=self.path,
                 gb_per_s=self.gb_per_s,
+                kept=self.kept,
             )

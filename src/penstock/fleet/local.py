@@ -140,6 +140,27 @@ class LocalLine:
             return 0
 
 
+def find_hub(directory: Path | None = None) -> str | None:
+    """The URL of the hub of this host and user where one runs, hosted by whomever; nothing is started for it.
+
+    Args:
+        directory: see `LocalLine`.
+
+    Raises:
+        ConfigError: as `LocalLine`.
+    """
+    directory = _private(directory or runtime_dir())
+    try:
+        number = int((directory / "generation").read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        number = 0
+    path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
+    if not path.exists() or not lock.exists():
+        return None
+    with _File(lock) as held:
+        return None if held.lock(fcntl.LOCK_SH) else f"unix://{path}"
+
+
 class _Hosting:
     """A hub in a thread of this process."""
 

@@ -79,6 +79,8 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Where the last bytes came from and how, for `status`: `shm <- member`, `storage s3://...`."""
     gb_per_s: float = 0.0
+    kept: bool = False
+    """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +95,8 @@ class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     member: MemberId
     holding: HoldingState
     can_read_storage: bool = False
+    source: Annotated[str, Meta(max_length=128)] = ""
+    """Only this member, of a holding of no chunks: the one whose memory is wanted itself."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,6 +219,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     member: MemberId
     key: Key
     grant: bytes
+    attach: bool = False
+    """Not to read, but to use the memory itself, which is kept for as long: takes no reader's place."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

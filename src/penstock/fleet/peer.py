@@ -67,14 +67,17 @@ class Peer:
                 return http.client.HTTPSConnection(url.hostname, url.port, timeout=stall_s)
         raise PeerLost(f"member {self.upstream.member} has no door to be reached from here: {self.upstream.doors}")
 
-    def lease(self) -> Lease:
-        """The right to read.
+    def lease(self, *, attach: bool = False) -> Lease:
+        """The right to read; with `attach`, to use the memory itself, which a keeper keeps for as long.
 
         Raises:
-            SourceBusy: all places are taken. PermissionDenied: the grant does not do. NotFound: it has not got the key.
+            SourceBusy: all places are taken. PermissionDenied: the grant does not do, or it keeps nothing for others.
+            NotFound: it has not got the key.
             PeerLost: it is gone. SourceStalled: it does not answer.
         """
-        body = msgspec.msgpack.encode(LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant))
+        body = msgspec.msgpack.encode(
+            LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
+        )
         self._lease = self._ask("POST", "/v1/leases", Lease, body)
         return self._lease
 
