@@ -1,0 +1,269 @@
+"""Reading a peer's host memory over HTTP/1.1: between any two hosts, as long as one can connect to the other.
+
+In / Out: see `protocol`.
+Not here: the holder's end (`http_server`), the reader's (`http_reader`), the wire (`http_wire`).
+
+    holder  register -> a generation and a key, in the descriptor with the address
+    reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
+
+Who has a descriptor may read what it describes: its key is random, and compared in constant time. A token is asked for
+besides, where one was given; TLS hides both, and the bytes. A reader shows its token to whatever address a descriptor
+names, so descriptors must come from where tokens may go (`fleet` takes them from authenticated members).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import ssl
+import threading
+import weakref
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import Cancelled, ConfigError, FormatError
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
+from penstock.transport.http_server import Region, Server
+from penstock.transport.http_wire import ReadRequest
+from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+
+CONNECTIONS = 2
+"""To one peer, unless told otherwise. Source: benchmarks/results/cpu2_202611/hosts.md."""
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
+
+
+class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    host: Annotated[str, msgspec.Meta(max_length=253, pattern=r"^[A-Za-z0-9.:_-]*$")] = ""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    path: Annotated[str, msgspec.Meta(max_length=107)] = ""
+    is_tls: bool = False
+
+
+_DECODER = msgspec.msgpack.Decoder(_Payload)
+_transports: weakref.WeakSet[HttpTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in list(_transports):
+        transport.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class HttpHandle:
+    """See `Handle`."""
+
+    def __init__(self, transport: HttpTransport, memory: Memory) -> None:
+        self.transport, self.memory, self.is_open = transport, memory, True
+        self.view = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
+        self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
+        self._region, self.descriptor = self._begin()
+
+    def _begin(self) -> tuple[Region, Descriptor]:
+        at, memory = self.transport, self.memory
+        region = at.server.show(self.view, memory.owner)
+        address = at.address
+        payload = _Payload(
+            key=region.key, host=address.host, port=address.port, path=address.path, is_tls=address.is_tls
+        )
+        return region, Descriptor(
+            transport=at.name,
+            endpoint=at.endpoint,
+            generation=region.generation,
+            nbytes=memory.nbytes,
+            payload=msgspec.msgpack.encode(payload),
+        )
+
+    def fence(self) -> Descriptor:
+        """See `Handle.fence`. Cuts the connections of answers under way."""
+        self.check_open()
+        with self.transport.changing:
+            self.check_open()
+            self.transport.server.hide(self._region)
+            self._region, self.descriptor = self._begin()
+            return self.descriptor
+
+    def close(self) -> None:
+        """See `Handle.close`. Does nothing in a forked child."""
+        if not self.transport.is_mine:
+            self.is_open = False
+            return
+        with self.transport.changing:
+            self.is_open = False
+            self.transport.server.hide(self._region)
+            self.transport.handles.discard(self)
+            reads = list(self.reads)
+        for read in reads:
+            read.fail(Cancelled("the registration is closed"))
+
+    def check_open(self) -> None:
+        """Cancelled if it is closed, or of the process that this one was forked from."""
+        if not self.is_open or not self.transport.is_mine:
+            raise Cancelled("the registration is closed")
+
+
+class HttpRead(Read):
+    """See `Pending`."""
+
+    peer: Peer
+
+
+class HttpTransport:
+    """See `Transport`. Host memory only; starts its server when made.
+
+    Args:
+        listen: `host:port` (port 0 chooses), or `unix:/path`; None: `127.0.0.1:0`, for readers on this host.
+        token: what this end's readers must show, and what this end shows; None: the descriptor is enough.
+        tls: server side context with a certificate; None: plain.
+        trust: how readers here check a peer's certificate (and show one); None: as the system does.
+        advertise: host that others reach `listen` by; needed where it is every address of this host.
+        num_connections: to one peer at most.
+
+    Raises:
+        ConfigError: an address that is none or cannot be bound; or one that other hosts can reach, guarded by neither
+            token nor TLS.
+    """
+
+    name = "http"
+
+    def __init__(
+        self,
+        listen: str | None = None,
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        trust: ssl.SSLContext | None = None,
+        advertise: str | None = None,
+        num_connections: int = CONNECTIONS,
+    ) -> None:
+        if token is not None and not (token and token.isascii() and token.isprintable()):
+            raise ConfigError("a token must be printable ASCII, and not empty")
+        if num_connections < 1:
+            raise ConfigError(f"num_connections must be positive, not {num_connections}")
+        listener, self.address = _listen(listen or "127.0.0.1:0", advertise, token is not None, tls is not None)
+        self.endpoint, self.is_mine = secrets.token_hex(8), True
+        self.changing, self.handles = threading.RLock(), set[HttpHandle]()
+        self._token, self._trust, self._num_connections = token, trust, num_connections
+        self._peers: dict[Address, Peer] = {}
+        self.server = Server(listener, endpoint=self.endpoint, token=token, tls=tls)
+        _transports.add(self)
+
+    def register(self, memory: Memory) -> HttpHandle:
+        """See `Transport.register`. Cancelled if the transport is closed."""
+        if memory.device != "cpu":
+            raise ConfigError(f"http reaches host memory only, not {memory.device}")
+        with self.changing:
+            self._check_open()
+            handle = HttpHandle(self, memory)
+            self.handles.add(handle)
+        return handle
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> HttpRead:
+        """See `Transport.post_read`. FormatError if the descriptor is malformed."""
+        if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+        self._check_open()
+        into.check_open()
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
+        try:
+            found = _DECODER.decode(source.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FormatError(f"malformed http descriptor: {error}") from error
+        read = HttpRead(
+            generation=source.generation,
+            request=ReadRequest(endpoint=source.endpoint, key=found.key, nbytes=source.nbytes, src=b"", length=b""),
+            uri=f"{self.name}:{source.endpoint}",
+            nbytes=int(segments.nbytes.sum()),
+            owners=(into, into.memory.owner),
+        )
+        parts = cut_into_parts(read, into.view, segments.src, segments.dst, segments.nbytes)
+        with self.changing:
+            self._check_open()
+            into.check_open()
+            into.reads.add(read)
+            read.peer = self._peer(Address(host=found.host, port=found.port, path=found.path, is_tls=found.is_tls))
+        read.peer.post(parts)
+        return read
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`. Also PermissionDenied (the peer refuses our token or certificate), FormatError."""
+        assert isinstance(pending, HttpRead)
+        pending.wait(pending.peer, stall_s)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if not self.is_mine:
+            return
+        with self.changing:
+            self.is_mine = False
+            handles, peers = list(self.handles), list(self._peers.values())
+            self.handles.clear()
+        for handle in handles:
+            handle.is_open = False
+            for read in list(handle.reads):
+                read.fail(Cancelled("the transport is closed"))
+        for peer in peers:
+            peer.close()
+        self.server.close()
+        if self.address.path:
+            Path(self.address.path).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """In a forked child: closed, without a word to anybody."""
+        self.is_mine, self.changing = False, threading.RLock()
+        self.server.forget()
+
+    def _check_open(self) -> None:
+        if not self.is_mine:
+            raise Cancelled("the transport is closed")
+
+    def _peer(self, address: Address) -> Peer:
+        if address not in self._peers:
+            self._peers[address] = Peer(
+                address, token=self._token, trust=self._trust, num_connections=self._num_connections
+            )
+        return self._peers[address]
+
+
+def _listen(listen: str, advertise: str | None, has_token: bool, is_tls: bool) -> tuple[socket.socket, Address]:
+    """A bound and listening socket, and where others find it. ConfigError."""
+    if listen.startswith("unix:"):
+        path = listen.removeprefix("unix:")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        return _bound(sock, path, listen), Address(path=path, is_tls=is_tls)
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{listen!r} is not host:port")
+    if host not in LOOPBACK and not (has_token or is_tls):
+        message = f"memory served at {listen} would be open to other hosts without a token or TLS"
+        raise ConfigError(message, hint="give a token or a TLS context, or listen on 127.0.0.1")
+    if host in EVERYWHERE and advertise is None:
+        raise ConfigError(f"{listen} does not say where others find this host", hint="give advertise=")
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = _bound(sock, (host, int(port)), listen)
+    return bound, Address(host=advertise or host, port=bound.getsockname()[1], is_tls=is_tls)
+
+
+def _bound(sock: socket.socket, where: object, listen: str) -> socket.socket:
+    try:
+        sock.bind(where)  # type: ignore[arg-type]
+        sock.listen(128)
+    except (OSError, OverflowError) as error:
+        with contextlib.suppress(OSError):
+            sock.close()
+        raise ConfigError(f"memory cannot be served at {listen}: {error}") from error
+    return sock
+
+
+_fits: type[Transport] = HttpTransport

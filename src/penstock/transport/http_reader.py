@@ -1,0 +1,355 @@
+"""The reader's end of the `http` transport: reads cut into parts, and the connections that carry them.
+
+In: runs of a peer's region, where they go. Out: bytes in place, or why not.
+Not here: the server (`http_server`), handles and descriptors (`http`).
+
+    Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
+
+A part whose connection ends is asked for again from where it stopped, by another connection: the answer to that tells
+a fence (410) and a dead peer (refused) from a connection that merely ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
+from penstock.transport.http_wire import (
+    MAX_RUNS,
+    SEAL,
+    SEAL_WORD,
+    ReadRequest,
+    Wire,
+    advance,
+    content_length,
+    fields,
+    front,
+)
+from penstock.types import I64, MIB
+
+PART_BYTES = 32 * MIB
+"""What one request asks for, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
+IDLE_S = 15.0
+"""A connection without work for this long is dropped; the server would after 60 s."""
+CONNECT_S = 10.0
+"""For a connection to be made."""
+SILENCE_S = 60.0
+"""A connection that says nothing for this long is given up, where nobody waits who would know sooner."""
+FULL_S = 0.1
+"""Before a peer that has no room for another connection is asked again."""
+MAX_FRUITLESS = 3
+"""Connections of one part that may end in a row before a byte came."""
+LETTING_GO_S = 5.0
+"""For threads to take their hands off memory, once their connections are cut; they need microseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a peer serves: `host` and `port`, or the `path` of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    is_tls: bool = False
+
+    def connect(self, trust: ssl.SSLContext | None) -> socket.socket:
+        """A connection. OSError if there is none to be had."""
+        if self.path:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(CONNECT_S)
+                sock.connect(self.path)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        sock = socket.create_connection((self.host, self.port), timeout=CONNECT_S)
+        if not self.is_tls:
+            return sock
+        try:
+            context = trust or ssl.create_default_context()
+            return context.wrap_socket(sock, server_hostname=self.host)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class Part:
+    """One request: runs left to ask for, and views left to fill."""
+
+    def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
+        self.read, self.src, self.length, self.views = read, src, length, views
+
+    def took(self, nbytes: int) -> None:
+        """These first bytes are in place."""
+        advance(self.views, nbytes)
+        done = 0
+        for length in self.length:
+            if nbytes < length:
+                break
+            nbytes -= length
+            done += 1
+        del self.src[:done], self.length[:done]
+        if nbytes:
+            self.src[0] += nbytes
+            self.length[0] -= nbytes
+
+
+class Read:
+    """See `Pending`. Its parts are cut by `cut_into_parts`."""
+
+    def __init__(self, *, generation: int, request: ReadRequest, uri: str, nbytes: int, owners: object) -> None:
+        self.generation, self.request, self.uri, self.nbytes = generation, request, uri, nbytes
+        self.moved_bytes, self.num_left = 0, 0
+        self.changed = threading.Condition()
+        self.error: PenstockError | None = None
+        self._receiving: set[Wire] = set()
+        self._owners = owners
+
+    def begin(self, wire: Wire) -> bool:
+        """A carrier is about to receive; False if nobody wants it to."""
+        with self.changed:
+            if self.error is None:
+                self._receiving.add(wire)
+            return self.error is None
+
+    def end(self, wire: Wire) -> None:
+        """It touches the memory no more."""
+        with self.changed:
+            self._receiving.discard(wire)
+            self.changed.notify_all()
+
+    def gained(self, nbytes: int) -> None:
+        """Bytes are in place."""
+        with self.changed:
+            self.moved_bytes += nbytes
+
+    def finished_part(self) -> None:
+        """One part is in place and sealed."""
+        with self.changed:
+            self.num_left -= 1
+            if not self.num_left:
+                self._owners = None
+                self.changed.notify_all()
+
+    def fail(self, error: PenstockError) -> None:
+        """The first error stays; connections under way are cut."""
+        with self.changed:
+            if self.error is not None or not self.num_left:
+                return
+            self.error = error
+            receiving = list(self._receiving)
+            self.changed.notify_all()
+        for wire in receiving:
+            wire.cut()
+
+    def wait(self, peer: Peer, stall_s: float) -> None:
+        """See `Transport.wait`."""
+        began = time.monotonic()
+        with self.changed:
+            while self.num_left and self.error is None:
+                left = max(began, peer.progress_at) + stall_s - time.monotonic()
+                if left <= 0:
+                    break
+                self.changed.wait(left)
+            is_stalled = self.num_left and self.error is None
+        if is_stalled:
+            self.fail(SourceStalled(f"no byte arrived for {stall_s} s", uri=self.uri))
+        with self.changed:
+            if self.error is None:
+                return
+            self.changed.wait_for(lambda: not self._receiving, LETTING_GO_S)
+            self._owners = None
+            self.error.mutated = self.moved_bytes > 0
+            raise self.error
+
+
+def cut_into_parts(read: Read, memory: memoryview, src: I64, dst: I64, nbytes: I64) -> list[Part]:
+    """The parts of a read: neighbours joined, long runs split, about `PART_BYTES` and at most `MAX_RUNS` each."""
+    keep = nbytes > 0
+    src, dst, nbytes = src[keep], dst[keep], nbytes[keep]
+    if not len(src):
+        return []
+    is_head = np.ones(len(src), bool)
+    is_head[1:] = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
+    head = np.flatnonzero(is_head)
+    src, dst, nbytes = src[head], dst[head], np.add.reduceat(nbytes, head)
+    pieces = -(-nbytes // PART_BYTES)
+    row = np.repeat(np.arange(len(src)), pieces)
+    at = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PART_BYTES
+    src, dst, nbytes = src[row] + at, dst[row] + at, np.minimum(nbytes[row] - at, PART_BYTES)
+    group = (np.cumsum(nbytes) - nbytes) // PART_BYTES
+    edge = np.ones(len(src) + 1, bool)
+    edge[1:-1] = (group[1:] != group[:-1]) | (np.arange(1, len(src)) % MAX_RUNS == 0)
+    edges = np.flatnonzero(edge).tolist()
+    starts, stops = dst.tolist(), (dst + nbytes).tolist()
+    parts = []
+    for first, last in itertools.pairwise(edges):
+        views = [memory[starts[i] : stops[i]] for i in range(first, last)]
+        parts.append(Part(read, src[first:last].tolist(), nbytes[first:last].tolist(), views))
+    read.num_left = len(parts)
+    return parts
+
+
+class Peer:
+    """The connections to one address, and the parts waiting for one. `progress_at`: when a byte last came."""
+
+    def __init__(
+        self, address: Address, *, token: str | None, trust: ssl.SSLContext | None, num_connections: int
+    ) -> None:
+        self.address, self.trust, self.progress_at = address, trust, time.monotonic()
+        self._num_connections = num_connections
+        self._queue: collections.deque[Part] = collections.deque()
+        self._changed, self._is_open = threading.Condition(), True
+        self._num_idle = self._num_threads = 0
+        host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
+        self.fixed = f"Host: {host}\r\n" + (f"Authorization: Bearer {token}\r\n" if token is not None else "")
+
+    def post(self, parts: list[Part]) -> None:
+        """Have these carried."""
+        with self._changed:
+            self._queue.extend(parts)
+            missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
+            for _ in range(missing):
+                self._num_threads += 1
+                threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
+            self._changed.notify(len(parts))
+
+    def close(self) -> None:
+        """Carry nothing more; whoever is idle leaves."""
+        with self._changed:
+            self._is_open = False
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def _next(self) -> Part | None:
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._queue or not self._is_open, IDLE_S)
+            self._num_idle -= 1
+            if self._queue:
+                return self._queue.popleft()
+            self._num_threads -= 1
+            return None
+
+    def _carry(self) -> None:
+        carrier = _Carrier(self)
+        try:
+            while (part := self._next()) is not None:
+                if part.read.error is None:
+                    carrier.carry(part)
+                del part  # lets go of the memory while waiting for another
+        finally:
+            carrier.close()
+
+
+class _Full(OSError):
+    """The peer has no room for another connection."""
+
+
+class _Carrier:
+    """A thread's connection."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._wire: Wire | None = None
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def carry(self, part: Part) -> None:
+        """Bring a part, over as many connections as it takes. Errors go to its read."""
+        fruitless, read = 0, part.read
+        while read.error is None:
+            before, is_fresh, why = read.moved_bytes, self._wire is None, "the connection ended"
+            try:
+                if self._exchange(self._wire or self._connect(read.uri), part):
+                    read.finished_part()
+                    return
+            except PenstockError as error:
+                read.fail(error)
+            except _Full:
+                is_fresh = False  # no failure; the waiter's stall ends this
+            except OSError as error:
+                why = str(error)
+            self.close()
+            fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
+            if fruitless >= MAX_FRUITLESS:
+                read.fail(PeerLost(f"{fruitless} connections in a row came to nothing: {why}", uri=read.uri))
+
+    def _connect(self, uri: str) -> Wire:
+        try:
+            self._wire = Wire(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
+        except ssl.SSLError as error:
+            raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
+        except OSError as error:
+            raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
+        return self._wire
+
+    def _exchange(self, wire: Wire, part: Part) -> bool:
+        """One request and its answer; False if the connection ended before the seal."""
+        read = part.read
+        src, length = (np.array(column, "<i8").tobytes() for column in (part.src, part.length))
+        body = msgspec.msgpack.encode(msgspec.structs.replace(read.request, src=src, length=length))
+        head = f"POST /v1/regions/{read.generation} HTTP/1.1\r\n{self._peer.fixed}Content-Length: {len(body)}\r\n\r\n"
+        if not read.begin(wire):
+            return False
+        try:
+            wire.set_pace(SILENCE_S)
+            wire.send_all(head.encode("latin-1") + body)
+            reply, behind = wire.head(SILENCE_S)
+            if not reply:
+                return False
+            line, found = fields(reply)
+            status = line.split(" ")[1:2]
+            if status == ["503"]:
+                threading.Event().wait(FULL_S)
+                raise _Full
+            if status != ["200"]:
+                raise _refusal(status, read)
+            if content_length(found) != sum(part.length) + SEAL.size:
+                raise FormatError("an answer of another length than was asked for", uri=read.uri)
+            return self._receive(wire, part, behind)
+        finally:
+            read.end(wire)
+
+    def _receive(self, wire: Wire, part: Part, behind: bytes) -> bool:
+        """The runs' bytes, then the seal; `behind` came with the head. False if the connection ended before."""
+        peer, read, seal = self._peer, part.read, b""
+        wire.set_pace(SILENCE_S)
+        while part.views and read.error is None:
+            views = front(part.views)
+            if behind:
+                got = min(len(behind), len(views[0]))
+                views[0][:got] = behind[:got]
+                behind = behind[got:]
+            else:
+                got = wire.receive_into(views)
+            if not got:
+                return False
+            peer.progress_at = time.monotonic()
+            part.took(got)
+            read.gained(got)
+        if read.error is None:
+            seal = wire.body(SEAL.size, behind, SILENCE_S)
+            peer.progress_at = time.monotonic()
+        return seal == SEAL.pack(SEAL_WORD, read.generation)
+
+
+def _refusal(status: list[str], read: Read) -> PenstockError:
+    if status == ["410"]:
+        return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
+    if status in (["401"], ["403"]):
+        return PermissionDenied("the peer refuses our token", uri=read.uri, hint="give both ends the same token")
+    return FormatError(f"the peer refused a read: {' '.join(status)}", uri=read.uri)

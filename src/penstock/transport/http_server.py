@@ -1,0 +1,244 @@
+"""The holder's end of the `http` transport: a small threaded server of regions of this process's memory.
+
+In: regions shown, requests for runs of them. Out: their bytes, straight from memory, or a refusal.
+Not here: what a message looks like (`http_wire`), reading (`http`).
+
+A thread a connection. Nothing a client sends or fails to send holds more than a thread, for longer than a deadline:
+heads and bodies are short and timed, runs are checked before a byte is sent, a client that takes nothing is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import secrets
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.errors import FormatError
+from penstock.transport.http_wire import (
+    MAX_BODY_BYTES,
+    PIECE_BYTES,
+    SEAL,
+    SEAL_WORD,
+    ReadRequest,
+    Wire,
+    advance,
+    content_length,
+    fields,
+    front,
+)
+
+HEAD_S = 10.0
+"""For a whole request, from its first byte on, and for a TLS handshake."""
+IDLE_S = 60.0
+"""A connection that asks for nothing for this long is closed. Readers drop theirs after less (`http`)."""
+SEND_S = 30.0
+"""A client that takes no byte for this long is cut off."""
+MAX_CONNECTIONS = 512
+"""At once; more are told to come again. Reason: far above readers times connections of one holder."""
+MAX_ANSWER_BYTES = 1 << 30
+"""Of one request. Reason: bounds what one costs; a reader of ours asks for 64 MiB at most."""
+
+_DECODER = msgspec.msgpack.Decoder(ReadRequest)
+_REASONS = {400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 408: "Timeout", 410: "Gone", 413: "Too Large"}
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Memory that may be read while `generation` is what it is."""
+
+    generation: int
+    key: bytes
+    view: memoryview
+    owner: object
+    under_way: set[Wire] = field(default_factory=set)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+class Server:
+    """Regions and the threads that serve them. Started by the constructor.
+
+    Args:
+        listener: bound and listening; owned by the server from here on.
+        endpoint: what requests must name.
+        token: what they must show besides a region's key, if anything.
+        tls: context of the server side; None: plain.
+    """
+
+    def __init__(
+        self, listener: socket.socket, *, endpoint: str, token: str | None, tls: ssl.SSLContext | None
+    ) -> None:
+        self.endpoint, self._token, self._tls, self._listener = endpoint, token, tls, listener
+        self._regions: dict[int, Region] = {}
+        self._wires: set[Wire] = set()
+        self._num_open = 0
+        self._lock, self._generations, self._is_open = threading.Lock(), itertools.count(1), True
+        threading.Thread(target=self._accept, name="penstock-http", daemon=True).start()
+
+    def show(self, view: memoryview, owner: object) -> Region:
+        """Begin a generation of this memory."""
+        with self._lock:
+            region = Region(next(self._generations), secrets.token_bytes(16), view, owner)
+            if self._is_open:
+                self._regions[region.generation] = region
+        return region
+
+    def hide(self, region: Region) -> None:
+        """End a generation: answers under way are cut, and their readers told so if they ask again."""
+        with self._lock:
+            self._regions.pop(region.generation, None)
+            under_way = list(region.under_way)
+        for wire in under_way:
+            wire.cut()
+
+    def close(self) -> None:
+        """Accept nothing more and cut everything. Idempotent; waits for nobody."""
+        with self._lock:
+            self._is_open = False
+            self._regions.clear()
+            wires = list(self._wires)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for wire in wires:
+            wire.cut()
+
+    def forget(self) -> None:
+        """In a forked child: close our copies of the parent's sockets without a word to anybody."""
+        self._lock, self._is_open = threading.Lock(), False
+        self._listener.close()
+        for wire in list(self._wires):
+            wire.close()
+
+    def _accept(self) -> None:
+        while self._is_open:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if not self._is_open:
+                    return
+                threading.Event().wait(0.05)  # out of descriptors: those in use end some time
+                continue
+            with self._lock:
+                self._num_open += 1
+                is_welcome = self._num_open <= MAX_CONNECTIONS and self._is_open
+            if not is_welcome:
+                self._turn_away(sock)
+                continue
+            threading.Thread(target=self._connection, args=(sock,), name="penstock-http", daemon=True).start()
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._num_open -= 1
+        with contextlib.suppress(OSError), sock:
+            sock.setblocking(False)
+            if self._tls is None:
+                sock.send(_answer(503))
+
+    def _connection(self, sock: socket.socket) -> None:
+        wire = None
+        try:
+            if self._tls is not None:
+                sock.settimeout(HEAD_S)
+                sock = self._tls.wrap_socket(sock, server_side=True)
+            wire = Wire(sock, pace_s=HEAD_S)
+            with self._lock:
+                if not self._is_open:
+                    return
+                self._wires.add(wire)
+            self._serve(wire)
+        except (OSError, ssl.SSLError):
+            return  # the connection broke: the reader's business, and it knows
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                if wire is not None:
+                    self._wires.discard(wire)
+            sock.close()
+
+    def _serve(self, wire: Wire) -> None:
+        behind = b""
+        while True:
+            try:
+                head, behind = wire.head(HEAD_S, behind, first_s=IDLE_S)
+                if not head:
+                    return
+                generation, request, behind = self._request(wire, head, behind)
+                self._answer(wire, generation, request)
+            except _Refused as refused:
+                wire.set_pace(HEAD_S)
+                wire.send_all(_answer(refused.status))
+                if refused.status != 410:
+                    return
+            except FormatError:
+                wire.send_all(_answer(400))
+                return
+
+    def _request(self, wire: Wire, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bytes]:
+        """Generation asked for, the request, and what came behind it. _Refused, FormatError."""
+        line, found = fields(head)
+        if self._token is not None:
+            shown = found.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+                raise _Refused(401)
+        verb, _, rest = line.partition(" ")
+        path, _, version = rest.partition(" ")
+        number = path.removeprefix("/v1/regions/")
+        if version != "HTTP/1.1":
+            raise FormatError("not HTTP/1.1")
+        if verb != "POST" or number == path or not (number.isascii() and number.isdigit() and len(number) < 20):
+            raise _Refused(404)
+        length = content_length(found)
+        if length > MAX_BODY_BYTES:
+            raise _Refused(413)
+        body = wire.body(length, behind, HEAD_S)
+        try:
+            return int(number), _DECODER.decode(body[:length]), body[length:]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FormatError("a malformed request") from error
+
+    def _answer(self, wire: Wire, generation: int, request: ReadRequest) -> None:
+        src, length = request.runs()
+        total = sum(length.tolist())
+        if total > MAX_ANSWER_BYTES:
+            raise _Refused(413)
+        with self._lock:
+            region = self._regions.get(generation)
+            if region is None or not self._is_given(region, request):
+                raise _Refused(410)
+            region.under_way.add(wire)
+        try:
+            views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
+            wire.set_pace(SEND_S)
+            wire.send_all(_answer(200, total + SEAL.size))
+            while views:
+                if self._regions.get(generation) is not region:
+                    raise ConnectionAbortedError("fenced")
+                advance(views, wire.send(front(views, PIECE_BYTES)))
+            # A holder fences before it changes a byte: if the generation is still there, all that went was of it.
+            if self._regions.get(generation) is not region:
+                raise ConnectionAbortedError("fenced")
+            wire.send_all(SEAL.pack(SEAL_WORD, generation))
+        finally:
+            with self._lock:
+                region.under_way.discard(wire)
+
+    def _is_given(self, region: Region, request: ReadRequest) -> bool:
+        same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
+        return hmac.compare_digest(request.key, region.key) and same
+
+
+def _answer(status: int, nbytes: int = 0) -> bytes:
+    closing = "" if status in {200, 410} else "Connection: close\r\n"
+    reason = "OK" if status == 200 else _REASONS.get(status, "Unavailable")
+    return f"HTTP/1.1 {status} {reason}\r\nContent-Length: {nbytes}\r\n{closing}\r\n".encode()

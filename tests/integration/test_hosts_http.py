@@ -1,0 +1,413 @@
+"""`http` between two processes, and between one and whoever else connects: faults, fences, tokens, hostile requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.errors import (
+    Cancelled,
+    ConfigError,
+    FormatError,
+    PeerLost,
+    PermissionDenied,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.testing.transport_suite import sample, segments
+from penstock.transport import http_server
+from penstock.transport.descriptor import Descriptor, decode
+from penstock.transport.http import HttpTransport
+from penstock.transport.http_wire import MAX_RUNS, ReadRequest, Wire
+from penstock.transport.protocol import Memory, Segments
+
+NBYTES = 40_000_003
+HOLDER = """
+import sys, time
+from penstock.testing.transport_suite import sample
+from penstock.transport import http_server
+from penstock.transport.descriptor import encode
+from penstock.transport.http import HttpTransport
+from penstock.transport.http_wire import Wire
+from penstock.transport.protocol import Memory
+
+if sys.argv[2] == "slow":
+    real, http_server.PIECE_BYTES = Wire.send, 64 << 10
+    Wire.send = lambda self, views: (time.sleep(0.002), real(self, views))[1]
+transport = HttpTransport()
+buffer = bytearray(sample(int(sys.argv[1])))
+handle = transport.register(Memory.of_buffer(buffer))
+print(encode(handle.descriptor).hex(), flush=True)
+for line in sys.stdin:
+    print(encode(handle.fence()).hex(), flush=True)
+    buffer[:] = bytes(len(buffer))
+"""
+
+
+@contextlib.contextmanager
+def holder(nbytes: int = NBYTES, *, slow: bool = False):
+    words = [sys.executable, "-c", HOLDER, str(nbytes), "slow" if slow else "fast"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, decode(bytes.fromhex(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def reading(nbytes: int, **options):
+    transport = HttpTransport(**options)
+    try:
+        buffer = bytearray(b"\xaa" * nbytes)
+        yield transport, transport.register(Memory.of_buffer(buffer)), buffer
+    finally:
+        transport.close()
+
+
+def whole(nbytes: int) -> Segments:
+    return segments([(0, 0, nbytes)])
+
+
+def wait_for_bytes(pending) -> None:
+    deadline = time.monotonic() + 20
+    while not pending.moved_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_two_processes(num_connections: int) -> None:
+    with holder() as (_, source), reading(NBYTES, num_connections=num_connections) as (transport, into, buffer):
+        transport.wait(transport.post_read(into, source, whole(NBYTES)), stall_s=20)
+        assert buffer == sample(NBYTES)
+
+
+def test_a_killed_peer_is_lost() -> None:
+    with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, _):
+        pending = transport.post_read(into, source, whole(NBYTES))
+        wait_for_bytes(pending)
+        process.kill()
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            transport.wait(pending, stall_s=20)
+        assert caught.value.mutated
+        assert time.monotonic() - began < 5
+        with pytest.raises(PeerLost) as caught:
+            transport.wait(transport.post_read(into, source, whole(10)), stall_s=20)
+        assert not caught.value.mutated
+
+
+@pytest.mark.parametrize("when", ["before", "under way"])
+def test_a_stopped_peer_stalls_and_nothing_is_written_after(when: str) -> None:
+    with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, buffer):
+        if when == "before":
+            process.send_signal(signal.SIGSTOP)
+        pending = transport.post_read(into, source, whole(NBYTES))
+        if when == "under way":
+            wait_for_bytes(pending)
+            process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(SourceStalled) as caught:
+            transport.wait(pending, stall_s=0.6)
+        assert 0.5 < time.monotonic() - began < 4
+        assert caught.value.mutated == (when == "under way")
+        buffer[:] = b"\x55" * NBYTES
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert buffer == b"\x55" * NBYTES
+        transport.wait(transport.post_read(into, source, whole(1000)), stall_s=20)
+        assert buffer[:1000] == sample(NBYTES)[:1000]
+
+
+def test_a_fence_under_way_ends_the_read_and_is_told_from_a_lost_peer() -> None:
+    with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, _):
+        pending = transport.post_read(into, source, whole(NBYTES))
+        wait_for_bytes(pending)
+        process.stdin.write("fence\n")
+        process.stdin.flush()
+        new = decode(bytes.fromhex(process.stdout.readline()))
+        with pytest.raises(StaleDescriptor) as caught:
+            transport.wait(pending, stall_s=20)
+        assert caught.value.mutated
+        transport.wait(transport.post_read(into, new, whole(10)), stall_s=20)
+
+
+def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
+    """The fence falls after the last byte was handed to the kernel, before the seal."""
+    with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
+        real = Wire.send
+
+        def send(self: Wire, views) -> int:
+            sent = real(self, views)
+            handle.fence()
+            return sent
+
+        monkeypatch.setattr(Wire, "send", send)
+        with pytest.raises(StaleDescriptor) as caught:
+            transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
+        assert caught.value.mutated
+
+
+def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "PIECE_BYTES", 100_000)
+    real, sent = Wire.send, []
+
+    def send(self: Wire, views) -> int:
+        sent.append(1)
+        if len(sent) % 7 == 3:
+            self.cut()
+        return real(self, views)
+
+    with reading(3_000_000) as (_, handle, there), reading(3_000_000) as (transport, into, here):
+        there[:] = sample(3_000_000)
+        monkeypatch.setattr(Wire, "send", send)
+        transport.wait(transport.post_read(into, handle.descriptor, whole(3_000_000)), stall_s=20)
+        assert here == there
+        assert len(sent) > 30
+
+
+def test_memory_released_under_a_read_is_written_no_more() -> None:
+    with holder(slow=True) as (_, source), reading(NBYTES) as (transport, into, buffer):
+        pending = transport.post_read(into, source, whole(NBYTES))
+        wait_for_bytes(pending)
+        into.close()
+        with pytest.raises(Cancelled):
+            transport.wait(pending, stall_s=20)
+        buffer[:] = b"\x55" * NBYTES
+        time.sleep(0.2)
+        assert buffer == b"\x55" * NBYTES
+
+
+def test_more_runs_than_one_request_takes() -> None:
+    count = 3 * MAX_RUNS + 5
+    at = np.arange(count) * 100
+    with reading(count * 100) as (_, handle, there), reading(count * 100) as (transport, into, here):
+        there[:] = sample(len(there))
+        rows = Segments(src=at[::-1].copy(), dst=at, nbytes=np.full(count, 90))
+        transport.wait(transport.post_read(into, handle.descriptor, rows), stall_s=20)
+        expected = np.frombuffer(there, np.uint8).reshape(count, 100)[::-1, :90]
+        assert (np.frombuffer(here, np.uint8).reshape(count, 100)[:, :90] == expected).all()
+
+
+@pytest.mark.parametrize("shown", [None, "wrong", "secretx"])
+def test_a_wrong_token_is_refused(shown: str | None) -> None:
+    with reading(100, token="secret") as (_, handle, _), reading(100, token=shown) as (transport, into, buffer):
+        with pytest.raises(PermissionDenied) as caught:
+            transport.wait(transport.post_read(into, handle.descriptor, whole(100)), stall_s=20)
+        assert not caught.value.mutated
+        assert buffer == b"\xaa" * 100
+    with reading(100, token="secret") as (_, handle, _), reading(100, token="secret") as (transport, into, _):
+        transport.wait(transport.post_read(into, handle.descriptor, whole(100)), stall_s=20)
+
+
+def test_what_other_hosts_can_reach_is_guarded() -> None:
+    for listen in ("0.0.0.0:0", "192.0.2.1:0", ":0", "[::]:0"):
+        with pytest.raises(ConfigError, match="without a token or TLS"):
+            HttpTransport(listen, advertise="here")
+    with pytest.raises(ConfigError, match="advertise"):
+        HttpTransport("0.0.0.0:0", token="secret")
+    for listen in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "unix:/no/such/folder/socket"):
+        with pytest.raises(ConfigError):
+            HttpTransport(listen)
+    for token in ("", "a\nb", "ä"):
+        with pytest.raises(ConfigError, match="token"):
+            HttpTransport(token=token)
+
+
+def test_a_unix_socket(tmp_path) -> None:
+    with reading(5_000_000, listen=f"unix:{tmp_path}/door") as (_, handle, there):
+        there[:] = sample(5_000_000)
+        with reading(5_000_000) as (transport, into, here):
+            transport.wait(transport.post_read(into, handle.descriptor, whole(5_000_000)), stall_s=20)
+            assert here == there
+    assert not (tmp_path / "door").exists()
+
+
+def test_tls(tmp_path) -> None:
+    key, cert = _certificate(tmp_path)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key)
+    trust = ssl.create_default_context(cafile=str(cert))
+    options = {"listen": "127.0.0.1:0", "tls": server}
+    with (
+        reading(5_000_000, **options) as (_, handle, there),
+        reading(5_000_000, trust=trust) as (transport, into, here),
+    ):
+        there[:] = sample(5_000_000)
+        rows = segments([(i * 1000, (4999 - i) * 1000, 1000) for i in range(5000)])
+        transport.wait(transport.post_read(into, handle.descriptor, rows), stall_s=20)
+        assert here[-1000:] == there[:1000]
+        old = handle.descriptor
+        handle.fence()
+        with pytest.raises(StaleDescriptor):
+            transport.wait(transport.post_read(into, old, whole(10)), stall_s=20)
+        with reading(10) as (stranger, mine, _), pytest.raises(PermissionDenied, match="TLS"):
+            stranger.wait(stranger.post_read(mine, handle.descriptor, whole(10)), stall_s=20)
+
+
+def _certificate(folder):
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key"), "-out", str(folder / "cert")]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    return folder / "key", folder / "cert"
+
+
+def test_a_forked_child_leaves_the_parents_server_alone() -> None:
+    with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
+        transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
+        child = os.fork()
+        if not child:
+            try:
+                into.check_open()
+            except Cancelled:
+                into.close()
+                transport.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
+
+
+def test_a_malformed_descriptor() -> None:
+    with reading(10) as (transport, into, _):
+        good = into.descriptor
+        for payload in (b"", b"\xc1", good.payload[:-1], msgspec.msgpack.encode({"key": b"x", "port": 7})):
+            with pytest.raises(FormatError):
+                transport.post_read(into, msgspec.structs.replace(good, payload=payload), whole(1))
+        found = msgspec.msgpack.decode(good.payload)
+        for change in ({"port": 70000}, {"host": "a\r\nb"}, {"path": "x" * 200}, {"key": b""}):
+            forged = msgspec.structs.replace(good, payload=msgspec.msgpack.encode(found | change))
+            with pytest.raises(FormatError):
+                transport.post_read(into, forged, whole(1))
+
+
+# A client that is none of ours.
+
+
+def request(source: Descriptor, rows, **change) -> bytes:
+    columns = np.array(rows, "<i8").reshape(-1, 2)
+    found = msgspec.msgpack.decode(source.payload)
+    given = {"endpoint": source.endpoint, "key": found["key"], "nbytes": source.nbytes}
+    given |= {"src": columns[:, 0].tobytes(), "length": columns[:, 1].tobytes()} | change
+    return msgspec.msgpack.encode(ReadRequest(**given))
+
+
+def ask(source: Descriptor, raw: bytes) -> bytes:
+    """All that comes back until the server closes, or has nothing to say for a while."""
+    found = msgspec.msgpack.decode(source.payload)
+    with socket.create_connection((found["host"], found["port"]), timeout=2) as sock:
+        answer = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            sock.sendall(raw)
+            sock.settimeout(0.3)
+            while got := sock.recv(1 << 16):
+                answer += got
+        return answer
+
+
+def head(source: Descriptor, nbytes: object, generation: object = None) -> bytes:
+    number = source.generation if generation is None else generation
+    return f"POST /v1/regions/{number} HTTP/1.1\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+
+
+def test_hostile_requests_get_a_refusal_and_no_bytes() -> None:
+    with reading(1000) as (transport, handle, _):
+        source, far = handle.descriptor, 2**63 - 1
+        good = request(source, [(0, 1000)])
+        bodies = {
+            "outside": [
+                request(source, rows) for rows in ([(0, 1001)], [(-1, 1)], [(far, 1)], [(1, far)], [(far, far)])
+            ],
+            "empty run": [request(source, [(0, 0)])],
+            "garbage": [b"\xc1" * 40, b"", b"\x91" * 1000, good[:-3], msgspec.msgpack.encode({"a": 1})],
+        }
+        for body in (body for group in bodies.values() for body in group):
+            assert ask(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 400")
+        lies = {"key": b"", "endpoint": "nobody", "nbytes": 999}
+        for body in (request(source, [(0, 9)], **{name: value}) for name, value in lies.items()):
+            assert ask(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 410")
+        assert ask(source, head(source, len(good), 10**18) + good).startswith(b"HTTP/1.1 410")
+        for raw in (
+            head(source, len(good), "x") + good,
+            head(source, len(good), 10**30) + good,
+            b"GET /etc/passwd HTTP/1.1\r\n\r\n",
+        ):
+            assert ask(source, raw).startswith(b"HTTP/1.1 404")
+        assert ask(source, head(source, 10**9)).startswith(b"HTTP/1.1 413")
+        for raw in (
+            b"\x16\x03\x01\x00\xff\r\n\r\n",
+            b"A" * 20_000,
+            head(source, "-1"),
+            head(source, "1e9"),
+            head(source, "9" * 30),
+            head(source, "5\r\nContent-Length: 6"),
+            head(source, "5\r\nTransfer-Encoding: chunked"),
+            b"POST /v1/regions/1 HTTP/1.0\r\n\r\n",
+        ):
+            assert ask(source, raw).startswith(b"HTTP/1.1 400")
+        assert b"\xaa" * 1000 in ask(source, head(source, len(good)) + good)
+        transport.wait(transport.post_read(handle, source, whole(1000)), stall_s=20)
+
+
+def test_many_runs_of_the_whole_region_are_too_much(monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_ANSWER_BYTES", 10_000)
+    with reading(1000) as (_, handle, _):
+        body = request(handle.descriptor, [(0, 1000)] * 11)
+        assert ask(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
+
+
+def test_slow_clients_are_let_go(monkeypatch) -> None:
+    """A head that drips, a body that does not come, and a reader that takes nothing: each costs a while."""
+    for name in ("HEAD_S", "SEND_S", "IDLE_S"):
+        monkeypatch.setattr(http_server, name, 0.4)
+    with reading(50_000_000) as (transport, handle, _):
+        source = handle.descriptor
+        found = msgspec.msgpack.decode(source.payload)
+        body = request(source, [(0, 50_000_000)])
+        where = (found["host"], found["port"])
+        idle, half, greedy, drip = (socket.create_connection(where, timeout=5) for _ in range(4))
+        half.sendall(head(source, 100) + b"x")
+        greedy.sendall(head(source, len(body)) + body)
+
+        def dripping() -> None:
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    drip.sendall(b"P")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=dripping)
+        thread.start()
+        deadline = time.monotonic() + 5
+        while transport.server._num_open and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not transport.server._num_open
+        for sock in (idle, half, greedy, drip):
+            sock.close()
+        thread.join()
+
+
+def test_a_full_server_is_asked_again(monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
+        found = msgspec.msgpack.decode(handle.descriptor.payload)
+        other = socket.create_connection((found["host"], found["port"]), timeout=5)
+        other.sendall(b"POST")
+        time.sleep(0.1)
+        pending = transport.post_read(into, handle.descriptor, whole(1000))
+        with pytest.raises(SourceStalled):
+            transport.wait(pending, stall_s=0.5)
+        pending = transport.post_read(into, handle.descriptor, whole(1000))
+        other.close()
+        transport.wait(pending, stall_s=20)
