@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded
 from penstock.engine.trace import Trace
@@ -24,8 +24,7 @@ from penstock.storage.local import typed_error
 from penstock.storage.uring import Uring
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(NamedTuple):
     """One read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
 
     fd: int
@@ -114,6 +113,8 @@ class RingFetch:
         self._ring.close()
 
     def _wake(self) -> None:
+        if threading.current_thread() is self._thread:
+            return
         with self._state:
             self._state.notify()
 
@@ -133,8 +134,7 @@ class RingFetch:
     def _submit(self) -> None:
         """Put steps in flight while there is room for them."""
         while len(self._flying) < self._depth and self._heap:
-            with self._state:
-                entry = heapq.heappop(self._heap)
+            entry = heapq.heappop(self._heap)  # one call that holds the GIL: no lock, of which there would be 10,000
             step = entry[2]
             if step.ticket.stopped:
                 step.abandon()
@@ -165,6 +165,8 @@ class RingFetch:
             self._flying.clear()
             return
         now = time.perf_counter()
+        if not completions:
+            self._look_for_stalls(now)
         for token, result in completions:
             one = self._flying[token]
             if result > 0 and one.num_read + result < one.read.nbytes:
@@ -179,6 +181,8 @@ class RingFetch:
                 continue
             self._trace.add(self.name, one.step.name, one.start, now, one.read.nbytes)
             guarded(one.step.ticket, one.step.arrived)
+
+    def _look_for_stalls(self, now: float) -> None:
         for one in self._flying.values():
             if now - one.start > self._stall_s:
                 one.step.ticket.fail(SourceStalled(f"{one.step.name}: no byte for {self._stall_s} s"))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.engine import cuda_driver
 from penstock.engine.place import Segment
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import StagingBuffer
@@ -43,16 +44,16 @@ class CudaRegistrar:
 
 
 class CudaPending:
-    """Copies or kernels up to an event."""
+    """Copies up to an event; its handle, which the place owns."""
 
     __slots__ = ("_event",)
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: int) -> None:
         self._event = event
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return bool(self._event.query())
+        return cuda_driver.is_done(self._event)
 
 
 class CudaPlace:
@@ -74,9 +75,8 @@ class CudaPlace:
         self._caller = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(self._caller)
-        self._host: dict[int, torch.Tensor] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
         self._lock = threading.Lock()
-        self._entered = False
 
     def allocate(self) -> None:
         """Make every slab that there is none of yet, all from one piece of device memory where torch has none to reuse.
@@ -130,19 +130,21 @@ class CudaPlace:
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Place.copy`."""
-        host = self._host.get(buffer.address)
-        if host is None:
-            host = self._host[buffer.address] = torch.from_numpy(buffer.array)
-        if not self._entered:
-            # Once, for the one thread that calls this: entering a stream costs as much as issuing a copy.
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self._stream)
-            self._entered = True
+        event, stream = self._event_of(buffer), self._stream.cuda_stream
         for src, slab, dst, run, _, _ in segments:
-            self.slab(slab)[dst : dst + run].copy_(host[src : src + run], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(self._stream)
+            cuda_driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
+        cuda_driver.record(event, stream)
         return CudaPending(event)
+
+    def _event_of(self, buffer: StagingBuffer) -> int:
+        """The handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""
+        event = self._events.get(buffer.address)
+        if event is None:
+            # Torch makes an event when it is first recorded, and makes the device's context that of this thread.
+            torch.cuda.set_device(self.device)
+            event = self._events[buffer.address] = torch.cuda.Event()
+            event.record(self._stream)
+        return int(event.cuda_event)
 
     def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
         free, total = torch.cuda.mem_get_info(self.device)

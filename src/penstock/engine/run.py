@@ -10,7 +10,7 @@ Not here: what a slab becomes (`loader`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -80,15 +80,18 @@ class LoadRun:
         # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
         self._awaited = 0 if window_bytes else max(0, len(self._missing) - 1)
         self._placed: set[int] = set()
-        self._awaited_read = -1
+        self._awaited_reads: set[int] = set()
         self._unchecked: list[int] = []
         self._unchecked_bytes = 0
         self._consumed_bytes = 0
         before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
         self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
-        columns = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
-        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in columns), strict=True)))
+        segments = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
+        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in segments), strict=True)))
         self._seg_first: list[int] = plan.seg_first.tolist()
+        files, offsets, lengths = (column.tolist() for column in (plan.read_file, plan.read_offset, plan.read_nbytes))
+        self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
+        """File index, offset and bytes of each read."""
         self._lock = threading.Lock()
         self._closed = False
         self.paths: dict[tuple[int, str], int] = {}
@@ -176,16 +179,22 @@ class LoadRun:
         """Hand a full staging buffer to the place executor."""
         self._place.post(step)
 
-    def wait_read(self, read: int) -> None:
-        """Return once this read's bytes are in their slabs. Raises what stopped the run."""
-        self._awaited_read = read
-        self.ticket.wait_until(lambda: read in self._placed, stall_s=self.stall_s)
+    def wait_reads(self, reads: Iterable[int]) -> None:
+        """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
+        awaited = set(reads)
+        with self._lock:
+            awaited -= self._placed
+            self._awaited_reads = awaited
+        self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
 
     def placed(self, read: int, segments: Sequence[Segment]) -> None:
         """This read's bytes are in their slabs."""
-        self._placed.add(read)
         self.arrived(segments)
-        if read == self._awaited_read:
+        with self._lock:
+            self._placed.add(read)
+            is_last = self._awaited_reads == {read}
+            self._awaited_reads.discard(read)
+        if is_last:
             self.ticket.wake()
 
     def arrived(self, segments: Sequence[Segment]) -> None:
@@ -237,18 +246,18 @@ class LoadRun:
 class _FetchStep:
     """Read one range into staging (or straight into host slabs)."""
 
-    __slots__ = ("_buffer", "_read", "_run", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_buffer", "_file", "_offset", "_read", "_run", "name", "nbytes", "priority", "ticket")
 
     def __init__(self, run: LoadRun, read: int) -> None:
         self._run, self._read = run, read
         self.priority, self.name, self.ticket = read, f"read {read}", run.ticket
-        self.nbytes = int(run.plan.read_nbytes[read])
+        self._file, self._offset, self.nbytes = run.reads[read]
         self._buffer: StagingBuffer | None = None
 
     def queue(self) -> Queued | Literal["later"] | None:
         """See `FetchStep.queue`."""
-        run, r = self._run, self._read
-        source, offset = run.sources[int(run.plan.read_file[r])], int(run.plan.read_offset[r])
+        run, r, offset = self._run, self._read, self._offset
+        source = run.sources[self._file]
         fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
         if fd is None or run.pool is None:
             return None
@@ -262,13 +271,12 @@ class _FetchStep:
     def arrived(self) -> None:
         """See `FetchStep.arrived`."""
         assert self._buffer is not None
-        self._run.took(int(self._run.plan.read_file[self._read]), "page-cache", self.nbytes)
+        self._run.took(self._file, "page-cache", self.nbytes)
         self._hand_on(self._buffer)
 
     def start(self) -> Pending | None:
-        run, r = self._run, self._read
+        run, r, file, offset = self._run, self._read, self._file, self._offset
         run.admit(r)
-        file, offset = int(run.plan.read_file[r]), int(run.plan.read_offset[r])
         segments = run.segments(r)
         views = self._direct(segments)
         if views is not None:

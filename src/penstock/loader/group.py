@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.engine.place import HostPlace
+from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Batch, Session
@@ -36,7 +36,8 @@ ROUND_BYTES = 32 << 20
 ROUNDS_IN_FLIGHT = 2
 """On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
 
-_POLL_S = 5e-5
+_POLL_S = 1e-3
+"""Pause between looks at a round: half of what one takes. Each look takes the GIL from the thread that reads."""
 
 _DIGEST_BYTES = 32
 
@@ -188,9 +189,9 @@ class _Rounds:
         self._slab = place.slab
         self._is_host = wire.device.type == "cpu"
         self._failed: PenstockError | RuntimeError | None = failed
-        before = np.concatenate(([0], np.cumsum(self._plan.seg_run)))[self._plan.seg_first]
-        edges = np.append(np.arange(0, self._plan.num_reads, per_round), self._plan.num_reads)
-        payload = int(np.diff(before[edges]).max(initial=0))
+        # Joined once, for all rounds: Python for each read of each rank would hold up the thread that reads.
+        self._pieces = _pieces(self._plan, per_round)
+        payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(wire, self._width) for _ in range(depth)]
@@ -216,13 +217,13 @@ class _Rounds:
         """Pack what this rank read, gather, and on CUDA unpack: all queued on the current stream."""
         wire, slot.round = self._wire, k
         try:
-            for read in self._reads(k, wire.rank) if self._failed is None else ():
-                self._run.wait_read(read)
+            if self._failed is None:
+                self._run.wait_reads(self._reads(k, wire.rank))
         except (PenstockError, RuntimeError) as error:
             self._failed = error
         slot.send[-1] = self._failed is not None
         if self._failed is None:
-            self._copy(slot.send, self._reads(k, wire.rank), pack=True)
+            self._copy(slot.send, self._turn(k, wire.rank), pack=True)
         slot.work = wire.post_gather(slot.received.view(-1), slot.send)
         if not self._is_host:
             slot.work.wait()  # orders the stream after the gather; the host goes on
@@ -245,20 +246,25 @@ class _Rounds:
         if lost:
             raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
         for rank in range(wire.world_size):
-            for read in self._reads(k, rank) if rank != wire.rank else ():
-                self._run.arrived(self._run.segments(read))
+            if rank != wire.rank:
+                self._run.arrived(self._turn(k, rank))
 
     def _unpack(self, slot: _Slot) -> None:
         assert slot.round is not None
         if self._failed is None:
             for rank in range(self._wire.world_size):
                 if rank != self._wire.rank:
-                    self._copy(slot.received[rank], self._reads(slot.round, rank), pack=False)
+                    self._copy(slot.received[rank], self._turn(slot.round, rank), pack=False)
 
-    def _copy(self, payload: torch.Tensor, reads: range, *, pack: bool) -> None:
-        """Between a payload and the slabs; segments that go on where the last ended are one copy."""
+    def _turn(self, k: int, rank: int) -> list[Segment]:
+        """What the rank brings in round k."""
+        turn = k * self._wire.world_size + rank
+        return self._pieces[turn] if turn < len(self._pieces) else []
+
+    def _copy(self, payload: torch.Tensor, pieces: Sequence[Segment], *, pack: bool) -> None:
+        """Between a payload and the slabs."""
         at = 0
-        for slab, dst, nbytes in _joined(self._run, reads):
+        for _, slab, dst, nbytes, _, _ in pieces:
             piece = self._slab(slab)[dst : dst + nbytes]
             piece = torch.from_numpy(piece) if self._is_host else piece
             if pack:
@@ -281,16 +287,17 @@ class _Slot:
         self.round: int | None = None
 
 
-def _joined(run: LoadRun, reads: range) -> Iterator[tuple[int, int, int]]:
-    """(slab, offset, bytes) of the reads' segments in order, neighbours in one slab joined."""
-    slab, start, stop = -1, 0, 0
-    for read in reads:
-        for segment in run.segments(read):
-            if segment.slab == slab and segment.dst == stop:
-                stop += segment.run
-                continue
-            if stop > start:
-                yield slab, start, stop - start
-            slab, start, stop = segment.slab, segment.dst, segment.dst + segment.run
-    if stop > start:
-        yield slab, start, stop - start
+def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
+    """What each turn of `per_turn` reads brings, in order: its segments, neighbours in one slab joined."""
+    num_turns = -(-plan.num_reads // per_turn)
+    turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
+    starts = np.ones(len(turn), bool)
+    goes_on = (plan.seg_slab[1:] == plan.seg_slab[:-1]) & (plan.seg_dst[1:] == plan.seg_dst[:-1] + plan.seg_run[:-1])
+    starts[1:] = ~goes_on | (turn[1:] != turn[:-1])
+    first = np.flatnonzero(starts)
+    nbytes = np.add.reduceat(plan.seg_run, first) if len(first) else first
+    pieces: list[list[Segment]] = [[] for _ in range(num_turns)]
+    columns = (turn[first].tolist(), plan.seg_slab[first].tolist(), plan.seg_dst[first].tolist(), nbytes.tolist())
+    for at, slab, dst, run in zip(*columns, strict=True):
+        pieces[at].append(Segment(0, slab, dst, run, 1, run))
+    return pieces

@@ -29,9 +29,12 @@ MAX_LOCAL_READS = 12
 """Reads of local files under way at once into a device's staging: 12-14 x 8 MiB come nearest the link (53 of 55.5).
 Source: benchmarks/results/h200x1_202611/load.md, "Why goals are missed"."""
 
-MAX_GROUP_THREADS = 6
-"""The same where several ranks of one host read at once; 8 made no difference.
-Source: benchmarks/results/h200x4_202611/load.md."""
+MAX_GROUP_READS = 12
+"""The same where several ranks of one host read at once. Source: benchmarks/results/h200x4_202611/load.md."""
+
+GROUP_CHUNKS = 2
+"""So many times smaller are the chunks then: what all ranks stage should stay in the processor's cache, or every byte
+crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
 
 SPARE_BUFFERS = 8
 """Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
@@ -39,8 +42,9 @@ SPARE_BUFFERS = 8
 WARM_ABOVE_BYTES = 1 << 30
 """Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
 
-WARM_THREADS = 4
-"""Threads that touch and pin staging ahead of its first use; more of them only wait for the address space's lock."""
+WARM_THREADS = 2
+"""Threads that touch and pin staging ahead of its first use; more of them hold up the thread that reads the headers, by
+the GIL and the address space's lock: 4 cost it 4 ms, 8 cost 13. Source: benchmarks/results/h200x1_202611/load.md."""
 
 
 class Intake:
@@ -52,10 +56,10 @@ class Intake:
         ring_refusal: why the kernel gives no ring, once `open_ring` was refused one.
     """
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device, local_world_size: int = 1) -> None:
         self._settings, self._device = settings, device
         self.is_remote = False
-        self.local_world_size = 1
+        self.local_world_size = local_world_size
         self.ring_refusal = ""
         self._pool: StagingPool | None = None
         self._peak_bytes = 0
@@ -71,7 +75,7 @@ class Intake:
         if self._device.type == "cpu":
             return min(4, max(2, cores))
         if self.local_world_size > 1:
-            return max(2, min(MAX_GROUP_THREADS, cores * 3 // 8 // self.local_world_size))
+            return max(2, min(MAX_GROUP_READS, cores * 3 // 4 // self.local_world_size))
         return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
 
     @property
@@ -79,7 +83,7 @@ class Intake:
         """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self.local_world_size > 1 and self._device.type == "cuda":
-            wanted //= 2  # so that the staging of all ranks fits the processor's cache
+            wanted //= GROUP_CHUNKS
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(

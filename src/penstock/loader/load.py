@@ -21,7 +21,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
-from penstock.loader.pause import paused_gc
+from penstock.loader.pause import paused_gc, quick_handover
 from penstock.loader.report import Report
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
@@ -167,7 +167,8 @@ def load(
         progress=progress,
         trace=trace,
     )
-    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
+    quick = quick_handover() if options.device.type == "cuda" else nullcontext()
+    with paused_gc(), quick, open_session(uri, options, memory_bytes, group) as session:
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
         return Weights(tensors, report, session.manifest)
@@ -213,7 +214,7 @@ def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, gr
     """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others."""
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
     with telling(group, options, settings.stall_s), paused_gc():
-        return Session(uri, options, settings, in_group=group is not None)
+        return Session(uri, options, settings, local_world_size=1 if group is None else group.size())
 
 
 def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> AbstractContextManager[None]:
@@ -233,15 +234,11 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     plan, place, begin = _prepare(session, all_at_once=True)
     session.phases.enter("allocate")
-    if isinstance(place, HostPlace):
-        run = begin(0)
-        tensors = _made(session, plan, place)
-    else:
-        # Before anything moves: making 60,000 tensors takes longer, and the reader too, where they share the GIL.
+    if not isinstance(place, HostPlace):
         place.allocate()
-        tensors = _made(session, plan, place)
-        run = begin(0)
+    run = begin(0)
     session.phases.enter("move")
+    tensors = _made(session, plan, place)
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
     return tensors, plan.nbytes

@@ -64,13 +64,21 @@ Batch = tuple[Sequence[str], list[torch.Tensor]]
 
 
 class Session:
-    """One load. A context manager; leaving it drains and frees everything but what was given away."""
+    """One load. A context manager; leaving it drains and frees everything but what was given away.
 
-    def __init__(self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False) -> None:
+    Args:
+        uri, options, settings: what, how, within which bounds.
+        in_group: others may bring the bytes: staging is made when a read needs it.
+        local_world_size: processes that read on this host at the same time, as part of the same load.
+    """
+
+    def __init__(
+        self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False, local_world_size: int = 1
+    ) -> None:
         self.options, self.settings = options, settings
         self.phases = Phases()
         self.trace = Trace(enabled=options.trace is not None)
-        self.intake = Intake(settings, options.device)
+        self.intake = Intake(settings, options.device, local_world_size)
         if not in_group:
             self.intake.warm(uri)
         try:

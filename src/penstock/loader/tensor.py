@@ -194,7 +194,7 @@ def _alike(
     nbytes = math.prod(extent) * kind.itemsize
     if not nbytes or list(offsets) != list(range(offsets[0], offsets[0] + count * nbytes, nbytes)):
         return None
-    if any(one != dtype for one in dtypes) or any(one != shape for one in shapes):
+    if dtypes.count(dtype) != count or shapes.count(shape) != count:
         return None
     if (raw.data_ptr() + offsets[0]) % kind.itemsize or (raw.storage_offset() + offsets[0]) % kind.itemsize:
         return None

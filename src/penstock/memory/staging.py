@@ -117,11 +117,13 @@ class StagingPool:
         self._registrar = registrar
         self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
         self._free = self._all[::-1]
-        self._state = threading.Condition()
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         self._in_use = 0
         self._gated = False
         self._cancelled = False
         self._warmers: list[threading.Thread] = []
+        self._num_warming = 0
         self.peak_bytes = 0
 
     def warm(self, num_threads: int) -> None:
@@ -130,12 +132,20 @@ class StagingPool:
         A buffer being warmed counts as in use. `close` waits for the threads.
         """
         share = -(-self.num_buffers // num_threads)
-        for index in range(min(num_threads, self.num_buffers)):
+        self._num_warming = min(num_threads, self.num_buffers)
+        for index in range(self._num_warming):
             thread = threading.Thread(target=self._warm, args=(share,), name=f"penstock-staging-{index}", daemon=True)
             self._warmers.append(thread)
             thread.start()
 
     def _warm(self, share: int) -> None:
+        try:
+            self._prepare(share)
+        finally:
+            with self._lock:
+                self._num_warming -= 1
+
+    def _prepare(self, share: int) -> None:
         for _ in range(share):
             with self._state:
                 cold = next((buffer for buffer in self._free if not buffer.is_ready), None)
@@ -170,10 +180,18 @@ class StagingPool:
                     deadline = time.monotonic() + stall_s
             if self._cancelled:
                 raise Cancelled("staging pool cancelled")
-            buffer = self._free.pop()
-            self._in_use += 1
-            self._gated = self._in_use >= self._high
-            self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
+            buffer = self._take()
+        return self._prepared(buffer)
+
+    def _take(self) -> StagingBuffer:
+        """A free buffer; the lock is held."""
+        buffer = self._free.pop()
+        self._in_use += 1
+        self._gated = self._in_use >= self._high
+        self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
+        return buffer
+
+    def _prepared(self, buffer: StagingBuffer) -> StagingBuffer:
         try:
             buffer.prepare(self._registrar)
         except DestinationError:
@@ -182,15 +200,21 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """A buffer if one is free now and the pool is not gated, else None. Raises as `acquire`."""
-        with self._state:
+        """A buffer if one is free now and the pool is not gated, else None. Raises as `acquire`.
+
+        Nor a cold one while the pool is being warmed: to prepare it would take the caller milliseconds.
+        """
+        with self._lock:
             if not self._free or self._gated or self._cancelled:
                 return None
-        return self.acquire(stall_s=1.0)
+            if self._num_warming and not self._free[-1].is_ready:
+                return None
+            buffer = self._take()
+        return self._prepared(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
         """Give a buffer back; it must be idle (no copy in flight)."""
-        with self._state:
+        with self._lock:
             self._free.append(buffer)
             self._in_use -= 1
             if self._gated and self._in_use <= self._low:

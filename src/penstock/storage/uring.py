@@ -34,6 +34,16 @@ _CQE = struct.Struct("<QiI")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+# The same call without letting go of the GIL, which a busy thread would keep for a switch interval: to submit only.
+_held: Any = ctypes.PyDLL(None, use_errno=True)
+_held.syscall.restype = ctypes.c_long
+
+
+def _entered(result: int) -> int:
+    """What io_uring_enter returned; OSError unless it only found nothing to do for now."""
+    if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
+        raise OSError(code, "io_uring_enter")
+    return result
 
 
 def refusal() -> str:
@@ -93,20 +103,20 @@ class Uring:
         self._unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Submit what is queued, wait for one completion or the timeout; all completions as (token, result).
+        """Submit what is queued; unless something is complete, wait for it or the timeout; all as (token, result).
 
         A result is the bytes read, or minus an errno.
         """
-        self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
-        flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
-        done = int(_libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes))
-        if done >= 0:
-            self._unsubmitted -= done
-        elif (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
-            raise OSError(code, "io_uring_enter")
-        elif code == errno.ETIME:
-            self._unsubmitted = 0
-        return self._reap()
+        if self._unsubmitted:
+            done = int(_held.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0)))
+            self._unsubmitted -= max(0, _entered(done))
+        found = self._reap()
+        if not found:
+            self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
+            flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
+            _entered(int(_libc.syscall(_SYS_ENTER, self._fd, 0, 1, flags, self._arg, self._arg_bytes)))
+            found = self._reap()
+        return found
 
     def _reap(self) -> list[tuple[int, int]]:
         found = []

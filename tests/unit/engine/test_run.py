@@ -230,8 +230,8 @@ def test_nothing_to_read_is_finished_at_once(make: Make) -> None:
 def test_some_of_the_reads_only(make: Make) -> None:
     bench = make(CHUNK, CHUNK, CHUNK, CHUNK)
     run = bench.start(reads=[0, 2])
-    run.wait_read(2)
-    run.wait_read(0)
+    run.wait_reads([2])
+    run.wait_reads([0])
     assert sorted(bench.source.offsets) == [0, 2 * CHUNK]
     for read in (1, 3):
         run.arrived(run.segments(read))
@@ -272,7 +272,7 @@ def test_a_sources_error_reaches_the_waiter_and_frees_the_pool(make: Make, ask: 
         elif ask == "wait":
             run.ticket.wait(stall_s=10)
         else:
-            run.wait_read(19)
+            run.wait_reads([19])
     run.close()
     assert bench.all_buffers_are_back() and not own_threads()
 
