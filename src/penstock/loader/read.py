@@ -54,6 +54,15 @@ class FileReader:
         """Largest read that a plan may hold. BudgetTooSmall: see `Intake.chunk_bytes`."""
         return self._intake.chunk_bytes
 
+    def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        """The bytes `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
+        run = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        is_host = device.type == "cpu"
+        staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if nbytes:
+            self._source.readv(offset, [staging.numpy().data])
+        return run if is_host else run.copy_(staging)
+
     def read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """Read every range of `plan` and put its bytes where the plan says.
 

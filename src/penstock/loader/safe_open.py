@@ -221,14 +221,15 @@ class _File:
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if self._mapping is not None:
-            whole = as_tensor(self._slabs(self._plan([row]), self.device)[0], dtype, shape)
-            return whole[index]
+            return as_tensor(self._whole(row), dtype, shape)[index]
         basic = is_basic(index)
         if basic:
             torch.empty((), dtype=kind).expand(extent)[index]  # torch's own error, before anything is read
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
+        if box == Box.full(shape) and basic:
+            return as_tensor(self._whole(row), dtype, shape)[rest]
         # Gathers run on the CPU, as safetensors' do: devices lack them for some dtypes, and less is moved.
         slabs = self._slabs(self._plan([row], box), self.device if basic else torch.device("cpu"))
         return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
@@ -238,7 +239,9 @@ class _File:
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         numpy_dtype(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
-        found = as_array(self._slabs(self._plan([row], box), self.device)[0].numpy().data, dtype, box.shape)
+        whole = box == Box.full(shape)
+        slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
+        found = as_array(slab.numpy().data, dtype, box.shape)
         return found[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -256,6 +259,15 @@ class _File:
             buffer = slabs[slab] if slab >= 0 else nothing
             found |= zip(part.names, as_tensors(buffer, part.dtypes, part.shapes, offsets), strict=True)
         return found
+
+    def _whole(self, row: int) -> torch.Tensor:
+        """A row's bytes. Up to one read there is nothing to plan, which would take ten times as long as the rest."""
+        offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
+        if self._mapping is not None:
+            return as_bytes(self._mapping.view(offset, nbytes))
+        if nbytes <= self._reader.chunk_bytes:
+            return self._reader.read_run(offset, nbytes, self.device)
+        return self._slabs(self._plan([row]), self.device)[0]
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
         sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
