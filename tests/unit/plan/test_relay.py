@@ -1,0 +1,230 @@
+"""Relays: nobody below itself, everyone reaches a whole holder, parents kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.relay import DEFAULT_CHILDREN, MAX_DEPTH, Node, Relay
+
+CHUNKS = 100
+
+
+def node(member: str, have: int = 0, host: str = "", **fields) -> Node:
+    return Node(member=member, host=host or f"host-{member}", num_have=have, num_chunks=CHUNKS, **fields)
+
+
+def members(count: int, **fields) -> list[Node]:
+    return [node(f"m{i}", joined=i, **fields) for i in range(count)]
+
+
+def chain_up(parents: dict[str, str], member: str) -> list[str]:
+    trail = []
+    while member in parents:
+        member = parents[member]
+        assert member not in trail, "a ring"
+        trail.append(member)
+    return trail
+
+
+@st.composite
+def fleets(draw) -> list[Node]:
+    count = draw(st.integers(1, 14))
+    names = [f"m{i}" for i in range(count)]
+    some = st.frozensets(st.sampled_from(names), max_size=3)
+    return [
+        Node(
+            member=name,
+            host=draw(st.sampled_from("ABC")),
+            rack=draw(st.sampled_from(["", "r", "s"])),
+            device=draw(st.sampled_from(["cpu", "cuda:0", "cuda:1"])),
+            joined=draw(st.integers(0, 3)),
+            num_have=draw(st.sampled_from([0, 1, 40, 60, CHUNKS])),
+            num_chunks=CHUNKS,
+            draining=draw(st.booleans()) and draw(st.booleans()),
+            num_readers=draw(st.integers(0, 3)),
+            max_readers=draw(st.integers(0, 3)),
+            complainers=draw(some) if draw(st.booleans()) else frozenset(),
+            distrusted=draw(st.integers(0, 9)) == 0,
+            parent=draw(st.sampled_from(["", "gone", *names])),
+        )
+        for name in names
+    ]
+
+
+@given(fleets())
+@settings(max_examples=150, deadline=None)
+def test_with_a_whole_holder_everyone_hangs_below_one(fleet) -> None:
+    relay = Relay(fleet)
+    whole = {one.member for one in fleet if one.whole}
+    if not whole:
+        return
+    receivers = {one.member for one in fleet} - whole
+    assert set(relay.parents) == receivers
+    for member in receivers:
+        assert chain_up(relay.parents, member)[-1] in whole
+
+
+@given(fleets())
+@settings(max_examples=150, deadline=None)
+def test_upstreams_are_never_itself_nor_below_it_and_reach_a_source(fleet) -> None:
+    relay = Relay(fleet)
+    whole = {one.member for one in fleet if one.whole}
+    for one in fleet:
+        found = relay.upstreams(one.member, limit=20)
+        assert len(set(found)) == len(found) and one.member not in found
+        if one.whole:
+            assert found == ()
+        elif whole:
+            assert found
+            assert all(one.member not in chain_up(relay.parents, other) for other in found)
+        elif len(fleet) > 1:
+            assert relay.parents[one.member] in found
+
+
+@given(fleets())
+@settings(max_examples=150, deadline=None)
+def test_asked_again_a_parent_that_serves_is_kept(fleet) -> None:
+    first = Relay(fleet).parents
+    again = Relay([replace(one, parent=first.get(one.member, "")) for one in fleet])
+    by_name = {one.member: one for one in fleet}
+    if not any(one.whole for one in fleet):
+        assert again.parents == first
+        return
+    for child, parent in first.items():
+        up = by_name[parent]
+        crowded = list(first.values()).count(parent) > (up.max_readers or DEFAULT_CHILDREN)
+        serves = not crowded and not up.draining and not up.demoted and child not in up.complainers
+        if serves and up.num_have + max(4, CHUNKS // 8) >= by_name[child].num_have:
+            assert again.parents[child] == parent
+
+
+@given(fleets(), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_nodes_does_not_matter(fleet, chance) -> None:
+    shuffled = list(fleet)
+    chance.shuffle(shuffled)
+    assert Relay(shuffled).parents == Relay(fleet).parents
+
+
+@given(st.lists(st.sampled_from("ABCD"), min_size=2, max_size=12))
+def test_nobody_whole_is_one_ring_that_visits_each_host_once(hosts) -> None:
+    fleet = [node(f"m{i}", host=host, joined=i) for i, host in enumerate(hosts)]
+    parents = Relay(fleet).parents
+    at, seen = "m0", []
+    for _ in fleet:
+        seen.append(at)
+        at = parents[at]
+    assert at == "m0" and len(set(seen)) == len(fleet)
+    host_of = {one.member: one.host for one in fleet}
+    crossings = sum(host_of[one.member] != host_of[parents[one.member]] for one in fleet)
+    assert crossings == (len(set(hosts)) if len(set(hosts)) > 1 else 0)
+
+
+def test_receivers_form_one_chain_below_one_holder() -> None:
+    fleet = [node("w", CHUNKS, joined=0), *(replace(one, joined=one.joined + 1) for one in members(5))]
+    relay = Relay(fleet)
+    assert len({relay.parents[one.member] for one in fleet[1:]}) == 5
+    assert len(chain_up(relay.parents, "m4")) == 5
+
+
+def test_each_idle_holder_takes_a_child_before_a_receiver_does() -> None:
+    fleet = [node("w", CHUNKS), node("v", CHUNKS), *members(2)]
+    assert set(Relay(fleet).parents.values()) == {"w", "v"}
+
+
+def test_near_before_far() -> None:
+    fleet = [
+        node("w", CHUNKS, host="A"),
+        node("a", 60, host="B", parent="w", rack="r"),
+        node("b", 0, host="B", rack="r"),
+        node("v", CHUNKS, host="C", rack="r"),
+    ]
+    assert Relay(fleet).parents["b"] == "a"
+    assert Relay([one for one in fleet if one.member != "a"]).parents["b"] == "v"
+
+
+def test_a_device_holder_before_a_host_holder_of_one_host() -> None:
+    fleet = [
+        node("keeper", CHUNKS, host="A", device="cpu"),
+        node("engine", CHUNKS, host="A", device="cuda:0", joined=1),
+        node("new", host="A", device="cuda:1", joined=2),
+    ]
+    assert Relay(fleet).upstreams("new") == ("engine", "keeper")
+
+
+def test_one_child_on_the_host_and_one_beyond() -> None:
+    fleet = [
+        node("w", CHUNKS, host="W"),
+        node("r1", host="B", joined=1, parent="w"),
+        node("s1", host="C", joined=2, parent="r1"),
+        node("r2", host="B", joined=3),
+        node("s2", host="C", joined=4),
+    ]
+    parents = Relay(fleet).parents
+    assert (parents["r2"], parents["s2"]) == ("r1", "s1")
+
+
+def test_a_long_chain_makes_the_holder_take_a_second() -> None:
+    fleet = [node("w", CHUNKS, joined=-1), *members(MAX_DEPTH + 2)]
+    parents = Relay(fleet).parents
+    assert sum(parent == "w" for parent in parents.values()) == 2
+    assert max(len(chain_up(parents, member)) for member in parents) == MAX_DEPTH
+
+
+def test_max_readers_bounds_children() -> None:
+    fleet = [node("w", CHUNKS, max_readers=2), *(node(f"c{i}", 10 + i, parent="w") for i in range(4))]
+    assert sum(parent == "w" for parent in Relay(fleet).parents.values()) == 2
+    assert DEFAULT_CHILDREN > 2
+
+
+def test_draining_busy_and_complained_of_come_last() -> None:
+    holders = {
+        "drains": node("drains", CHUNKS, draining=True),
+        "busy": node("busy", CHUNKS, num_readers=2, max_readers=2),
+        "wrong": node("wrong", CHUNKS, distrusted=True),
+        "mine": node("mine", CHUNKS, complainers=frozenset({"r"})),
+        "theirs": node("theirs", CHUNKS, complainers=frozenset({"x", "y"})),
+    }
+    for name, bad in holders.items():
+        found = Relay([bad, node("good", CHUNKS, joined=9), node("r", 10, parent=name)]).upstreams("r")
+        assert found[-1] == name or name == "busy"
+        assert Relay([bad, node("r")]).upstreams("r") == (name,)
+
+
+def test_a_leaver_is_bridged_by_its_parent() -> None:
+    fleet = [node("w", CHUNKS), node("a", 50, parent="w"), node("b", 40, parent="a")]
+    assert Relay(fleet).upstreams("b") == ("a", "w")
+    assert Relay([fleet[0], fleet[2]]).upstreams("b") == ("w",)
+
+
+def test_a_parent_far_behind_its_child_is_left() -> None:
+    fleet = [node("w", CHUNKS), node("slow", 10, parent="w"), node("fast", 90, parent="slow")]
+    assert Relay(fleet).parents["fast"] == "w"
+
+
+def test_stand_ins_spread_over_equal_holders() -> None:
+    fleet = [*(node(f"w{i}", CHUNKS, joined=i) for i in range(8)), *(node(f"r{i}", joined=9 + i) for i in range(8))]
+    relay = Relay(fleet)
+    assert len({relay.upstreams(f"r{i}")[1] for i in range(8)}) > 3
+
+
+def test_who_is_not_among_the_nodes_may_ask_around() -> None:
+    relay = Relay([node("w", CHUNKS, host="A"), node("a", 5, host="B")])
+    assert relay.upstreams("x") == ()
+    assert relay.around(node("x", host="B"))[0] == "a"
+
+
+def test_alone() -> None:
+    assert Relay([node("a")]).upstreams("a") == ()
+    assert Relay([]).parents == {}
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_thousand_members_take_a_moment(whole: int) -> None:
+    fleet = [node(f"m{i}", CHUNKS if i < whole else 0, host=f"h{i // 8}", joined=i) for i in range(1000)]
+    relay = Relay(fleet)
+    assert all(relay.upstreams(one.member) for one in fleet if not one.whole)
