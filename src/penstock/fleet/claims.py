@@ -150,3 +150,17 @@ def give(
     num_have = sum(stop - start for start, stop in holding.have)
     after = Claimed(ranges_of(before | mask(given, holding.num_chunks)), num_have, now)
     return {**claims, member: after}, given
+
+
+def check_holding(holding: HoldingState) -> None:
+    """Nothing, if it is of one piece.
+
+    Raises:
+        PlanError: it contradicts itself.
+    """
+    if holding.key != holding.identity.key():
+        raise PlanError(f"key {holding.key} is not of the identity given", hint="the key is `Identity.key()`")
+    num_have = check_ranges("have", holding.have, holding.num_chunks)
+    check_ranges("claims", holding.claims, holding.num_chunks)
+    if holding.state == "whole" and num_have != holding.num_chunks:
+        raise PlanError(f"whole, with {num_have} of {holding.num_chunks} chunks")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from penstock.errors import HubUnavailable, PermissionDenied, PlanError, UnknownMember
+from penstock.errors import HubUnavailable, PermissionDenied, UnknownMember
 from penstock.fleet import explain
-from penstock.fleet.claims import Claims, check_ranges, give, settle
+from penstock.fleet.claims import Claims, check_holding, give, settle
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
     Beat,
@@ -29,7 +29,6 @@ from penstock.fleet.messages import (
     FlightRequest,
     Hello,
     HoldingState,
-    MemberStatus,
     Status,
     Upstream,
     Welcome,
@@ -37,7 +36,7 @@ from penstock.fleet.messages import (
     WhyRequest,
 )
 from penstock.fleet.store import ABSENT, Entry, Store
-from penstock.fleet.view import Held, Reading, View
+from penstock.fleet.view import HELD, KNOWN, Held, Known, Look, Reading, View, status
 
 COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
@@ -45,25 +44,12 @@ WRONG_BYTES_TTL_S = 600.0
 """Wrong bytes are a fault of memory or of a link: not soon over."""
 REFUSED_TTL_S = 3.0
 """A busy holder soon has a place; one that does not know a new hub's grants does after its next beat."""
-CHEAP_LOOK_S = 0.0005
-"""A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
 _GONE_TTL_S = 600.0
 _ATTEMPTS = 64
 _MAX_READINGS = 1024
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of a member."""
-
-    hello: Hello
-    since: float
-    seen: float
-    keys: tuple[str, ...] = ()
-
-
-_KNOWN = msgspec.msgpack.Decoder(Known)
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
-_HELD = msgspec.msgpack.Decoder(Held)
 _encode = msgspec.msgpack.encode
 
 
@@ -102,22 +88,24 @@ class Directory:
         self.counts: Counter[str] = Counter()
         """Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves."""
         self._fresh = fresh
+        self._marked = float("-inf")
         self._clock = clock
         self._timer = timer
         self._look_share = look_share
         self._lock = threading.Lock()
-        self._readings: dict[str, _Look] = {}
+        self._readings: dict[str, Look] = {}
         self._signer = None if seed is None else GrantSigner(seed, clock=clock)
 
     # Members.
 
     def begin(self) -> None:
-        """Keep the hub's own life marked in the store; call it once a beat.
+        """Keep the hub's own life marked in the store; called once a beat, by a server or by what members say.
 
         Where there is no mark (a new hub, a store that lost its memory) nothing is claimed until members had the time
         to say what they have.
         """
         ttl_s = 3 * self.beat_s
+        self._marked = self._clock()
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
         elif not self._fresh:
@@ -133,7 +121,7 @@ class Directory:
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
-        known = None if entry is None else _KNOWN.decode(entry.value)
+        known = None if entry is None else KNOWN.decode(entry.value)
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
         if known is None:
@@ -150,7 +138,8 @@ class Directory:
             PlanError: a holding contradicts itself.
         """
         for holding in beat.holdings:
-            _check(holding)
+            check_holding(holding)
+        self._mark_life()
         entry, known = self._known(member)
         now = self._clock()
         keys = tuple(holding.key for holding in beat.holdings)
@@ -168,7 +157,7 @@ class Directory:
             return
         self.counts["leaves"] += 1
         self.store.write(f"member/{member}", None)
-        for key in _KNOWN.decode(entry.value).keys:
+        for key in KNOWN.decode(entry.value).keys:
             self.store.write(f"hold/{key}/{member}", None)
 
     # Keys.
@@ -220,7 +209,7 @@ class Directory:
             HubUnavailable: too many others claimed at the same moment.
         """
         holding = request.holding
-        self._mark_life()
+        self._mark_life(look=True)
         self._ask(request.member, holding, reads_storage=request.ask)
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
@@ -254,32 +243,7 @@ class Directory:
 
     def status(self, model: str | None = None) -> Status:
         """Members and what they hold; of one model, those that have or get it."""
-        now = self._clock()
-        held: dict[str, list[HoldingState]] = {}
-        for name, entry in self.store.scan("hold/").items():
-            holding = _HELD.decode(entry.value).holding
-            if model is None or holding.identity.model == model:
-                held.setdefault(name.partition("/")[2], []).append(holding)
-        complained = Counter(name.partition("/")[2].partition("~")[0] for name in self.store.scan("complaint/"))
-        members = []
-        for name, entry in sorted(self.store.scan("member/").items()):
-            if model is not None and name not in held:
-                continue
-            known = _KNOWN.decode(entry.value)
-            members.append(
-                MemberStatus(
-                    member=name,
-                    name=known.hello.name,
-                    host=known.hello.host,
-                    rack=known.hello.rack,
-                    doors=known.hello.doors,
-                    age_s=max(0.0, now - known.since),
-                    silent_s=max(0.0, now - known.seen),
-                    holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
-                    complaints=complained[name],
-                )
-            )
-        return Status(members=tuple(members))
+        return status(self.store, model, self._clock())
 
     def why(self, request: WhyRequest) -> Why:
         """Why a member, all that fill, or an identity, take a model from whom they do, and from others not."""
@@ -292,8 +256,9 @@ class Directory:
 
     # Inside.
 
-    def _mark_life(self) -> None:
-        if self.store.read("hub/life") is None:
+    def _mark_life(self, *, look: bool = False) -> None:
+        """Mark it once a beat; `look`: also if the store has lost the mark since."""
+        if self._clock() - self._marked >= self.beat_s or (look and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self) -> GrantSigner:
@@ -310,7 +275,7 @@ class Directory:
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise UnknownMember(f"member {member} is not known to this hub", hint="say hello again")
-        return entry, _KNOWN.decode(entry.value)
+        return entry, KNOWN.decode(entry.value)
 
     def _renew(self, member: str, entry: Entry, known: Known) -> bool:
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
@@ -324,7 +289,7 @@ class Directory:
         """Whether a key that a beat left out was asked for since the beat was made; else it is dropped."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
-        if entry is not None and now - _HELD.decode(entry.value).asked < self.beat_s:
+        if entry is not None and now - HELD.decode(entry.value).asked < self.beat_s:
             return True
         self.store.write(name, None)
         return False
@@ -337,20 +302,21 @@ class Directory:
         if reads_storage is None:
             entry = self.store.read(name)
             if entry is not None:
-                before = _HELD.decode(entry.value)
+                before = HELD.decode(entry.value)
                 asked, reads_storage = before.asked, before.reads_storage
         held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage))
         self.store.write(name, _encode(held), ttl_s=self.ttl_s)
 
     def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
         """Note what an asker has; it lives, too."""
-        _check(holding)
+        check_holding(holding)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
-            if holding.key in known.keys:
+            now = self._clock()
+            if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
-            wider = msgspec.structs.replace(known, keys=(*known.keys, holding.key))
-            if self._renew(member, entry, wider):
+            keys = tuple(dict.fromkeys((*known.keys, holding.key)))
+            if self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys)):
                 break
         self._hold(known, holding, reads_storage=reads_storage)
 
@@ -398,40 +364,8 @@ class Directory:
         with self._lock:
             look = self._readings.pop(key, None)
             if look is None:
-                look = _Look(Reading(self.store, key))
+                look = Look(Reading(self.store, key))
             self._readings[key] = look
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return look.at(self._timer, self._look_share, again=again)
-
-
-class _Look:
-    """Looks at one key, not more often than its share of the time allows."""
-
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._lock = threading.Lock()
-        self._view: View | None = None
-        self._next = 0.0
-
-    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> View:
-        with self._lock:
-            start = timer()
-            if self._view is None or again or start >= self._next:
-                self._view = self._reading.read()
-                for num_chunks in {held.holding.num_chunks for held in self._view.held.values()}:
-                    self._view.relay(num_chunks)
-                stop = timer()
-                cost_s = stop - start
-                self._next = stop if cost_s < CHEAP_LOOK_S else stop + cost_s / share
-            return self._view
-
-
-def _check(holding: HoldingState) -> None:
-    """Raises PlanError: it contradicts itself."""
-    if holding.key != holding.identity.key():
-        raise PlanError(f"key {holding.key} is not of the identity given", hint="the key is `Identity.key()`")
-    num_have = check_ranges("have", holding.have, holding.num_chunks)
-    check_ranges("claims", holding.claims, holding.num_chunks)
-    if holding.state == "whole" and num_have != holding.num_chunks:
-        raise PlanError(f"whole, with {num_have} of {holding.num_chunks} chunks")

@@ -91,7 +91,9 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, our
                     yield f"{name} {_has(held)}: the identities are equal, it can be taken from"
                 continue
             differing = identity.differences(held.holding.identity)
-            words = "; ".join(f"{field}: {mine!r} is not {theirs!r}" for field, (mine, theirs) in differing.items())
+            words = "; ".join(
+                f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
+            )
             yield f"{name}: cannot be taken from, the identities differ: {words}"
 
 

@@ -5,8 +5,9 @@ In: the store's entries. Out: a `View`. Not here: changing anything (`directory`
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,9 +15,13 @@ import msgspec
 import numpy as np
 
 from penstock.fleet.claims import Bools, mask
-from penstock.fleet.messages import Complaint, Hello, HoldingState
+from penstock.fleet.messages import Complaint, Hello, HoldingState, MemberStatus, Status
 from penstock.fleet.store import Entry, Store
 from penstock.plan.relay import DISTRUST, Node, Relay
+
+T = TypeVar("T")
+CHEAP_LOOK_S = 0.0005
+"""A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -32,8 +37,17 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     reads_storage: bool = False
 
 
-T = TypeVar("T")
-_HELD = msgspec.msgpack.Decoder(Held)
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of a member."""
+
+    hello: Hello
+    since: float
+    seen: float
+    keys: tuple[str, ...] = ()
+
+
+HELD = msgspec.msgpack.Decoder(Held)
+KNOWN = msgspec.msgpack.Decoder(Known)
 _COMPLAINT = msgspec.msgpack.Decoder(Complaint)
 
 
@@ -153,7 +167,7 @@ class Reading:
         """
         held = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
-        self._held = _decoded(_HELD, held, self._held)
+        self._held = _decoded(HELD, held, self._held)
         self._complaints = _decoded(_COMPLAINT, complaints, self._complaints)
         self._view = View(
             {name: value for name, (_, value) in self._held.items()},
@@ -172,3 +186,59 @@ def _decoded(
         same = known is not None and known[0] == entry.version
         found[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
     return found
+
+
+class Look:
+    """Looks at one key, not more often than its share of the time allows."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._lock = threading.Lock()
+        self._view: View | None = None
+        self._next = 0.0
+
+    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> View:
+        """The key as it is (`again`), or as it was when last looked at."""
+        with self._lock:
+            start = timer()
+            if self._view is None or again or start >= self._next:
+                self._view = self._reading.read()
+                for num_chunks in {held.holding.num_chunks for held in self._view.held.values()}:
+                    self._view.relay(num_chunks)
+                stop = timer()
+                cost_s = stop - start
+                self._next = stop if cost_s < CHEAP_LOOK_S else stop + cost_s / share
+            return self._view
+
+
+def status(store: Store, model: str | None, now: float) -> Status:
+    """Members and what they hold; of one model, those that have or get it.
+
+    Raises:
+        HubUnavailable: the store did not answer.
+    """
+    held: dict[str, list[HoldingState]] = {}
+    for name, entry in store.scan("hold/").items():
+        holding = HELD.decode(entry.value).holding
+        if model is None or holding.identity.model == model:
+            held.setdefault(name.partition("/")[2], []).append(holding)
+    complained = Counter(name.partition("/")[2].partition("~")[0] for name in store.scan("complaint/"))
+    members = []
+    for name, entry in sorted(store.scan("member/").items()):
+        if model is not None and name not in held:
+            continue
+        known = KNOWN.decode(entry.value)
+        members.append(
+            MemberStatus(
+                member=name,
+                name=known.hello.name,
+                host=known.hello.host,
+                rack=known.hello.rack,
+                doors=known.hello.doors,
+                age_s=max(0.0, now - known.since),
+                silent_s=max(0.0, now - known.seen),
+                holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
+                complaints=complained[name],
+            )
+        )
+    return Status(members=tuple(members))

@@ -1,0 +1,93 @@
+"""A hub's directory on a clock that is set by hand, and members of few words, for tests of coordination.
+
+In: nothing. Out: `HubBench`. Not here: real members (`fleet.member`), a hub's server (`fleet.serve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.fleet.directory import Directory
+from penstock.fleet.identity import Identity
+from penstock.fleet.messages import (
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    FlightRequest,
+    Hello,
+    HoldingState,
+    Ranges,
+    State,
+)
+from penstock.fleet.store import MemoryStore, Store
+from penstock.types import MIB
+
+CHUNK_BYTES = 16 * MIB
+IDENTITY = Identity(model="llama", revision="w1-0", dtype="BF16")
+
+
+def holding(
+    have: Ranges = (),
+    *,
+    claims: Ranges = (),
+    num_chunks: int = 100,
+    identity: Identity = IDENTITY,
+    state: State | None = None,
+    **more: object,
+) -> HoldingState:
+    """Some chunks of 16 MiB; whole if they are all."""
+    num_have = sum(stop - start for start, stop in have)
+    return HoldingState(
+        key=identity.key(),
+        identity=identity,
+        num_chunks=num_chunks,
+        nbytes=num_chunks * CHUNK_BYTES,
+        have=have,
+        claims=claims,
+        state=state or ("whole" if num_have == num_chunks else "filling"),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(slots=True)
+class HubBench:
+    """One store, any number of directories on it, a clock in `now`."""
+
+    now: float = 1000.0
+    store: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = MemoryStore(clock=lambda: self.now)
+
+    def hub(self, *, fresh: bool = True) -> Directory:
+        """A directory: beats of 2 s, members gone after 10 s."""
+        return Directory(self.store, fresh=fresh, clock=lambda: self.now, timer=lambda: self.now)
+
+    def join(self, hub: Directory, *members: str, host: str = "", rack: str = "") -> None:
+        """Say hello for each; hosts of their own if none is given."""
+        for member in members:
+            hub.hello(Hello(member=member, host=host or f"host-{member}", doors=(f"unix:///{member}",), rack=rack))
+
+    def beat(self, hub: Directory, member: str, *holdings: HoldingState) -> None:
+        """All that it holds."""
+        hub.beat(member, Beat(holdings=holdings))
+
+    def claim(self, hub: Directory, member: str, state: HoldingState, *, ask: bool = True) -> ClaimReply:
+        """What it is to read."""
+        return hub.claim(ClaimRequest(member=member, holding=state, ask=ask))
+
+    def parents(self, hub: Directory, states: Iterable[tuple[str, HoldingState]]) -> dict[str, tuple[str, ...]]:
+        """Each asks twice, so that all know of all: member -> upstreams."""
+        asked = list(states)
+        found = {}
+        for _ in range(2):
+            for member, state in asked:
+                reply = hub.flight(FlightRequest(member=member, holding=state))
+                found[member] = tuple(upstream.member for upstream in reply.upstreams)
+        return found
+
+
+def chunks(ranges: Ranges) -> set[int]:
+    """Chunk numbers of ranges."""
+    return {chunk for start, stop in ranges for chunk in range(start, stop)}

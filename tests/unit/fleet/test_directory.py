@@ -1,0 +1,370 @@
+"""The hub's logic on a clock set by hand: election by claims, the dead, restarts, latecomers, complaints, fencing."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from penstock.errors import PermissionDenied, PlanError, UnknownMember
+from penstock.fleet.directory import COMPLAINT_TTL_S, WRONG_BYTES_TTL_S, Directory
+from penstock.fleet.grants import GrantChecker
+from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
+
+WHOLE = ((0, 100),)
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+@pytest.fixture
+def hub(bench) -> Directory:
+    return bench.hub()
+
+
+def complain(hub: Directory, member: str, of: str, fault: str = "unreachable") -> None:
+    hub.complain(Complaint(member=member, of=of, key=IDENTITY.key(), fault=fault))
+
+
+def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str, set[int]]:
+    """All read what they are given until nobody is given more; who read what."""
+    read: dict[str, set[int]] = {member: set() for member in members}
+    have: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(members, ())
+    for turn in range(200):
+        given = {}
+        for i, member in enumerate(members):
+            reply = bench.claim(hubs[(turn + i) % len(hubs)], member, holding(have[member]))
+            given[member] = chunks(reply.ranges)
+        for member, new in given.items():
+            assert not new & set().union(*read.values()), "given twice"
+            read[member] |= new
+            have[member] = tuple((chunk, chunk + 1) for chunk in sorted(read[member]))
+        if not any(given.values()):
+            return read
+    raise AssertionError("goes on for ever")
+
+
+def test_who_starts_alone_starts_at_once(bench, hub) -> None:
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_storage_is_read_once_by_all_together(bench, hub, count) -> None:
+    members = [f"m{i}" for i in range(count)]
+    bench.join(hub, *members)
+    read = fill(bench, [hub], members)
+    assert set().union(*read.values()) == set(range(100))
+    if count <= 5:
+        assert min(len(part) for part in read.values()) > 0
+
+
+def test_two_hubs_on_one_store_give_each_chunk_once(bench, hub) -> None:
+    members = [f"m{i}" for i in range(6)]
+    bench.join(hub, *members)
+    read = fill(bench, [hub, bench.hub()], members)
+    assert set().union(*read.values()) == set(range(100))
+
+
+def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
+    hubs = [hub, bench.hub()]
+    members = [f"m{i}" for i in range(8)]
+    bench.join(hub, *members)
+    given: dict[str, list[int]] = {member: [] for member in members}
+
+    def read(number: int) -> None:
+        mine = given[members[number]]
+        for _ in range(40):
+            have = tuple((chunk, chunk + 1) for chunk in sorted(mine))
+            reply = bench.claim(hubs[number % 2], members[number], holding(have))
+            mine += sorted(chunks(reply.ranges))
+
+    threads = [threading.Thread(target=read, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
+
+
+def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c", "d")
+    for member in "abcd":
+        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "a", holding(num_chunks=1600)).ranges == ((0, 64),)  # 1 GiB at most
+    bench.join(hub, *(f"x{i}" for i in range(96)))
+    for i in range(96):
+        hub.flight(FlightRequest(member=f"x{i}", holding=holding(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "b", holding(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
+
+
+def test_what_members_have_is_not_read_again(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.beat(hub, "a", holding(((0, 90),)))
+    assert bench.claim(hub, "b", holding()).ranges == ((90, 100),)
+    reply = bench.claim(hub, "b", holding(claims=((90, 100),)))
+    assert reply.ranges == () and "every chunk" in reply.why
+
+
+def test_a_question_whose_answer_was_lost_may_be_asked_again(bench, hub) -> None:
+    bench.join(hub, "a")
+    first = bench.claim(hub, "a", holding())
+    assert bench.claim(hub, "a", holding()) == first
+
+
+def test_what_a_member_gives_back_goes_to_another(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
+    assert bench.claim(hub, "a", holding(((0, 5),)), ask=False).ranges == ()
+    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 5
+
+
+def test_a_dead_readers_part_goes_to_the_living(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    for _ in range(7):
+        bench.now += 2
+        bench.beat(hub, "b", holding())
+    assert bench.claim(hub, "b", holding()).ranges[0] == (0, 25)
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "a", holding())
+
+
+def test_what_a_dead_reader_had_passed_on_is_not_read_again(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c")
+    bench.claim(hub, "a", holding())
+    bench.beat(hub, "a", holding(((0, 20),)))
+    bench.beat(hub, "b", holding(((0, 10),)))
+    hub.leave("a")
+    assert min(chunks(bench.claim(hub, "c", holding()).ranges)) == 10
+
+
+def test_a_reader_that_lives_but_gets_no_further_keeps_nobody(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    given = bench.claim(hub, "b", holding()).ranges
+    for _ in range(20):
+        bench.now += 2
+        bench.beat(hub, "a", holding(claims=((0, 25),)))
+        bench.beat(hub, "b", holding(given))
+    assert bench.claim(hub, "b", holding(given)).ranges[0][0] == 0
+
+
+def test_a_slow_reader_that_gets_on_keeps_its_part(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    for step in range(20):
+        bench.now += 2
+        bench.beat(hub, "a", holding(((0, step + 1),), claims=((step + 1, 25),)))
+        assert not chunks(bench.claim(hub, "b", holding(((25, 100),))).ranges)
+
+
+def test_a_new_hub_gives_nothing_until_members_could_announce(bench) -> None:
+    hub = bench.hub(fresh=False)
+    hub.begin()
+    bench.join(hub, "a", "b")
+    reply = bench.claim(hub, "b", holding())
+    assert reply.ranges == () and "new" in reply.why
+    bench.now += 2.0
+    bench.beat(hub, "a", holding(((0, 40),), claims=((40, 60),)))
+    assert bench.claim(hub, "b", holding()).ranges == ()
+    bench.now += 1.1
+    assert bench.claim(hub, "a", holding(((0, 40),), claims=((40, 60),))).ranges
+    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) >= 60
+
+
+def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.beat(hub, "a", holding(WHOLE))
+    new = HubBench(now=bench.now)
+    again = new.hub(fresh=False)
+    with pytest.raises(UnknownMember):
+        again.beat("a", Beat())
+    new.join(again, "a", "b")
+    new.beat(again, "a", holding(WHOLE))
+    assert new.parents(again, [("b", holding())]) == {"b": ("a",)}
+
+
+def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
+    hub.begin()
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges
+    bench.now += 60
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges == ()
+
+
+def test_two_that_say_they_read_the_same_after_a_restart(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding(claims=((0, 10),)))
+    reply = bench.claim(hub, "b", holding(claims=((5, 15),)))
+    assert not chunks(reply.ranges) & set(range(10))
+
+
+def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    states = [("a", holding(((0, 50),))), ("b", holding(((50, 80),)))]
+    assert bench.parents(hub, states) == {"a": ("b",), "b": ("a",)}
+    bench.join(hub, "late")
+    found = bench.parents(hub, [*states, ("late", holding())])
+    assert found["late"] and min(chunks(bench.claim(hub, "late", holding()).ranges)) >= 80
+
+
+def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.now += 1
+    found = bench.parents(hub, [("a", holding(((0, 9),), parent="w")), ("b", holding())])
+    assert found == {"a": ("w",), "b": ("a", "w")}
+    reply = hub.flight(FlightRequest(member="b", holding=holding()))
+    welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
+    for upstream in reply.upstreams:
+        checker = GrantChecker(welcome.grant_key, upstream.member, now=welcome.now)
+        checker.check(upstream.grant, key=IDENTITY.key(), reader="b")
+        assert upstream.doors == (f"unix:///{upstream.member}",)
+
+
+def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    asked = msgspec.structs.replace(holding(), num_chunks=0, nbytes=0)
+    reply = hub.flight(FlightRequest(member="a", holding=asked))
+    assert [upstream.member for upstream in reply.upstreams] == ["w"]
+    assert [member.member for member in hub.status("llama").members] == ["w"]
+
+
+def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub) -> None:
+    bench.join(hub, "w", "v", "a", "b", "c")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "v", holding(WHOLE))
+    asks = [(member, holding(max_readers=1)) for member in "abc"]
+    complain(hub, "a", "w")
+    assert bench.parents(hub, asks)["a"][0] != "w"
+    complain(hub, "b", "w")
+    assert all(upstreams[0] != "w" for upstreams in bench.parents(hub, asks).values())
+    bench.now += 9
+    for member in "wvabc":
+        bench.beat(hub, member, holding(WHOLE if member in "wv" else ()))
+    assert hub.status().members[-1].complaints == 2
+
+
+def test_complaints_are_forgotten(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    complain(hub, "a", "w", "stalled")
+    complain(hub, "b", "w", "wrong bytes")
+
+    def counted() -> int:
+        return next(member.complaints for member in hub.status().members if member.member == "w")
+
+    assert counted() == 2
+    for seconds, left in ((COMPLAINT_TTL_S, 1), (WRONG_BYTES_TTL_S, 0)):
+        stop = bench.now + seconds
+        while bench.now < stop:
+            bench.now += 5
+            for member in "wab":
+                bench.beat(hub, member)
+        assert counted() == left
+
+
+def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    assert bench.claim(hub, "a", holding()).ranges == ()
+    complain(hub, "a", "w")
+    assert bench.claim(hub, "a", holding()).ranges
+    assert bench.claim(hub, "b", holding()).ranges == ()
+
+
+def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    hub.leave("w")
+    hub.leave("w")
+    assert bench.parents(hub, [("a", holding())]) == {"a": ()}
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "w", holding(WHOLE))
+    with pytest.raises(PermissionDenied):
+        bench.join(hub, "w")
+
+
+def test_an_id_is_one_life(bench, hub) -> None:
+    bench.join(hub, "a")
+    bench.join(hub, "a")
+    with pytest.raises(PermissionDenied, match="another life"):
+        bench.join(hub, "a", host="elsewhere")
+
+
+def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.now += 3
+    bench.beat(hub, "w")
+    assert hub.status("llama").members == ()
+    hub.flight(FlightRequest(member="a", holding=holding()))
+    bench.beat(hub, "a")  # made before the flight, sent after
+    assert [member.member for member in hub.status("llama").members] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"key": "0" * 32},
+        {"have": ((5, 5),)},
+        {"have": ((0, 101),)},
+        {"have": ((10, 20), (15, 30))},
+        {"claims": ((30, 20),)},
+        {"state": "whole"},
+    ],
+)
+def test_a_holding_that_contradicts_itself_is_refused(bench, hub, bad) -> None:
+    bench.join(hub, "a")
+    with pytest.raises(PlanError):
+        bench.beat(hub, "a", msgspec.structs.replace(holding(), **bad))
+
+
+def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
+    for ask in (
+        lambda: bench.beat(hub, "x"),
+        lambda: bench.claim(hub, "x", holding()),
+        lambda: hub.flight(FlightRequest(member="x", holding=holding())),
+        lambda: complain(hub, "x", "y"),
+    ):
+        with pytest.raises(UnknownMember):
+            ask()
+
+
+def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
+    other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
+    bench.join(hub, "w", "v", "q", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "v", holding(((0, 50),), num_chunks=50))
+    bench.beat(hub, "q", holding(WHOLE, identity=other, max_readers=1, num_readers=1))
+    complain(hub, "a", "w", "stalled")
+    assert hub.why(WhyRequest(model="none")).lines == ("nobody has or wants none: the first to ask reads storage",)
+    assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
+    hub.flight(FlightRequest(member="a", holding=holding(path="shm <- w")))
+    text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    assert "a is filling with 0 of 100 chunks and takes from w; last bytes: shm <- w" in text
+    assert "a complains: stalled" in text
+    assert "cuts the line into 50 chunks, not 100" in text
+    assert "quantization: empty is not fp8; parallel: {} is not {'tp': '0/2'}" in text
+    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole: it takes from nobody",)
+    assert "neither has nor wants" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
+    asked = hub.why(WhyRequest(model="llama", identity=other)).lines
+    assert "q is whole: the identities are equal, it can be taken from" in asked
+    assert sum("the identities differ" in line for line in asked) == 3
+
+
+def test_status_says_all_of_each(bench, hub) -> None:
+    bench.join(hub, "w", "idle", rack="r7")
+    bench.now += 3
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.now += 1
+    (only,) = hub.status("llama").members
+    assert (only.member, only.rack, only.age_s, only.silent_s) == ("w", "r7", 4.0, 1.0)
+    assert [member.member for member in hub.status().members] == ["idle", "w"]
+    assert hub.counts["hellos"] == 2
