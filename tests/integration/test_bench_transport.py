@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_runs() -> None:
-    command = [sys.executable, "-m", "benchmarks.bench_transport"]
+@pytest.mark.parametrize("transport", ["loopback", "shm"])
+def test_it_runs(transport: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_transport", "--transport", transport]
     command += ["--mib", "1", "--reps", "1", "--threads", "2", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

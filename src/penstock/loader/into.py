@@ -20,6 +20,7 @@ from penstock.loader.load import open_session, telling
 from penstock.loader.report import Report
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.memory.rehome import rehome
 from penstock.storage.manifest import Names, Uris
 from penstock.types import TensorTable
 
@@ -36,6 +37,7 @@ def load_into(
     *,
     strict: bool = True,
     rename: Rename = None,
+    arena: bool = False,
     names: Names = None,
     verify: bool | None = None,
     group: ProcessGroup | None = None,
@@ -51,12 +53,14 @@ def load_into(
         uri, names, verify, group, memory_bytes, storage_options, progress, trace: see `load`.
         strict: every tensor must have a target and every target a tensor; False fills what both sides have.
         rename: checkpoint name to target name.
+        arena: first move the target into one arena (`memory.rehome`), so that peers reach it by one registration.
 
     Raises:
         PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
         PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
 
-    Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold.
+    Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
+        `arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
     """
     targets = targets_of(target)
     devices = {tensor.device for tensor in targets.values() if tensor.numel()}
@@ -75,6 +79,9 @@ def load_into(
         with telling(group, options, session.settings.stall_s):
             table = session.table()
             rows, filled = match_targets(table, targets, rename, strict)
+            if arena:
+                rehome(target)
+                rows, filled = match_targets(table, targets_of(target), rename, strict)
         table = table.take(rows)
         if group is not None:
             return _from_group(session, group, table, filled)

@@ -28,7 +28,8 @@ def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool =
     Order: before an optimizer flattens parameters or a CUDA graph is captured: their addresses change.
     Cost: one copy on the device, and twice its weights' memory until the last tensor is moved.
     """
-    tensors = list(_all_of(target))
+    # By name, which is the order a fleet reads in: what peers read together lies together.
+    tensors = sorted(_all_of(target), key=lambda named: named[0])
     for name, tensor in tensors:
         if tensor.is_meta:
             raise PlanError("it is on the meta device", tensor=name, hint="materialise it: module.to_empty(device=...)")

@@ -6,9 +6,9 @@ Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and genera
     page, a sealed memfd    magic, the endpoint's name | slot 0: generation, seal, serial, 0 | slot 1: ... (0: nobody's)
 
 The **serial** is the registration's, for as long as its memory is the same. The **seal** is a digest of the descriptor
-that was given, so a forged one is told from it. **Life** is a lock on the page that its owner holds and the kernel drops
-when that dies. Order: an owner writes the generation before it changes a byte, a reader looks after the last byte; the
-interpreter's lock, taken in between, orders them.
+that was given, so a forged one is told from it. **Life** is a lock on the page that its owner holds; the kernel drops
+it when the owner dies. Order: an owner writes the generation before it changes a byte, a reader looks after the last;
+the interpreter's lock, taken in between, orders them.
 """
 
 from __future__ import annotations

@@ -60,17 +60,24 @@ class Segments:
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
             raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
 
-    def joined(self) -> Segments:
-        """The same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one."""
+    def joined(self, *, padding_bytes: int = 0) -> Segments:
+        """The same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one.
+
+        Args:
+            padding_bytes: neighbours may be so far apart, as far at both ends; what lies between is read too. Say so
+                only where that is nobody's: between tensors placed alike in two arenas, `memory.arena.ALIGN_BYTES - 1`.
+        """
         rows = np.flatnonzero(self.nbytes)
         rows = rows[np.argsort(self.dst[rows], kind="stable")]
         if not len(rows):
             return Segments(src=rows, dst=rows, nbytes=rows)
         src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
         first = np.ones(len(rows), bool)
-        first[1:] = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
+        gap = dst[1:] - dst[:-1] - nbytes[:-1]
+        first[1:] = (src[1:] - src[:-1] - nbytes[:-1] != gap) | (gap < 0) | (gap > padding_bytes)
         heads = np.flatnonzero(first)
-        return Segments(src=src[heads], dst=dst[heads], nbytes=np.add.reduceat(nbytes, heads))
+        lasts = np.append(heads[1:], len(rows)) - 1
+        return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
 
 
 class Handle(Protocol):

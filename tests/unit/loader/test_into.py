@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.config import Settings
-from penstock.errors import SourceUnavailable
+from penstock.errors import PlanError, SourceUnavailable
+from penstock.memory.memfd import shared_at
 from penstock.storage import manifest as manifests
 from penstock.storage.files import FileSource
 from penstock.types import MIB
@@ -228,3 +229,23 @@ def test_the_target_is_let_go_without_the_collector(path: Path) -> None:
         assert [ref() is None for ref in held] == [True] * len(held)
     finally:
         gc.enable()
+
+
+def test_a_module_is_moved_into_an_arena_and_filled(path: Path) -> None:
+    model = Model()
+    objects = {name: id(t) for name, t in model.named_parameters()}
+    penstock.load_into(model, path, arena=True)
+    assert state(tensors_of(model)) == state(load_file(path))
+    assert {name: id(t) for name, t in model.named_parameters()} == objects
+    assert model.head.weight is model.embed.weight
+    first = shared_at(model.embed.weight.data_ptr(), model.embed.weight.nbytes)
+    assert first is not None
+    assert all(shared_at(t.data_ptr(), t.nbytes) is first for t in tensors_of(model).values() if t.numel())
+
+
+def test_what_does_not_fit_is_not_moved(path: Path) -> None:
+    targets = {"embed.weight": torch.zeros(300, 41)}
+    address = targets["embed.weight"].data_ptr()
+    with pytest.raises(PlanError):
+        penstock.load_into(targets, path, arena=True)
+    assert targets["embed.weight"].data_ptr() == address

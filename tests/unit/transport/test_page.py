@@ -131,3 +131,5 @@ def test_segments_are_joined_where_they_meet_at_both_ends() -> None:
     assert found == [(90, 50, 3), (0, 100, 15), (15, 116, 6)]
     assert isinstance(segments([]).joined(), Segments)
     assert len(segments([(0, 0, 0)]).joined().src) == 0
+    padded = segments([(0, 100, 10), (512, 612, 5), (1024, 1124, 7), (1032, 1133, 1)]).joined(padding_bytes=511)
+    assert list(zip(padded.src, padded.dst, padded.nbytes, strict=True)) == [(0, 100, 1031), (1032, 1133, 1)]

@@ -1,0 +1,143 @@
+"""`cuda_ipc` on devices: the suite, two processes on one device and on two, virtual memory, holders that die."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import DeviceOutOfMemory, PeerLost, StaleDescriptor
+from penstock.memory.arena import Arena
+from penstock.memory.rehome import rehome
+from penstock.testing.holder import HolderProcess, allocate, pattern
+from penstock.testing.transport_suite import TransportTests, segments
+from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.protocol import Memory, Transport
+
+pytestmark = pytest.mark.gpu
+NBYTES = 64_000_013
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def whole(memory: Memory) -> torch.Tensor:
+    assert isinstance(memory.owner, Arena)
+    return memory.owner.bytes_at(0, memory.nbytes)
+
+
+class TestCudaIpc(TransportTests):
+    def make(self) -> Transport:
+        return CudaIpcTransport()
+
+    def allocate(self, nbytes: int) -> Memory:
+        memory = allocate(nbytes, "cuda:0")
+        whole(memory).fill_(0xAA)
+        return memory
+
+    def write(self, memory: Memory, data: bytes) -> None:
+        whole(memory).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))
+
+    def read(self, memory: Memory) -> bytes:
+        return whole(memory).cpu().numpy().tobytes()
+
+
+@pytest.fixture
+def reader():
+    transport = CudaIpcTransport()
+    yield transport, transport.register(allocate(NBYTES, "cuda:0"))
+    transport.close()
+
+
+def read(reader, descriptor, rows=((0, 0, NBYTES),)) -> bytes:
+    transport, into = reader
+    transport.wait(transport.post_read(into, descriptor, segments(rows)), stall_s=10)
+    return whole(into.memory).cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.gpus(2))])
+def test_another_process_reads_it(reader, device: str, env) -> None:
+    with HolderProcess("cuda_ipc", nbytes=NBYTES, device=device, env=env) as holder:
+        assert read(reader, holder.descriptor) == pattern(NBYTES)
+        rows = [(at, at, min(999_983, NBYTES - at)) for at in range(0, NBYTES, 999_983)]
+        np.random.default_rng(1).shuffle(rows)
+        new = holder.fence(2)
+        assert read(reader, new, rows) == pattern(NBYTES, 2)
+        holder.ask("close")
+        with pytest.raises(StaleDescriptor):
+            read(reader, new)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
+def test_a_device_that_this_process_does_not_see(reader, env) -> None:
+    """The holder numbers another device 0, as where each process is given one by CUDA_VISIBLE_DEVICES."""
+    with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env={"CUDA_VISIBLE_DEVICES": "1", **env}) as holder:
+        assert read(reader, holder.descriptor) == pattern(NBYTES)
+
+
+@pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
+def test_a_killed_holder_is_lost(reader, env) -> None:
+    """Also while it is read; this process's device goes on."""
+    transport, into = reader
+    with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env=env) as holder:
+        read(reader, holder.descriptor, [(0, 0, 1000)])
+        pending = [transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)])) for _ in range(50)]
+        holder.process.kill()
+        holder.process.wait(20)
+        began = time.monotonic()
+        with pytest.raises(PeerLost):
+            for one in pending:
+                transport.wait(one, stall_s=10)
+        with pytest.raises(PeerLost):
+            transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
+        assert time.monotonic() - began < 5
+    assert int(torch.ones(1000, device="cuda").sum()) == 1000
+
+
+def test_a_fence_under_reads(reader) -> None:
+    """Reads that end without an error have the bytes of one generation."""
+    transport, into = reader
+    outcomes = set()
+    with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0") as holder:
+        for seed in range(2, 6):
+            pending = [transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)])) for _ in range(4)]
+            holder.fence(seed)
+            for one in pending:
+                try:
+                    transport.wait(one, stall_s=10)
+                except StaleDescriptor as error:
+                    assert error.mutated
+                    outcomes.add("stale")
+                else:
+                    outcomes.add("read")
+            assert read(reader, holder.descriptor) == pattern(NBYTES, seed)
+    assert "stale" in outcomes
+
+
+@pytest.mark.gpus(2)
+def test_two_devices_of_one_process(reader) -> None:
+    holder = CudaIpcTransport()
+    memory = allocate(NBYTES, "cuda:1")
+    whole(memory).copy_(torch.frombuffer(bytearray(pattern(NBYTES)), dtype=torch.uint8))
+    torch.cuda.synchronize(1)
+    assert read(reader, holder.register(memory).descriptor) == pattern(NBYTES)
+    holder.close()
+
+
+def test_a_model_in_an_arena_is_one_registration() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))).cuda()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (arena,) = rehome(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert arena.address <= tensor.data_ptr() < arena.address + arena.nbytes
+    transport = CudaIpcTransport()
+    transport.register(Memory(address=arena.address, nbytes=arena.nbytes, device=arena.device, owner=arena))
+    transport.close()
+
+
+def test_no_room_is_typed() -> None:
+    with pytest.raises(DeviceOutOfMemory):
+        Arena.allocate(1 << 50, "cuda")
