@@ -40,7 +40,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, from disk and over HTTP, compares bits
+demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, then by a fleet on this host; compares bits
 	@$(PY) scripts/demo.py $(ARGS)
 
 # Real S3 servers for the object-store tests, and Redis for the hub's. Swift comes by pip and must work; radosgw and Redis

@@ -1,6 +1,7 @@
 """`make demo`: one real-shaped checkpoint, loaded by Penstock beside safetensors, every bit compared, one table.
 
-In: a size in GiB, a directory, a count. Out: the table on stdout; exit 1 when a bit differs or damage goes unseen.
+In: a size in GiB, a directory, a count. Out: the table on stdout, and that of a small fleet (`demo_fleet`); exit 1 when
+a bit differs, damage goes unseen, or the fleet reads storage more than once.
 Every measurement is a process of its own, so that peak memory is of that load alone; every page is touched inside
 the time, so that a mapping counts only once its bytes are there; bits are compared (XXH3-128 of each tensor) after it.
 """
@@ -274,6 +275,8 @@ def add_rows(
 
 def demo(args: argparse.Namespace) -> int:
     """Everything in order; 0 when every bit is equal and the damage was seen."""
+    from demo_fleet import disk_place, fleet_demo, http_place
+
     from penstock.storage.manifest import sidecar_uri
     from penstock.testing.http_server import RangeServer
 
@@ -309,10 +312,14 @@ def demo(args: argparse.Namespace) -> int:
             Case(what="HTTP, manifest", loader="penstock", uri=index),
         ]
         equal &= add_rows(table, verified, args, files, truth)
+        # Both sides of the second table are verified: the manifest is still there.
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        progress.print("a fleet on this host")
+        places = [disk_place(directory, lambda: drop_cached(files)), http_place(server, INDEX)]
+        equal &= fleet_demo(places, args.device, args.workers)
     with one_bit_flipped(files[1]):
         damaged = penstock_command("load", here, "--device", args.device)
     sidecar.unlink(missing_ok=True)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(f"{len(truth)} tensors, every one compared with safetensors: {'EQUAL' if equal else 'DIFFERENT'}")
     print(f"one bit of {files[1].name} flipped, loaded again: exit {damaged.returncode}; {damaged.stderr.strip()}")
     return 0 if equal and damaged.returncode == 3 and "IntegrityError" in damaged.stderr else 1
@@ -324,6 +331,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--dir", default=".cache/demo", help="where it is written; needs twice the size")
     parser.add_argument("--repeat", type=int, default=3, help="processes per row; the median is shown")
+    parser.add_argument("--workers", type=int, default=3, help="processes of the fleet that start at once")
     parser.add_argument("--device", default="", help="cpu, cuda, ...; default: CUDA where there is a GPU")
     parser.add_argument("--measure", nargs=3, metavar=("LOADER", "URI", "DEVICE"), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,0 +1,213 @@
+"""The second table of `make demo`: processes of this host that fill from each other, beside each one's own load.
+
+In: a checkpoint on disk, and the same over HTTP. Out: a table; whether every bit was equal and storage was read once.
+Nothing runs but the processes themselves: the first to join hosts the hub. Times are inside each process, with its
+imports done, from a common start: `own load` of all at once, then `join` and `fetch` of all at once; the late one
+starts when the others are whole, has no way to read storage, and its own load had the machine for itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.testing.fleet import Task, Worker
+from penstock.testing.http_server import RangeServer
+
+GB = 10**9
+STARTED_S = 120.0
+DONE_S = 600.0
+MOST_READ = 1.01
+"""Of the model's bytes: storage was read once, but for rounding of reads to pages."""
+progress = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the checkpoint is read from."""
+
+    what: str
+    uri: str
+    forget: Callable[[], None]
+    """Called before a measurement: let no cache of an earlier one help."""
+    served_bytes: Callable[[], int] | None = None
+    """What the storage itself says that it gave since `forget`; None: the workers' reports are all there is."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one place gave."""
+
+    place: Place
+    alone: list[dict[str, Any]] = field(default_factory=list)
+    fetched: list[dict[str, Any]] = field(default_factory=list)
+    joined: list[dict[str, Any]] = field(default_factory=list)
+    alone_bytes: int = 0
+    storage_bytes: int = 0
+    digests: set[str] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the model."""
+        return int(self.fetched[0]["nbytes"])
+
+
+def http_place(server: RangeServer, index: str) -> Place:
+    """The checkpoint behind `server`, which counts the bytes that it gives."""
+    start = [0]
+
+    def forget() -> None:
+        start[0] = len(server.requests)
+
+    def served() -> int:
+        asked = [one for one in server.requests[start[0] :] if one.method == "GET" and one.range]
+        # What begins at 0 is a header, which everybody reads.
+        return sum(stop - begin for begin, stop in (one.range for one in asked if one.range) if begin > 0)
+
+    return Place(what="HTTP", uri=f"{server.url}/{index}", forget=forget, served_bytes=served)
+
+
+@contextmanager
+def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
+    """Workers that have imported all they need and wait for a word; at the end they leave together."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(replace(task, is_held=True))) for task in tasks]
+        for worker in workers:
+            worker.say_until("ready", timeout_s=STARTED_S)
+        yield workers
+        for worker in workers:
+            assert worker.process.stdin is not None
+            worker.process.stdin.close()
+        for worker in workers:
+            worker.process.wait(timeout=STARTED_S)
+
+
+def load_alone(tasks: Sequence[Task], outcome: Outcome) -> None:
+    """Each loads everything by itself, all at once."""
+    with ready_workers([replace(task, alone=True) for task in tasks]) as workers:
+        outcome.place.forget()
+        for worker in workers:
+            worker.begin()
+        for worker in workers:
+            outcome.alone.append(worker.say_until("loaded", timeout_s=DONE_S))
+        if outcome.place.served_bytes is not None:
+            outcome.alone_bytes += outcome.place.served_bytes()
+        for worker in workers:
+            outcome.digests.add(worker.say_until("digests", timeout_s=DONE_S)["digests"])
+
+
+def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
+    """All but the last at once, as a fleet; then the last, from the others alone."""
+    *together, late = tasks
+    with ready_workers([*together, replace(late, fallback=None)]) as workers:
+        outcome.place.forget()
+        for group in (workers[:-1], workers[-1:]):
+            for worker in group:
+                worker.begin()
+            for worker in group:
+                outcome.fetched.append(worker.say_until("fetched", timeout_s=DONE_S))
+                outcome.joined.append(worker.said["joined"])
+        reported = sum(int(one["storage_bytes"]) for one in outcome.fetched)
+        served = outcome.place.served_bytes
+        outcome.storage_bytes = reported if served is None else max(reported, served())
+        for worker in workers:
+            outcome.digests.add(worker.say_until("digests", timeout_s=DONE_S)["digests"])
+
+
+def measure(place: Place, devices: Sequence[str]) -> Outcome:
+    """Own loads, then the fleet; each in fresh processes, one for each of `devices`."""
+    outcome = Outcome(place)
+    with tempfile.TemporaryDirectory(prefix="penstock-") as runtime:
+        # A hub of their own: not the one of whatever else this user runs here.
+        environ = {"PENSTOCK_RUNTIME_DIR": runtime}
+        tasks = [Task(model="demo", fallback=place.uri, device=device, environ=environ) for device in devices]
+        progress.print(f"  {place.what}: own loads")
+        load_alone(tasks[:-1], outcome)
+        load_alone(tasks[-1:], outcome)
+        progress.print(f"  {place.what}: a fleet")
+        fetch_together(tasks, outcome)
+    return outcome
+
+
+def paths_of(fetched: dict[str, Any], names: dict[str, str]) -> str:
+    """What came by which path, members by their number."""
+    found = []
+    for path, nbytes in fetched["paths"].items():
+        if path.startswith("storage "):
+            continue
+        transport, _, member = path.partition(" <- ")
+        found.append(f"{nbytes / GB:.2f} {transport} <- {names.get(member, member)}")
+    return ", ".join(found) or "-"
+
+
+def add_rows(table: Table, outcome: Outcome) -> None:
+    """A row a worker, and their sum."""
+    names = {one["member"][:8]: str(number) for number, one in enumerate(outcome.joined, 1)}
+    last = len(outcome.fetched)
+    bits = "equal" if len(outcome.digests) == 1 else "[red]DIFFERENT[/red]"
+    for number, (alone, joined, fetched) in enumerate(
+        zip(outcome.alone, outcome.joined, outcome.fetched, strict=True), 1
+    ):
+        table.add_row(
+            outcome.place.what if number == 1 else "",
+            f"{number}, later" if number == last else str(number),
+            f"{alone['seconds']:.2f}",
+            f"{joined['seconds']:.2f}",
+            f"{fetched['seconds']:.2f}",
+            f"{fetched['storage_bytes'] / GB:.2f}",
+            paths_of(fetched, names),
+            bits,
+        )
+    own = f"own loads {outcome.alone_bytes / outcome.nbytes:.2f}x, " if outcome.alone_bytes else ""
+    witness = "the server counted" if outcome.place.served_bytes is not None else "by their reports"
+    ratio = f"storage read {own}fleet {outcome.storage_bytes / outcome.nbytes:.2f}x ({witness})"
+    table.add_row("", "", "", "", "", f"{outcome.storage_bytes / GB:.2f}", ratio, "")
+    table.add_section()
+
+
+def reasons(outcomes: Sequence[Outcome]) -> list[str]:
+    """Why each transport and no nearer one, a line each."""
+    found: dict[str, None] = {}
+    for outcome in outcomes:
+        for fetched in outcome.fetched:
+            for path, why in fetched["why"].items():
+                found[f"{path.partition(' ')[0]}: {'no nearer one: ' + why if why else 'the nearest there is'}"] = None
+    return list(found)
+
+
+def fleet_demo(places: Sequence[Place], device: str, workers: int) -> bool:
+    """Print the table; False when a bit differs, or storage was read more than once."""
+    devices = [device] * (workers + 1)
+    if device == "cuda":
+        import torch
+
+        devices = [f"cuda:{number % torch.cuda.device_count()}" for number in range(workers + 1)]
+    outcomes = [measure(place, devices) for place in places]
+    table = Table(
+        title=f"{workers} processes that start at once and one later, {outcomes[0].nbytes / GB:.2f} GB to {device}, "
+        "one run",
+        caption="own load: of all at once, the later one's by itself; fetch: until every byte was compared with its\n"
+        "digest, from when it serves the others; all share one host, its cores and its page cache;\n"
+        "storage: of weights; everybody reads the headers",
+    )
+    for column in ("from", "process", "own load s", "join s", "fetch s", "storage GB", "from peers, GB", "bits"):
+        table.add_column(column, justify="right" if column.endswith((" s", "storage GB")) else "left", overflow="fold")
+    for outcome in outcomes:
+        add_rows(table, outcome)
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(table)
+    for line in reasons(outcomes):
+        console.print(line, highlight=False)
+    return all(one.storage_bytes <= MOST_READ * one.nbytes and len(one.digests) == 1 for one in outcomes)
+
+
+def disk_place(directory: Path, forget: Callable[[], None]) -> Place:
+    """The checkpoint on disk."""
+    return Place(what="disk, cold", uri=str(directory), forget=forget)
