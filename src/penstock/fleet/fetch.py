@@ -33,8 +33,6 @@ READS_AT_ONCE = 4
 READS_OF_ONE = 2
 TURN_S = 0.05
 """Longest pause between looks at what can be assigned; news end it."""
-PART_CHUNKS = 4
-"""Chunks of a claim read at once: 64 MiB, so that others get the first of them before the last is read."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
@@ -182,17 +180,15 @@ class Fetch:
             self._closing.wait(wait_s)
 
     def _read_claims(self, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Read claimed chunks, a few at a time so that others get them soon; returns once they are verified."""
+        """Read claimed chunks; returns once they are verified, or were given up."""
         assert self._storage is not None
         chunks = np.concatenate([np.arange(start, stop) for start, stop in ranges])
         with self._lock:
             chunks = chunks[~self._holding.have[chunks] & ~self._flying[chunks]]
             self._flying[chunks] = True
         self._holding.claims = to_ranges(chunks)
-        for at in range(0, len(chunks), PART_CHUNKS):
-            if self.ticket.done or self._is_storage_out:
-                break
-            self._part.post(_PartStep(self, self._storage, chunks[at : at + PART_CHUNKS]))
+        if len(chunks):
+            self._part.post(_PartStep(self, self._storage, chunks))
         while not self.ticket.done and not self._closing.is_set() and self._flying[chunks].any():
             with self._holding.changed:
                 self._holding.changed.wait(TURN_S)
@@ -358,14 +354,17 @@ class _PartStep:
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
+        fetch, left = self._fetch, set(self._chunks.tolist())
         try:
-            self._storage.read(self._chunks)
+            for chunks in self._storage.read(self._chunks):
+                left -= set(chunks.tolist())
+                fetch.got(chunks, None, f"storage {self._storage.uri}", None)
+                if fetch.ticket.stopped:
+                    break
         except PenstockError as error:
             if error.blame != "source":
                 raise
-            self._fetch.storage_failed(error, self._chunks)
-        else:
-            self._fetch.got(self._chunks, None, f"storage {self._storage.uri}", None)
+            fetch.storage_failed(error, np.array(sorted(left), np.int64))
         return None
 
     def finish(self) -> None:

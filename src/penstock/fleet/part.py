@@ -6,7 +6,7 @@ Not here: which chunks (`fetch`, by the hub's claims), how they are read (`engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from penstock.fleet.line import Line
 from penstock.loader.session import Session
 from penstock.storage.files import FileSource
 from penstock.types import I64, DType, TensorTable
+
+AT_ONCE = 4
+"""Chunks handed on together, 64 MiB: others get the first of a claim while the rest is read."""
 
 
 class StoragePart:
@@ -35,9 +38,12 @@ class StoragePart:
         self.uri = session.weights.uri
         self.nbytes = 0
 
-    def read(self, chunks: I64) -> None:
-        """Return once these chunks' bytes are in their rows. Raises what the loader raises."""
-        pieces = self._line.chunks.pieces(chunks)
+    def read(self, chunks: I64) -> Iterator[I64]:
+        """Read these chunks into their rows; yield some of them each time, once their bytes are there.
+
+        Raises what the loader raises. Leaving the iterator early ends the reading.
+        """
+        pieces, owner = self._line.chunks.pieces_apart(chunks)
         table, count = self._line.table, len(pieces.row)
         asked = TensorTable(
             names=tuple(map(str, range(count))),
@@ -61,9 +67,20 @@ class StoragePart:
             from penstock.engine.place_cuda import CudaPlace
 
             place = CudaPlace(self._session.options.device, nbytes, flat)
+        left = np.bincount(owner, minlength=len(chunks))
+        ready: list[int] = []
         run = self._session.begin(plan, place)
         try:
-            run.ticket.wait(stall_s=self._session.settings.stall_s)
+            for slab in run.slabs():
+                of = int(owner[order[slab]])
+                left[of] -= 1
+                if left[of] == 0:
+                    ready.append(of)
+                if len(ready) >= AT_ONCE:
+                    yield chunks[ready]
+                    ready = []
+            if ready:
+                yield chunks[ready]
         finally:
             self.nbytes += sum(run.paths.values())
             run.close()

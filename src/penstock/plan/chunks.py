@@ -61,10 +61,22 @@ class ChunkTable:
 
     def pieces(self, chunks: I64) -> Pieces:
         """Byte ranges of these chunks, in their order; neighbours within a row are one piece."""
-        at = self.leaves_of(chunks)
+        return self._joined(self.leaves_of(chunks), np.zeros(0, np.int64))
+
+    def pieces_apart(self, chunks: I64) -> tuple[Pieces, I64]:
+        """As `pieces`, but none crosses from a chunk to the next; and per piece its chunk's position in `chunks`."""
+        counts = self.first_leaf[chunks + 1] - self.first_leaf[chunks]
+        starts = np.cumsum(counts) - counts
+        pieces = self._joined(self.leaves_of(chunks), starts)
+        owner = np.searchsorted(np.cumsum(self.nbytes[chunks]), np.cumsum(pieces.nbytes))
+        return pieces, owner
+
+    def _joined(self, at: I64, cuts: I64) -> Pieces:
+        """Leaves as pieces: neighbours within a row are joined, but not across the positions `cuts`."""
         row, start, nbytes = self.leaf_row[at], self.leaf_start[at], self.leaf_nbytes[at]
         breaks = np.ones(len(at), bool)
         breaks[1:] = (row[1:] != row[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
+        breaks[cuts] = True
         head = np.flatnonzero(breaks)
         total = np.add.reduceat(nbytes, head) if len(head) else nbytes
         return Pieces(row=row[head], start=start[head], nbytes=total)

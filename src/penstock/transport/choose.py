@@ -82,6 +82,7 @@ class Links:
             FormatError: a descriptor is malformed.
         """
         why: list[str] = []
+        on_host = all(handle.memory.device == "cpu" for handle in ours.values())
         for name in NAMES:
             if (name in ONE_HOST and not same_host) or (name == "loopback" and not same_process):
                 continue
@@ -90,7 +91,7 @@ class Links:
                 if descriptor.transport != name:
                     raise PlanError(f"a descriptor offered as {name} is of {descriptor.transport}")
                 return self.transports[name], descriptor, "; ".join(why)
-            if name != "loopback":
+            if name not in ("loopback", "cuda_ipc" if on_host else "shm"):
                 side = "the peer does not offer it" if name in ours else self.refused.get(name, "not here")
                 why.append(f"{name}: {side}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")

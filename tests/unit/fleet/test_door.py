@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.unit.fleet.test_holding import gain, make
 
 from penstock.errors import (
     ConfigError,
@@ -24,7 +25,6 @@ from penstock.fleet.messages import LeaseRequest, Upstream
 from penstock.fleet.peer import Peer
 from penstock.transport.choose import Links
 from penstock.transport.loopback import LoopbackTransport
-from tests.unit.fleet.test_holding import gain, make
 
 
 def allow(request: LeaseRequest) -> None:

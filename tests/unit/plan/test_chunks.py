@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,4 +52,14 @@ def test_a_leaf_larger_than_a_chunk_is_refused() -> None:
 def test_ranges_are_the_same_chunks(chunks: set[int]) -> None:
     ranges = to_ranges(np.array(sorted(chunks), np.int64))
     assert {chunk for start, stop in ranges for chunk in range(start, stop)} == chunks
-    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
+
+
+@given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
+def test_pieces_apart_belong_to_one_chunk_each(rows: list[int], leaf: int, more: int, chance) -> None:
+    table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
+    chunks = np.array([chunk for chunk in range(table.num_chunks) if chance.random() < 0.5], np.int64)
+    pieces, owner = table.pieces_apart(chunks)
+    found = np.bincount(owner, weights=pieces.nbytes, minlength=len(chunks))
+    assert found.tolist() == table.nbytes[chunks].tolist()
+    assert pieces.nbytes.sum() == table.pieces(chunks).nbytes.sum()
