@@ -13,17 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.errors import MissingExtra
+from penstock.digest import xxh3_constants
+from penstock.digest.kernel_store import launch
 from penstock.types import I64, U64
 
-try:
-    from penstock.digest import xxh3_triton as kernels
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise MissingExtra("digests on a GPU need Triton", hint="pip install triton, or a CUDA build of torch") from error
-
-_BLOCK_BYTES: int = kernels.BLOCK_BYTES.value
+_BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,44 +97,34 @@ class LeafTable:
                 self._digest_slab(slab, constants, sums, out)
             if self.first_short < self.num_leaves:
                 per_program = 32 * tuning.short_warps
-                grid = (-(-(self.num_leaves - self.first_short) // per_program),)
-                kernels.short_leaves[grid](
-                    self.columns,
-                    self.num_leaves,
-                    self.first_short,
-                    self.num_leaves,
-                    constants,
-                    out,
-                    LEAVES=per_program,
+                num_programs = -(-(self.num_leaves - self.first_short) // per_program)
+                launch(
+                    "short_leaves",
+                    num_programs,
+                    (self.columns, self.num_leaves, self.first_short, self.num_leaves, constants, out),
+                    {"LEAVES": per_program},
                     num_warps=tuning.short_warps,
                 )
         return out
 
     def _digest_slab(self, slab: _Slab, constants: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
         tuning = self.tuning
-        kernels.block_sums[(slab.num_tiles,)](
-            self.columns,
-            self.num_leaves,
-            4 * self.num_leaves + slab.first_tile,
-            constants,
-            sums,
-            TILE_BLOCKS=tuning.tile_blocks,
-            ALIGNED=slab.aligned,
-            RUN=tuning.run_stripes if slab.aligned else 1,
+        launch(
+            "block_sums",
+            slab.num_tiles,
+            (self.columns, self.num_leaves, 4 * self.num_leaves + slab.first_tile, constants, sums),
+            {
+                "TILE_BLOCKS": tuning.tile_blocks,
+                "ALIGNED": slab.aligned,
+                "RUN": tuning.run_stripes if slab.aligned else 1,
+            },
             num_warps=tuning.tile_warps,
         )
-        grid = (-(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),)
-        kernels.finish_leaves[grid](
-            self.columns,
-            self.num_leaves,
-            slab.first_leaf,
-            slab.stop_leaf,
-            constants,
-            sums,
-            out,
-            TILE_BLOCKS=tuning.tile_blocks,
-            LEAVES=tuning.finish_leaves,
-            UNROLL=tuning.finish_unroll,
+        launch(
+            "finish_leaves",
+            -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
+            (self.columns, self.num_leaves, slab.first_leaf, slab.stop_leaf, constants, sums, out),
+            {"TILE_BLOCKS": tuning.tile_blocks, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll},
             num_warps=1,
         )
 
@@ -164,7 +148,7 @@ def plan_leaves(addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tu
         raise ValueError(f"addresses {addresses.shape} and nbytes {nbytes.shape} are not columns of one table")
     if nbytes.size and int(nbytes.min()) < 1:
         raise ValueError(f"leaf {int(nbytes.argmin())} is empty; a digest needs at least one byte")
-    long = nbytes > kernels.SHORT_BYTES
+    long = nbytes > xxh3_constants.SHORT_BYTES
     aligned = addresses % 16 == 0
     groups = [np.flatnonzero(long & aligned), np.flatnonzero(long & ~aligned), np.flatnonzero(~long)]
     rows = np.concatenate(groups)
@@ -217,7 +201,7 @@ def _slabs(stop_tile: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_
 
 @functools.lru_cache(maxsize=64)
 def _constants(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(kernels.constants()).to(device)
+    return torch.from_numpy(xxh3_constants.constants()).to(device)
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from penstock.digest.cuda import leaf_digests_cuda, mismatched_rows, warm_up
+from penstock.digest.cuda import leaf_digests_cuda, warm_up
 from penstock.engine.check import Expected
 from penstock.types import I64, MIB
 
@@ -24,8 +24,9 @@ class CudaChecker:
     """Checks slabs with the Triton kernel, a batch at a time, on a stream of its own."""
 
     num_threads = 1
-    batch_bytes = 256 * MIB
-    """Enough leaves to fill the device (2.4 TB/s), little tail. Source: benchmarks/results/h100_202611/digest.md."""
+    batch_bytes = 512 * MIB
+    """Enough leaves to fill the device (2.4 TB/s), and few batches: each takes the GIL from the thread that moves bytes
+    for a millisecond. Source: benchmarks/results/h100_202611/digest.md."""
 
     def __init__(self, expected: Expected, slab: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._expected, self._slab, self._device = expected, slab, device
@@ -68,13 +69,16 @@ class CudaChecker:
         wanted = expected.leaves[expected.first[rows][row_of] + number]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             got = leaf_digests_cuda(address[row_of] + start, nbytes, self._device)
+            # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
+            host = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
+            host.copy_(got, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _DigestPending(event, got, wanted, rows[row_of], number, expected, self._stream)
+        return _DigestPending(event, host, wanted, rows[row_of], number, expected)
 
 
 class _DigestPending:
-    """Digests under way on the device; `done` compares them."""
+    """Digests on their way to the host; `done` compares them."""
 
     def __init__(
         self,
@@ -84,17 +88,15 @@ class _DigestPending:
         rows: I64,
         number: I64,
         expected: Expected,
-        stream: torch.cuda.Stream,
     ) -> None:
-        self._event, self._got, self._wanted, self._stream = event, got, wanted, stream
+        self._event, self._got, self._wanted = event, got, wanted
         self._rows, self._number, self._expected = rows, number, expected
 
     def done(self) -> bool:
         """See `Pending.done`."""
         if not self._event.query():
             return False
-        with torch.cuda.stream(self._stream):
-            wrong = mismatched_rows(self._got, self._wanted)
+        wrong = np.flatnonzero(self._got.numpy().view(np.uint64) != self._wanted)
         if len(wrong):
             raise self._expected.fault(int(self._rows[wrong[0]]), int(self._number[wrong[0]]))
         return True

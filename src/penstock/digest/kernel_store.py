@@ -1,0 +1,177 @@
+"""Launches the digest kernels: by Triton, or from a compiled copy that an earlier process left.
+
+In: a kernel's name, its arguments. Out: it is queued on the current stream.
+Not here: the kernels (`digest.xxh3_triton`), what they digest (`digest.cuda`).
+
+    launch --copy in ~/.cache/penstock/kernels--> CUDA driver
+           `--none, or arguments it was not made for--> Triton, which compiles (and a copy is left)
+
+Why: a fresh process spends 0.15 s to import Triton and 0.37 s until it finds its own cached kernels (it hashes all its
+sources first); a copy is there in some milliseconds. Source: benchmarks/results/h200x1_202611/load.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from penstock.errors import DestinationError, MissingExtra
+
+_ALIGNMENT = 16
+"""Bytes to which Triton found pointers aligned, and may have compiled for. Source: Triton's argument specialisation."""
+
+_INT32_STOP = 1 << 31
+_MAX_SHARED_BYTES = 48 << 10
+"""More shared memory needs an opt-in. Source: CUDA programming guide, "Shared Memory"."""
+
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[usb](32|64)\b")
+_BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
+
+
+class _Copy(msgspec.Struct, frozen=True):
+    """A compiled kernel as it is kept."""
+
+    symbol: str
+    parameter_bits: tuple[int, ...]
+    """Of every parameter, Triton's own (scratch pointers, null here) behind the kernel's."""
+    num_threads: int
+    shared_bytes: int
+    cubin: bytes
+
+
+def launch(
+    name: str,
+    num_programs: int,
+    arguments: Sequence[torch.Tensor | int],
+    constants: Mapping[str, int],
+    *,
+    num_warps: int,
+) -> None:
+    """Queue a kernel of `xxh3_triton` on the current stream of its first argument's device.
+
+    Raises:
+        MissingExtra: Triton is needed and not installed.
+        DestinationError: the driver refuses the kernel.
+    """
+    device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
+    suits = device.type == "cuda" and all(
+        one.data_ptr() % _ALIGNMENT == 0 if isinstance(one, torch.Tensor) else one < _INT32_STOP for one in arguments
+    )
+    shape = (name, tuple(sorted(constants.items())), num_warps)
+    kernel = _kept(shape, device) if suits else None
+    if kernel is not None:
+        kernel.run(num_programs, arguments, torch.cuda.current_stream(device).cuda_stream)
+        return
+    compiled = getattr(_kernels(), name)[(num_programs,)](*arguments, **constants, num_warps=num_warps)
+    if suits:
+        _keep(compiled, _path(shape, device))
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("penstock.digest.xxh3_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        hint = "pip install triton, or a CUDA build of torch"
+        raise MissingExtra("digests on a GPU need Triton", hint=hint) from error
+
+
+@functools.cache
+def _path(shape: tuple[object, ...], device: torch.device) -> Path | None:
+    """Where the copy of this kernel is or would be; None where there is no home directory."""
+    source = Path(__file__).with_name("xxh3_triton.py").read_bytes()
+    key = blake3(source)
+    key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
+    try:
+        return Path.home() / ".cache" / "penstock" / "kernels" / f"{shape[0]}-{key.hexdigest()[:32]}"
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def _kept(shape: tuple[object, ...], device: torch.device) -> _Kernel | None:
+    path = _path(shape, device)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            # What is run on the device is the user's own, written by nobody else.
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+                return None
+            return _Kernel(msgspec.msgpack.decode(file.read(), type=_Copy))
+    except OSError:
+        return None
+    except (msgspec.MsgspecError, DestinationError):  # damaged: compiled anew, and kept anew
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _keep(compiled: Any, path: Path | None) -> None:
+    """Leave a copy for later processes, if it can be launched without Triton; a full or read-only disk is no fault."""
+    metadata = compiled.metadata
+    extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
+    ptx: str = compiled.asm["ptx"]
+    head = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
+    block = _BLOCK.search(head)
+    if path is None or not plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
+        return
+    copy = _Copy(
+        symbol=metadata.name,
+        parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
+        num_threads=int(block[1]),
+        shared_bytes=metadata.shared,
+        cubin=compiled.asm["cubin"],
+    )
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.msgpack.encode(copy))
+        os.replace(partial, path)
+
+
+class _Kernel:
+    """A copy loaded into the current context. It stays loaded: a process digests again."""
+
+    def __init__(self, copy: _Copy) -> None:
+        self._copy = copy
+        self._function = ctypes.c_void_p()
+        module = ctypes.c_void_p()
+        torch.cuda.current_stream().query()  # makes the device's context that of this thread
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), copy.cubin))
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, copy.symbol.encode()))
+
+    def run(self, num_programs: int, arguments: Sequence[torch.Tensor | int], stream: int) -> None:
+        values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        bits = self._copy.parameter_bits
+        values += [0] * (len(bits) - len(values))
+        boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in zip(values, bits, strict=True)]
+        pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(one) for one in boxed])
+        shape = (num_programs, 1, 1, self._copy.num_threads, 1, 1, self._copy.shared_bytes)
+        _check(_driver().cuLaunchKernel(self._function, *shape, ctypes.c_void_p(stream), pointers, None))
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int) -> None:
+    if code:
+        raise DestinationError(f"CUDA error {code} from a digest kernel", hint="see CUresult in the CUDA driver API")

@@ -1,0 +1,59 @@
+"""Compiled digest kernels left for later processes: used without Triton, equal, and never in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.gpu
+
+DIGEST = """
+import sys
+import numpy as np, torch, xxhash
+from penstock.digest import cuda
+device = torch.device("cuda", 0)
+host = np.arange(1 << 20, dtype=np.uint64).view(np.uint8)
+memory = torch.from_numpy(host).to(device)
+nbytes = np.array([1, 7, 100, 240, 241, 1024, 65536, 1 << 20, 12345])
+offsets = np.array([0, 16, 64, 128, 512, 1024, 4096, 8192, 13])
+got = cuda.leaf_digests_cuda(memory.data_ptr() + offsets, nbytes, device).cpu().numpy().view(np.uint64)
+view = memoryview(host)
+assert got.tolist() == [xxhash.xxh3_64_intdigest(view[o : o + n]) for o, n in zip(offsets.tolist(), nbytes.tolist())]
+print("triton" if "triton" in sys.modules else "copy")
+"""
+
+
+def used(home: Path) -> str:
+    """What a fresh process digested with; fails where the bits are wrong."""
+    environ = os.environ | {"HOME": str(home)}
+    done = subprocess.run([sys.executable, "-c", DIGEST], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()[-1]
+
+
+def copies(home: Path) -> list[Path]:
+    return sorted((home / ".cache" / "penstock" / "kernels").iterdir())
+
+
+def test_a_second_process_needs_no_triton_and_a_damaged_copy_is_made_anew(tmp_path: Path) -> None:
+    assert used(tmp_path) == "triton"
+    assert len(copies(tmp_path)) == 4
+    assert used(tmp_path) == "copy"
+    for copy in copies(tmp_path):
+        copy.write_bytes(copy.read_bytes()[:100])
+    assert used(tmp_path) == "triton"
+    assert used(tmp_path) == "copy"
+
+
+def test_a_copy_that_others_may_write_is_not_run(tmp_path: Path) -> None:
+    used(tmp_path)
+    for copy in copies(tmp_path):
+        copy.chmod(0o666)
+    assert used(tmp_path) == "triton"
