@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
+SERVES = DIRECTORY / "fetch_two_terminals.py"
+EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES})
+LAST_S = 150.0
+
+
+@pytest.fixture
+def environ() -> Iterator[dict[str, str]]:
+    """A hub of the example's own, in a directory whose name is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
+        yield {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs(example: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=150)
+def test_the_example_runs(example: Path, environ: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=LAST_S, env=environ
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
+    """Its lines up to the one with `word`; all of them where it ends first."""
+    assert process.stdout is not None
+    said: list[str] = []
+    for line in process.stdout:
+        said.append(line)
+        if word in line:
+            break
+    return said
+
+
+def test_the_second_terminal_starts_from_the_first(environ: dict[str, str]) -> None:
+    pytest.importorskip("fastapi")
+    command = [sys.executable, str(SERVES)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    alarm = threading.Timer(LAST_S, first.kill)
+    alarm.start()
+    try:
+        said = read_until(first, "serving")
+        assert any("by storage" in line for line in said), said
+        second = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=LAST_S, env=environ)
+        assert second.returncode == 0, second.stderr
+        assert "shm <- " in second.stdout
+        assert "storage" not in second.stdout.splitlines()[1]
+        first.send_signal(signal.SIGINT)
+        assert first.wait(timeout=60) == 0
+    finally:
+        alarm.cancel()
+        first.kill()
+        first.communicate()

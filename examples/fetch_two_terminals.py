@@ -1,0 +1,44 @@
+"""Two terminals on one host: the second starts from the first, and nothing else has to run.
+
+    terminal 1:  python examples/fetch_two_terminals.py CHECKPOINT      reads storage, then serves until Ctrl-C
+    terminal 2:  python examples/fetch_two_terminals.py                 takes it from terminal 1, then serves as well
+
+Without a checkpoint, a process that finds no other makes up a small one. `--once` leaves instead of serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+
+import torch
+
+import penstock as ps
+from penstock.testing.checkpoints import write_llama
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        fleet = stack.enter_context(ps.join("two-terminals"))
+        weights: dict[str, torch.Tensor] = {}
+        try:
+            report = fleet.fetch(weights, fallback=args.checkpoint, device=args.device, wait_s=1)
+        except ps.NotFound:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            print("nobody has it: a small checkpoint is made up")
+            write_llama(directory, total_bytes=64 << 20)
+            report = fleet.fetch(weights, fallback=directory, device=args.device)
+        print(report.summary(), flush=True)
+        if not args.once:
+            print("serving; Ctrl-C ends it", flush=True)
+            fleet.serve()
+
+
+if __name__ == "__main__":
+    main()
