@@ -48,6 +48,7 @@ TIMEOUT_S = 10.0
 ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
 _MAX_PAUSE_S = 0.5
+_MAX_CONNECTIONS = 16
 _MAX_ANSWER_BYTES = 256 << 20
 T = TypeVar("T")
 _FAULT = msgspec.json.Decoder(Fault)
@@ -277,9 +278,10 @@ class HubClient:
     def _open(self, url: str) -> httpx.Client:
         import httpx
 
-        limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
         if url.startswith("unix://"):
-            transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"), limits=limits)
+            from penstock.fleet.unix_http import UnixTransport
+
+            transport = UnixTransport(url.removeprefix("unix://"), max_connections=_MAX_CONNECTIONS)
             return httpx.Client(transport=transport, base_url="http://hub", trust_env=False)
         verify: ssl.SSLContext | bool = True
         if url.startswith("https://"):
@@ -289,6 +291,7 @@ class HubClient:
                     verify.load_cert_chain(*self._certificate)
             except OSError as error:
                 raise ConfigError(f"a certificate for {url} cannot be used: {error}") from error
+        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=30.0)
         return httpx.Client(base_url=url, verify=verify, limits=limits, trust_env=False)
 
     def _drop(self, url: str) -> None:

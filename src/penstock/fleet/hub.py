@@ -51,6 +51,7 @@ try:
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
+    from starlette.routing import Match, Route
 except ImportError as error:
     raise MissingExtra("the hub needs FastAPI", hint="pip install 'penstock[hub]'") from error
 
@@ -303,9 +304,14 @@ def _map_faults(app: FastAPI, metrics: Metrics) -> None:
         headers = {"Retry-After": "1"} if status == 503 else None
         return answer(status, Fault(error=error.message, hint=error.hint or ""), headers)
 
-    async def framework(_: Request, error: Exception) -> Response:
+    async def framework(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(error.status_code, Fault(error=str(error.detail)), dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            routes = [route for route in app.routes if isinstance(route, Route)]
+            there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            headers["Allow"] = ", ".join(sorted({method for route in there for method in route.methods or ()}))
+        return answer(error.status_code, Fault(error=str(error.detail)), headers)
 
     async def invalid(_: Request, error: Exception) -> Response:
         return answer(422, Fault(error=str(error)[:1000]))

@@ -178,7 +178,11 @@ class HubThread:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
         self._bound = bound
-        self._server = _server(directory, auth)
+        try:
+            self._server = _server(directory, auth)
+        except BaseException:
+            bound.close()
+            raise
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [bound]}, name="penstock-hub", daemon=True
         )

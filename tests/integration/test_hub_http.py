@@ -1,0 +1,257 @@
+"""The hub over HTTP: refusals, limits, TLS, metrics, and whatever a hostile caller sends."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+import httpx
+import schemathesis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from hypothesis import settings
+from schemathesis.checks import CHECKS
+
+from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
+from penstock.fleet.auth import Auth
+from penstock.fleet.client import HubClient
+from penstock.fleet.directory import Directory
+from penstock.fleet.hub import MAX_BODY_BYTES, create_app
+from penstock.fleet.messages import Beat, ClaimRequest, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+from penstock.testing.hubs import IDENTITY, holding
+
+TOKEN = "all-models-0123456789"
+LLAMA = "llama-only-0123456789"
+
+
+def hello(member: str) -> Hello:
+    return Hello(member=member, host="h", doors=("unix:///d",))
+
+
+@pytest.fixture
+def serve():
+    running = []
+
+    def start(listen: str = "127.0.0.1:0", auth: Auth | None = None) -> str:
+        hub = HubThread(Directory(MemoryStore(), fresh=True), bind(listen, auth or Auth()), auth)
+        running.append(hub)
+        hub.start()
+        return hub.url
+
+    yield start
+    for hub in running:
+        hub.stop()
+
+
+@pytest.fixture
+def guarded(tmp_path) -> Auth:
+    file = tmp_path / "tokens"
+    file.write_text(f"{TOKEN}\n{LLAMA} llama*\n")
+    return Auth.of(token_file=file)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "unix"])
+def test_every_question(serve, tmp_path, listen) -> None:
+    if listen.startswith("[") and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
+    with HubClient.connect(url) as hub:
+        welcome = hub.hello(hello("w"))
+        assert len(welcome.grant_key) == 32 and welcome.beat_s == 2.0
+        hub.hello(hello("a"))
+        hub.beat("w", Beat(holdings=(holding(((0, 100),)),)))
+        reply = hub.flight(FlightRequest(member="a", holding=holding()))
+        assert [upstream.member for upstream in reply.upstreams] == ["w"]
+        assert hub.claim(ClaimRequest(member="a", holding=holding())).ranges == ()
+        hub.complain(Complaint(member="a", of="w", key=IDENTITY.key(), fault="stalled", detail="é"))
+        assert hub.claim(ClaimRequest(member="a", holding=holding())).ranges == ((0, 25),)
+        assert [member.member for member in hub.status("llama").members] == ["a", "w"]
+        assert hub.why(WhyRequest(model="llama")).lines
+        hub.leave("a")
+        with pytest.raises(UnknownMember):
+            hub.beat("a", Beat())
+        with pytest.raises(PlanError):
+            hub.beat("w", Beat(holdings=(holding(((5, 4),)),)))
+        with pytest.raises(PermissionDenied):
+            hub.hello(hello("a"))
+    with pytest.raises(HubUnavailable, match="closed"):
+        hub.status()
+
+
+def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) -> None:
+    url = serve(auth=guarded)
+    for token in (None, "wrong-token-0123456789", TOKEN + "x", TOKEN[:-1]):
+        with HubClient.connect(url, token) as hub, pytest.raises(PermissionDenied, match="token"):
+            hub.hello(hello("a"))
+    assert "event=unauthorized path=/v1/hello" in caplog.text
+    assert httpx.get(f"{url}/metrics", timeout=5).status_code == 401
+    assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+    with HubClient.connect(url, TOKEN) as hub:
+        hub.hello(hello("a"))
+
+
+def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
+    url = serve(auth=guarded)
+    other = msgspec.structs.replace(IDENTITY, model="qwen")
+    with HubClient.connect(url, LLAMA) as hub:
+        hub.hello(hello("a"))
+        hub.flight(FlightRequest(member="a", holding=holding()))
+        for ask in (
+            lambda: hub.flight(FlightRequest(member="a", holding=holding(identity=other))),
+            lambda: hub.claim(ClaimRequest(member="a", holding=holding(identity=other))),
+            lambda: hub.beat("a", Beat(holdings=(holding(), holding(identity=other)))),
+            lambda: hub.status("qwen"),
+            lambda: hub.status(),
+            lambda: hub.why(WhyRequest(model="qwen")),
+        ):
+            with pytest.raises(PermissionDenied):
+                ask()
+        assert hub.status("llama").members
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
+def test_open_to_strangers_only_with_a_guard(listen, guarded) -> None:
+    with pytest.raises(ConfigError, match="strangers"):
+        bind(listen, Auth())
+    if listen == "0.0.0.0:0":
+        bind(listen, guarded).close()
+
+
+@pytest.mark.parametrize("listen", ["here", "127.0.0.1", ":1", "127.0.0.1:99999", "no.such.host.invalid:1"])
+def test_addresses_that_are_none(listen) -> None:
+    with pytest.raises(ConfigError):
+        bind(listen, Auth())
+
+
+def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
+    listen = f"unix://{tmp_path}/hub.sock"
+    first = bind(listen, Auth())
+    assert (tmp_path / "hub.sock").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="in use"):
+        bind(listen, Auth())
+    first.close()
+    bind(listen, Auth()).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="in use"):
+        bind(f"unix://{tmp_path}/file", Auth())
+
+
+def test_bodies_have_a_bound_and_a_schema(serve) -> None:
+    url = serve()
+    with httpx.Client(base_url=url, timeout=20) as http:
+        big = http.post("/v1/hello", content=b" " * (MAX_BODY_BYTES + 1))
+        assert big.status_code == 413 and "bytes" in big.json()["error"]
+        for body in (b"", b"{", b"[]", b'{"member": "a"}', b"\xff\xfe", b'{"member":' * 3000, b"[" * 100_000):
+            answer = http.post("/v1/hello", content=body)
+            assert answer.status_code == 422 and set(answer.json()) == {"error", "hint", "alternatives"}
+        unknown = msgspec.json.encode(hello("a"))[:-1] + b',"more":1}'
+        assert http.post("/v1/hello", content=unknown).status_code == 422
+        assert http.put("/v1/members/a%2Fb", content=b"{}").status_code in {404, 422}
+        assert http.put("/v1/members/%C3%A9", content=b"{}").status_code == 422
+        assert http.get("/v1/status", params={"model": "x" * 300}).status_code == 422
+        assert http.get("/nothing").json()["error"] == "Not Found"
+        assert http.delete("/v1/hello").status_code == 405
+
+
+def test_metrics_count_what_happened(serve) -> None:
+    url = serve()
+    with HubClient.connect(url) as hub:
+        for member in "wa":
+            hub.hello(hello(member))
+        hub.beat("w", Beat(holdings=(holding(((0, 100),)),)))
+        hub.flight(FlightRequest(member="a", holding=holding(claims=((3, 5),))))
+        with pytest.raises(UnknownMember):
+            hub.beat("x", Beat())
+    assert httpx.get(f"{url}/readyz", timeout=5).text == "ok\n"
+    page = httpx.get(f"{url}/metrics", timeout=5).text.splitlines()
+    assert "penstock_hub_members 2.0" in page
+    assert 'penstock_hub_holdings{model="llama",state="whole"} 1.0' in page
+    assert 'penstock_hub_claims{model="llama"} 2.0' in page
+    assert "penstock_hub_grants_total 1.0" in page
+    assert 'penstock_hub_refusals_total{status="410"} 1.0' in page
+    assert 'penstock_hub_request_seconds_count{operation="flight"} 1.0' in page
+
+
+def test_a_hub_that_is_not_there_or_is_none(serve, tmp_path) -> None:
+    with HubClient.connect(f"unix://{tmp_path}/none.sock", timeout_s=0.3) as hub, pytest.raises(HubUnavailable):
+        hub.status()
+    for url in ("hub:7070", "", "ftp://hub"):
+        with pytest.raises(ConfigError):
+            HubClient.connect(url)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with HubClient.connect(url, timeout_s=0.5) as hub, pytest.raises(HubUnavailable, match=r"0.5 s"):
+            hub.status()
+
+
+def pem_of(key, name: str, issuer, issuer_key, directory: Path, *, ca: bool) -> tuple[Path, object]:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer.subject if issuer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (directory / f"{name}.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return directory / f"{name}.pem", certificate
+
+
+def test_mutual_tls(serve, tmp_path) -> None:
+    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "hub", "member", "stranger")}
+    ca_file, ca = pem_of(keys["ca"], "ca", None, keys["ca"], tmp_path, ca=True)
+    for name in ("hub", "member"):
+        pem_of(keys[name], name, ca, keys["ca"], tmp_path, ca=False)
+    pem_of(keys["stranger"], "stranger", None, keys["stranger"], tmp_path, ca=False)
+    auth = Auth.of(certificate=tmp_path / "hub.pem", private_key=tmp_path / "hub.key", client_ca=ca_file)
+    assert auth.guards
+    url = serve(auth=auth)
+    assert url.startswith("https://")
+
+    def own(name: str) -> tuple[Path, Path]:
+        return tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
+
+    with HubClient.connect(url, ca_file=ca_file, certificate=own("member")) as hub:
+        hub.hello(hello("a"))
+    for certificate in (None, own("stranger")):
+        hub = HubClient.connect(url, ca_file=ca_file, certificate=certificate, timeout_s=1)
+        with hub, pytest.raises(HubUnavailable):
+            hub.hello(hello("b"))
+    with HubClient.connect(url, certificate=own("member"), timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
+        hub.hello(hello("b"))
+    with pytest.raises(ConfigError, match="certificate"):
+        serve(auth=Auth(certificate=ca_file, private_key=tmp_path / "hub.key"))
+
+
+_schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Directory(MemoryStore(), fresh=True)))
+# Unknown members are refused although the schema allows them, and 1.0 is no integer here though JSON Schema says so.
+_NOT_CHECKED = CHECKS.get_by_names(["positive_data_acceptance"])
+
+
+@_schema.parametrize()
+@settings(max_examples=40, deadline=None)
+def test_hostile_callers(case) -> None:
+    case.call_and_validate(excluded_checks=_NOT_CHECKED)

@@ -1,0 +1,182 @@
+"""The hub of one host: nothing to start, taken over when its host is killed or stopped, private to its user."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+
+from penstock.errors import ConfigError, HubUnavailable, UnknownMember
+from penstock.fleet import client as hub_client
+from penstock.fleet.client import HubClient
+from penstock.fleet.local import LocalLine
+from penstock.fleet.messages import Beat, ClaimRequest, Hello
+from penstock.testing.hubs import holding
+
+_HOST = """
+import sys, time
+from penstock.fleet.client import HubClient
+from penstock.fleet.messages import Beat, Hello
+hub = HubClient.connect(None)
+hub.hello(Hello(member="child", host="h", doors=("unix:///c",)))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path_factory, monkeypatch) -> Path:
+    found = tmp_path_factory.mktemp("run")
+    found.chmod(0o700)
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(found))
+    return found
+
+
+@pytest.fixture
+def child(place):
+    """A process that hosts the hub and is a member."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def line_of(hub: HubClient) -> LocalLine:
+    assert isinstance(hub._line, LocalLine)
+    return hub._line
+
+
+def hello(hub: HubClient, member: str) -> None:
+    hub.hello(Hello(member=member, host="h", doors=(f"unix:///{member}",)))
+
+
+def test_the_first_hosts_and_gives_claims_at_once(place) -> None:
+    with HubClient.connect(None) as first, HubClient.connect(None) as second:
+        assert line_of(first).hosts and not line_of(second).hosts
+        for hub, member in ((first, "a"), (second, "b")):
+            hello(hub, member)
+        assert first.claim(ClaimRequest(member="a", holding=holding())).ranges
+        assert second.claim(ClaimRequest(member="b", holding=holding())).ranges
+        assert [path.stat().st_mode & 0o777 for path in place.glob("*.sock")] == [0o600]
+    assert not list(place.glob("*.sock"))
+
+
+def test_many_that_start_at_once_agree(place) -> None:
+    hubs: list[HubClient] = []
+    threads = [threading.Thread(target=lambda: hubs.append(HubClient.connect(None))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(hubs) == 8 and sum(line_of(hub).hosts for hub in hubs) == 1
+    for number, hub in enumerate(hubs):
+        hello(hub, f"m{number}")
+    assert len(hubs[3].status().members) == 8
+    for hub in hubs:
+        hub.close()
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_another_takes_over_and_waits_for_members_to_announce(place, child, end) -> None:
+    with HubClient.connect(None) as a, HubClient.connect(None) as b:
+        for hub, member in ((a, "a"), (b, "b")):
+            hello(hub, member)
+        assert not line_of(a).hosts and len(a.status().members) == 3
+        key = a.hello(Hello(member="a", host="h", doors=("unix:///a",))).grant_key
+        if end == "killed":
+            child.kill()
+        else:
+            child.stdin.close()
+        child.wait(20)
+        start = time.monotonic()
+        with pytest.raises(UnknownMember):
+            a.beat("a", Beat())
+        assert time.monotonic() - start < 5
+        assert line_of(a).hosts
+        assert a.hello(Hello(member="a", host="h", doors=("unix:///a",))).grant_key == key
+        hello(b, "b")
+        assert [member.member for member in b.status().members] == ["a", "b"]
+        # `a` and `b` are other processes to the kernel's locks: two lines of this one.
+        asked = ClaimRequest(member="b", holding=holding())
+        assert b.claim(asked).ranges == ()
+        b.beat("b", Beat(holdings=(holding(((0, 30),)),)))
+        deadline = time.monotonic() + 10
+        while not (found := a.claim(ClaimRequest(member="a", holding=holding())).ranges):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert found[0][0] == 30
+
+
+def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, child, monkeypatch) -> None:
+    monkeypatch.setattr(hub_client, "ATTEMPT_S", 0.5)
+    with HubClient.connect(None) as a:
+        hello(a, "a")
+        child.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(UnknownMember):
+                a.beat("a", Beat())
+            assert line_of(a).hosts
+            hello(a, "a")
+        finally:
+            child.send_signal(signal.SIGCONT)
+        with HubClient.connect(None) as late:
+            hello(late, "late")
+            assert [member.member for member in a.status().members] == ["a", "late"]
+
+
+def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:
+    script = _HOST.replace(
+        "print(", "import os\nchild = os.fork()\nif child == 0:\n    time.sleep(60)\nprint(child); print("
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None and process.stdin is not None
+    forked = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait(10)
+        with HubClient.connect(None) as hub:
+            assert line_of(hub).hosts
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="alone"):
+        LocalLine(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="alone"):
+        LocalLine(tmp_path / "link")
+    with pytest.raises(ConfigError, match="too long"):
+        LocalLine(tmp_path / ("x" * 120))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="no place"):
+        LocalLine(tmp_path / "file" / "below")
+
+
+def test_a_closed_client_asks_no_more(place) -> None:
+    hub = HubClient.connect(None)
+    hub.close()
+    hub.close()
+    with pytest.raises(HubUnavailable):
+        hub.status()

@@ -1,0 +1,57 @@
+"""Who may ask the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.fleet.auth import Auth, Caller
+
+TOKEN = "a-token-of-16-letters"
+OTHER = "another-token-of-llama"
+
+
+@pytest.fixture
+def auth(tmp_path: Path) -> Auth:
+    file = tmp_path / "tokens"
+    file.write_text(f"# all models\n{TOKEN}\n\n{OTHER} llama-* gpt2  # some\n")
+    return Auth.of(token_file=file)
+
+
+def test_tokens_and_their_models(auth) -> None:
+    assert auth.guards
+    assert auth.caller(f"Bearer {TOKEN}") == Caller()
+    some = auth.caller(f"bearer {OTHER}")
+    assert some is not None and some.models == ("llama-*", "gpt2")
+    assert some.may_ask(["llama-3", "gpt2"]) and not some.may_ask(["llama-3", "qwen"]) and not some.may_ask([""])
+    assert Caller().may_ask(["anything"])
+
+
+@pytest.mark.parametrize(
+    "shown", ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é\udcff"]
+)
+def test_strangers(auth, shown) -> None:
+    assert auth.caller(shown) is None
+
+
+def test_without_tokens_everyone_may() -> None:
+    assert Auth().caller("") == Caller() and not Auth().guards
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "spaces-are-patterns!but-not-this\n"])
+def test_a_token_file_without_a_good_token(tmp_path, text) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        Auth.of(token_file=file)
+
+
+def test_what_comes_together(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Auth.of(token_file=tmp_path / "none")
+    with pytest.raises(ConfigError, match="come together"):
+        Auth.of(certificate=tmp_path / "cert.pem")
+    with pytest.raises(ConfigError, match="hub's own"):
+        Auth.of(client_ca=tmp_path / "ca.pem")
