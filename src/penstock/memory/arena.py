@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
 from penstock.memory.memfd import Mapping, create
+from penstock.memory.pages import STEP_BYTES, populate
 
 if TYPE_CHECKING:
     import torch
 
 ALIGN_BYTES = 512
 """Where a tensor may start. Source: torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
+
+WARM_STEPS = 16
+"""Steps a thread of `warm` takes in a row: 16 MiB, a chunk of a fetch."""
 
 
 class Arena:
@@ -76,6 +80,24 @@ class Arena:
             message = f"{device} has {free} of {total} bytes free, {nbytes} are needed in one piece"
             raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
         return cls(str(region.device), region.data_ptr(), nbytes, region)
+
+    def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
+        """Begin to make a host arena's pages present, from its start on, before they are written; returns at once.
+
+        Args:
+            is_over: asked often by the threads, which keep the memory alive until it says yes or they are done.
+            num_threads: how many; more than two wait for each other.
+        """
+        if self.device != "cpu":
+            return
+        step = STEP_BYTES * WARM_STEPS
+
+        def work(first: int, owner: object) -> None:
+            for at in range(first * step, self.nbytes, num_threads * step):
+                populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
+
+        for first in range(num_threads):
+            threading.Thread(target=work, args=(first, self._owner), name=f"penstock-warm-{first}", daemon=True).start()
 
     @property
     def free_bytes(self) -> int:

@@ -9,7 +9,6 @@ threads and a small load never pays for the whole pool; released buffers are reu
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 import time
@@ -19,14 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
-
-_MADV_POPULATE_WRITE = 23
-"""Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
-
-_POPULATE_BYTES = 1 << 20
-"""Zeroing so much takes about 0.1 ms."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
+from penstock.memory.pages import populate
 
 
 class Registrar(Protocol):
@@ -57,11 +49,7 @@ class StagingBuffer:
         """Touch every page and pin it, once."""
         if self.is_ready:
             return
-        # In steps, since each holds the address space's lock that other threads' allocations wait for. A kernel without
-        # MADV_POPULATE_WRITE answers EINVAL; the pages are then faulted by their first use.
-        for at in range(self.address, self.address + self.nbytes, _POPULATE_BYTES):
-            nbytes = min(_POPULATE_BYTES, self.address + self.nbytes - at)
-            _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+        populate(self.address, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
         self.is_ready = True
