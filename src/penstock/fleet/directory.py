@@ -170,21 +170,25 @@ class Directory:
         Raises:
             UnknownMember, PlanError: see `beat`.
         """
-        view = self._view(request.holding.key)
-        if request.holding.num_chunks or not view.held:
-            self._ask(request.member, request.holding, reads_storage=request.can_read_storage)
-            view = self._view(request.holding.key)
-            names = view.relay(request.holding.num_chunks).upstreams(request.member)
-        elif request.source:
-            self._known(request.member)
+        holding = request.holding
+        hello = self._known(request.member)[1].hello
+        if holding.num_chunks:
+            self._ask(request.member, holding, reads_storage=request.can_read_storage)
+        view = self._view(holding.key)
+        is_placed = holding.num_chunks > 0 and request.member in view.held
+        names: tuple[str, ...] = ()
+        if is_placed:
+            names = view.relay(holding.num_chunks).upstreams(request.member)
+        elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held else ()
-        else:
-            names = view.known_to(self._known(request.member)[1].hello, request.holding.device)
+        elif view.held:
+            # Asks what the line is, or came since the last look: whom it may ask, until it has its place.
+            names = view.known_to(hello, holding)
         signer = self._grants()
         upstreams = []
         for name in names:
             held = view.held[name]
-            grant = signer.sign(key=request.holding.key, reader=request.member, source=name)
+            grant = signer.sign(key=holding.key, reader=request.member, source=name)
             upstreams.append(
                 Upstream(
                     member=name,
@@ -198,7 +202,7 @@ class Directory:
             )
         self.counts["grants"] += len(upstreams)
         # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
-        pause_s = min(5.0, max(1.0 if upstreams else 0.2, len(view.held) / 500))
+        pause_s = min(5.0, max(1.0 if upstreams and is_placed else 0.2, len(view.held) / 500))
         return FlightReply(upstreams=tuple(upstreams), ask_again_s=pause_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:

@@ -110,14 +110,19 @@ class View:
             self._relays[num_chunks] = Relay(self._node(name, held) for name, held in same)
         return self._relays[num_chunks]
 
-    def known_to(self, reader: Hello, device: str) -> tuple[str, ...]:
-        """Members to ask what the line is, for one that does not know it: as most of them cut it, near ones first."""
+    def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
+        """Whom a member may ask that is not in this view; of no chunks, as most cut the line; near ones first."""
         sizes = Counter(held.holding.num_chunks for held in self.held.values())
-        most = max(sizes, key=lambda num_chunks: (sizes[num_chunks], num_chunks))
+        num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
         asks = Node(
-            member=reader.member, host=reader.host, rack=reader.rack, device=device, num_have=0, num_chunks=most
+            member=reader.member,
+            host=reader.host,
+            rack=reader.rack,
+            device=holding.device,
+            num_have=0,
+            num_chunks=max(1, num_chunks),
         )
-        return self.relay(most).around(asks)
+        return self.relay(num_chunks).around(asks)
 
     def had(self, reader: str, num_chunks: int) -> Bools:
         """Chunks of the members that `reader` can take from."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from zlib import crc32
 
 MAX_DEPTH = 32
 """Members of a chain below a whole holder before the holder gets a second one. A hop delays by one chunk (13 ms at
@@ -133,7 +134,7 @@ class Relay:
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
             choice = self._choice.get(place, [])
             num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
-            turn = self._number.get(receiver.member, 0) % num_whole if num_whole else 0
+            turn = self._number.get(receiver.member, crc32(receiver.member.encode())) % num_whole if num_whole else 0
             yield from (node.member for node in choice[turn:num_whole])
             yield from (node.member for node in choice[:turn])
             yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
