@@ -12,6 +12,8 @@ COMMANDS = {
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --format",
+    "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --drain-s --format",
+    "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "doctor": "--path --format",
     "version": "--format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",

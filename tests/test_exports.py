@@ -8,9 +8,20 @@ import sys
 import penstock
 from penstock import errors
 
-VERBS = ["inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VALUES = ["Box", "DType", "FetchReport", "Fleet", "Inspection", "Manifest", "Report", "TensorStream"]
-VALUES += ["Verification", "Weights"]
+VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
+VALUES = [
+    "AttachReport",
+    "Attached",
+    "Box",
+    "DType",
+    "FetchReport",
+    "Fleet",
+    "Inspection",
+    "Manifest",
+    "Report",
+    "TensorStream",
+]
+VALUES += ["Keeper", "Verification", "Weights"]
 ERRORS = sorted(
     name
     for name, value in vars(errors).items()

@@ -55,6 +55,7 @@ NO_TORCH = (
     "transport/http_server.py",
     "transport/http_wire.py",
     "transport/nixl.py",
+    "transport/region.py",
     "memory/memfd.py",
     "memory/arena.py",
     "cli/",

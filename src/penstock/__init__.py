@@ -39,13 +39,17 @@ from penstock.types import Box, DType, Manifest
 
 if TYPE_CHECKING:
     from penstock.api import (
+        Attached,
+        AttachReport,
         FetchReport,
         Fleet,
         Inspection,
+        Keeper,
         Report,
         TensorStream,
         Verification,
         Weights,
+        attach,
         inspect,
         join,
         load,
@@ -62,6 +66,8 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "AttachReport",
+    "Attached",
     "Box",
     "BudgetTooSmall",
     "Cancelled",
@@ -77,6 +83,7 @@ __all__ = [
     "HubUnavailable",
     "Inspection",
     "IntegrityError",
+    "Keeper",
     "Manifest",
     "MissingExtra",
     "NotFound",
@@ -97,6 +104,7 @@ __all__ = [
     "Verification",
     "Weights",
     "__version__",
+    "attach",
     "inspect",
     "join",
     "load",

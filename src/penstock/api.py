@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.fleet.attach import Attached, AttachReport, attach
     from penstock.fleet.join import Fleet, join
+    from penstock.fleet.keeper import Keeper
     from penstock.fleet.report import FetchReport
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from penstock.loader.verify import Inspection, Verification, inspect, verify
 
 _ROOMS = {
+    "AttachReport": "fleet.attach",
+    "Attached": "fleet.attach",
     "FetchReport": "fleet.report",
     "Fleet": "fleet.join",
     "Inspection": "loader.verify",
+    "Keeper": "fleet.keeper",
     "Report": "loader.report",
     "TensorStream": "loader.load",
     "Verification": "loader.verify",
     "Weights": "loader.load",
+    "attach": "fleet.attach",
     "inspect": "loader.verify",
     "join": "fleet.join",
     "load": "loader.load",
@@ -36,13 +42,17 @@ _ROOMS = {
 }
 
 __all__ = [
+    "AttachReport",
+    "Attached",
     "FetchReport",
     "Fleet",
     "Inspection",
+    "Keeper",
     "Report",
     "TensorStream",
     "Verification",
     "Weights",
+    "attach",
     "inspect",
     "join",
     "load",

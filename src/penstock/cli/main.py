@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import typer
 
-from penstock.cli import bench, doctor, inspect, load, manifest, output, version
+from penstock.cli import bench, doctor, inspect, keep, load, manifest, output, pull, version
 from penstock.errors import ConfigError, PenstockError
 
 DONE, USAGE, FAILED, DIRTY = 0, 2, 3, 4
@@ -31,6 +31,8 @@ app.command("load")(load.load)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(manifest.verify)
 app.command("manifest")(manifest.manifest)
+app.command("keep")(keep.keep)
+app.command("pull")(pull.pull)
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
 app.add_typer(bench.app, name="bench")

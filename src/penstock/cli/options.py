@@ -1,14 +1,17 @@
 """The arguments and options that several commands share, so that each is spelt and explained once.
 
-In / Out: `Annotated` types for typer. Not here: options of one command alone, which stand in its file.
+In / Out: `Annotated` types for typer, a file's token. Not here: options of one command alone, which stand in its file.
 """
 
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from penstock.errors import ConfigError
 
 
 class Format(enum.StrEnum):
@@ -38,3 +41,40 @@ MemoryBytes = Annotated[
     str | None,
     typer.Option("--memory-bytes", metavar="BYTES", help="Host staging: 268435456, 256M, 1.5G.", show_default=False),
 ]
+Hub = Annotated[
+    str | None,
+    typer.Option(
+        "--hub",
+        metavar="URL",
+        help="http(s)://host:port or unix:///path; default: this host's own, which the first to ask hosts.",
+        show_default=False,
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", metavar="FILE", help="Its first line is shown to the hub and to doors.", show_default=False
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help="Where other hosts reach this member; port 0 chooses. Default: this host only.",
+        show_default=False,
+    ),
+]
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file; None without one. ConfigError: it cannot be read, or is empty."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token in {path}: {error}") from error
+    if not token:
+        raise ConfigError(f"{path} has no token on its first line")
+    return token

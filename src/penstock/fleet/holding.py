@@ -60,6 +60,11 @@ def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Plac
     return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
 
 
+def device_id(device: torch.device) -> str:
+    """A GPU's UUID, whatever number this process gives it; empty for the host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 class Holding:
     """One rank's weights of a key.
 
@@ -90,6 +95,7 @@ class Holding:
     ) -> None:
         self.identity, self.key, self.line, self.rows = identity, identity.key(), line, list(rows)
         self.device = rows[0].device if rows else torch.device("cpu")
+        self._device_id = device_id(self.device)
         self.place = place_of(rows, arenas)
         self.has_manifest = leaves is not None
         self.leaves: U64 = leaves if leaves is not None else np.zeros(len(line.chunks.leaf_row), np.uint64)
@@ -263,6 +269,7 @@ class Holding:
                 max_readers=self.max_readers,
                 parent=self.parent,
                 device=str(self.device),
+                device_id=self._device_id,
                 path=self.path,
                 gb_per_s=self.gb_per_s,
                 kept=self.kept,

@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -222,8 +223,9 @@ class Member:
         for holding in self.holdings:
             holding.become("draining")
         self.beat_now()
+        deadline = time.monotonic() + drain_s
         for holding in self.holdings:
-            self.hide(holding, drain_s)
+            self.hide(holding, max(0.0, deadline - time.monotonic()))
         self._closing.set()
         self._beat_now.set()
         self._beats.join()

@@ -79,6 +79,8 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Where the last bytes came from and how, for `status`: `shm <- member`, `storage s3://...`."""
     gb_per_s: float = 0.0
+    device_id: Annotated[str, Meta(max_length=64)] = ""
+    """What a GPU is called whatever a process's numbering: its UUID."""
     kept: bool = False
     """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
 

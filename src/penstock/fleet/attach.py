@@ -1,0 +1,315 @@
+"""What an engine calls: `attach` to weights that a keeper of this host holds, without a copy.
+
+In: a model's name. Out: tensors that are the keeper's memory; a lease on it, renewed while any of them lives.
+Not here: keeping (`keeper`), mapping (`transport.region`), the lease's life (`renewal`).
+
+    hub: who keeps it here? --> keeper's door: lease, map, table, digests --> map --> compare --> tensors
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+import torch
+
+from penstock.config import Settings
+from penstock.errors import (
+    ConfigError,
+    HubUnavailable,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.fleet.client import HubClient
+from penstock.fleet.holding import device_id
+from penstock.fleet.line import described
+from penstock.fleet.local import find_hub
+from penstock.fleet.mapped import leaves_in, map_regions, tensors_in, verify_mapped
+from penstock.fleet.member import host_id
+from penstock.fleet.messages import FlightRequest, Hello, HoldingState, Upstream
+from penstock.fleet.peer import Peer
+from penstock.fleet.point import point_at
+from penstock.fleet.renewal import Hold, Renewal, Standing
+from penstock.loader.report import Phases
+from penstock.loader.session import resolve_device
+from penstock.transport.region import Region
+from penstock.types import GB
+
+WAIT_S = 1.0
+"""How long a keeper is waited for that is not there: a hub that moves to another process takes half of it."""
+_ASK_S = 0.05
+_PASSING = (NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
+"""A keeper that comes, goes or is not whole yet; anything else will not be otherwise a moment later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachReport:
+    """What was attached, and in what time."""
+
+    model: str
+    key: str
+    revision: str
+    num_tensors: int
+    nbytes: int
+    device: str
+    path: str
+    """`shm, mapped: MEMBER`: no byte was moved."""
+    wall_s: float
+    phases: Mapping[str, float]
+    """Seconds of `find`, `lease`, `map`, `verify`; they sum to `wall_s`."""
+    verified: bool
+    """Whether the bytes were digested here and compared; if not, the keeper's own verification is all there is."""
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+        checked = "digested here and compared" if self.verified else "verified by the keeper, not again here"
+        return (
+            f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB on {self.device} in "
+            f"{self.wall_s:.3f} s, no copy: {phases}\n{self.path}; {checked}; revision {self.revision[:19]}"
+        )
+
+
+class Attached(Mapping[str, torch.Tensor]):
+    """Tensors by name that are a keeper's memory. Made by `attach`; a context manager that gives the lease back.
+
+    Attributes:
+        report: what was attached.
+
+    Ownership: the memory stays mapped, and the lease is renewed, while this or any tensor of it lives; then both end
+        by themselves. After `close`, or where `standing` is `lost`, host memory still stays as long as a tensor lives;
+        device memory may be freed by the keeper, and must be used no more.
+    """
+
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], regions: Sequence[Region], renewal: Renewal, report: AttachReport
+    ) -> None:
+        self._tensors, self._regions, self._renewal, self.report = tensors, tuple(regions), renewal, report
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def standing(self) -> Standing:
+        """What the keeper said within the last seconds; see `Renewal`. An engine that finds `draining` should leave."""
+        return self._renewal.standing
+
+    def check(self) -> None:
+        """Raise unless these are the bytes that were kept, and whoever keeps them lives. Costs microseconds.
+
+        Raises:
+            PeerLost: the keeper is gone. StaleDescriptor: it changed the memory, or gave it up.
+        """
+        for region in self._regions:
+            region.check()
+
+    def attach_into(self, module: torch.nn.Module, *, strict: bool = True) -> None:
+        """Point a module's parameters and persistent buffers at the kept memory; nothing is copied.
+
+        A parameter on the same device stays the object that it is; one on the meta device, or on another, is replaced
+        by a new one under all of its names.
+
+        Args:
+            module: may be on the meta device; what is tied stays tied.
+            strict: every tensor must have a target and every target a tensor; False points what both sides have.
+
+        Raises:
+            PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
+        """
+        point_at(module, self._tensors, strict=strict)
+
+    def close(self) -> None:
+        """Give the lease back: the keeper need not wait for us any more. Idempotent; see Ownership."""
+        self._renewal.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    model: str,
+    *,
+    hub: str | None = None,
+    token: str | None = None,
+    device: str | int | torch.device | None = None,
+    revision: str | None = None,
+    verify: bool | None = None,
+    wait_s: float = WAIT_S,
+) -> Attached:
+    """Use weights that `penstock keep` holds on this host as they lie there: no byte is moved.
+
+    Args:
+        model: the name they are kept under.
+        hub: the keeper's; None: this host's own.
+        token: of the hub, where it asks for one.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`: only what is kept there; None: wherever it is.
+        revision: only this one; None: the one that is kept.
+        verify: digest what is mapped and compare it with the keeper's digests. None: on a device, where this takes
+            25 ms for 60 GB and tells a mapping that is not what it should be; not on the host, where it would read all
+            of memory that nobody but the keeper can write to, and that the keeper compared chunk by chunk.
+        wait_s: how long to wait for a keeper that is not there, or not whole yet.
+
+    Returns:
+        Tensors by name. They must not be written to: on the host a write is seen by this process only (and takes memory
+        of its own), on a device by every engine.
+
+    Raises:
+        NotFound: nobody on this host keeps it, after `wait_s`.
+        ConfigError: what is kept cannot be mapped here (another device, another container), or several revisions are.
+        IntegrityError: the bytes are not those of the digests.
+        HubUnavailable: there is no hub at `hub`.
+    """
+    wanted = None if device is None else resolve_device(device)
+    phases = Phases(_name="find")
+    deadline = time.monotonic() + wait_s
+    while True:
+        left = max(0.2, deadline - time.monotonic())
+        try:
+            url = hub or find_hub()
+            if url is None:
+                raise NotFound(f"nobody keeps {model!r}: no hub runs on this host", hint=_HINT)
+            with HubClient.connect(url, token=token, timeout_s=left) as client:
+                search = _Search(client, model, revision, wanted, token)
+                return search.attach(phases, verify)
+        except _PASSING:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_ASK_S)
+
+
+_HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fetch"
+
+
+class _Search:
+    """One look for a keeper."""
+
+    def __init__(
+        self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, token: str | None
+    ) -> None:
+        self._hub, self._model, self._revision, self._device = hub, model, revision, device
+        self._token, self._member, self._stall_s = token, secrets.token_hex(16), Settings.read().stall_s
+
+    def attach(self, phases: Phases, verify: bool | None) -> Attached:
+        """Attach to the first keeper that will do. Raises the last one's reason where none does."""
+        phases.enter("find")
+        found = self._keepers()
+        self._hub.hello(
+            Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching")
+        )  # only known: it holds nothing, and reads from nobody
+        last: PenstockError | None = None
+        try:
+            for member, held in found:
+                try:
+                    return self._from(member, held, phases, verify)
+                except (*_PASSING, ConfigError) as error:
+                    last = error
+        finally:
+            self._hub.leave(self._member)
+        assert last is not None
+        raise last
+
+    def _keepers(self) -> list[tuple[str, HoldingState]]:
+        """Members of this host that keep the model, whole, on the kind of device wanted."""
+        seen = []
+        here, kept = host_id(), []
+        for member in self._hub.status(self._model).members:
+            for held in member.holdings:
+                if member.host != here or self._revision not in (None, held.identity.revision):
+                    continue
+                kind = held.device.partition(":")[0]
+                is_there = self._device is None or self._device.type == kind
+                if held.kept and held.state == "whole" and is_there:
+                    kept.append((member.member, held))
+                what = "kept" if held.kept else "not kept"
+                seen.append(f"{what}, {held.state}, on {held.device}")
+        if not kept:
+            others = f" (here: {'; '.join(seen[:4])})" if seen else ""
+            raise NotFound(f"nobody on this host keeps {self._model!r} as asked{others}", hint=_HINT)
+        revisions = sorted({held.identity.revision for _, held in kept})
+        if len(revisions) > 1:
+            short = ", ".join(one[:19] for one in revisions)
+            raise ConfigError(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
+        return kept
+
+    def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool | None) -> Attached:
+        phases.enter("lease")
+        asked = msgspec.structs.replace(held, num_chunks=0, have=(), claims=(), state="filling", parent="")
+        reply = self._hub.flight(FlightRequest(member=self._member, holding=asked, source=member))
+        if not reply.upstreams:
+            raise NotFound(f"member {member[:8]} keeps {self._model!r} no more", hint=_HINT)
+        peer = self._peer(reply.upstreams[0], held.key)
+        try:
+            peer.lease(attach=True)
+            line, where, log = described(peer.table()), peer.map(), peer.log(0, 0.0)
+            if log.state != "whole" or log.generation != where.generation:
+                raise StaleDescriptor("the keeper changes this memory", uri=f"penstock:{member}")
+            phases.enter("map")
+            leaves = leaves_in(line, log)
+            regions = map_regions(where, _device_here(held, self._device))
+            rows, tensors = tensors_in(line, where, regions)
+            phases.enter("verify")
+            on_device = bool(regions) and regions[0].device != "cpu"
+            is_to_verify = on_device if verify is None else verify
+            if is_to_verify:
+                verify_mapped(held, line, rows, leaves)
+            for region in regions:
+                region.check()
+        except BaseException:
+            peer.close()
+            raise
+        hold = Hold()
+        renewal = Renewal(peer, log.serial, log.generation)
+        weakref.finalize(hold, renewal.close)
+        for region in regions:
+            region.owner.hold = hold
+        transport = "nothing to map" if not regions else "cuda_ipc" if on_device else "shm"
+        seconds = phases.stop()
+        report = AttachReport(
+            model=self._model,
+            key=held.key,
+            revision=held.identity.revision,
+            num_tensors=len(tensors),
+            nbytes=line.nbytes,
+            device=regions[0].device if regions else held.device,
+            path=f"{transport}, mapped: {member[:8]}",
+            wall_s=sum(seconds.values()),
+            phases=seconds,
+            verified=is_to_verify,
+        )
+        return Attached(tensors, regions, renewal, report)
+
+    def _peer(self, upstream: Upstream, key: str) -> Peer:
+        return Peer(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s, token=self._token)
+
+
+def _device_here(held: HoldingState, wanted: torch.device | None) -> int | None:
+    """A keeper's GPU as numbered in this process; None for the host. ConfigError: not there, or not `wanted`."""
+    if held.device == "cpu":
+        return None
+    for number in range(torch.cuda.device_count()):
+        if device_id(torch.device("cuda", number)) == held.device_id:
+            if wanted in (None, torch.device("cuda", number)):
+                return number
+            raise ConfigError(f"it is kept on cuda:{number}, not on {wanted}", hint="keep it there too, or fetch it")
+    hint = "look at CUDA_VISIBLE_DEVICES of both"
+    raise ConfigError(f"it is kept on GPU {held.device_id}, which this process does not see", hint=hint)

@@ -1,0 +1,116 @@
+"""What a keeper's door says, as tensors of this process: its regions mapped, its rows viewed, its digests compared.
+
+In: a line, a map, a log. Out: tensors that are the keeper's memory.
+Not here: finding a keeper, its lease (`attach`); mapping one region (`transport.region`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.digest.leaf import revision as root_revision
+from penstock.errors import ConfigError, FormatError, IntegrityError
+from penstock.fleet.holding import Holding
+from penstock.fleet.line import Line
+from penstock.fleet.messages import HoldingMap, HoldingState, LogReply
+from penstock.loader.tensor import as_tensors
+from penstock.transport.descriptor import decode
+from penstock.transport.region import Region, map_region
+from penstock.types import I64, U64
+
+NEAREST = ("shm", "cuda_ipc")
+"""Transports whose memory can be mapped."""
+
+
+def leaves_in(line: Line, log: LogReply) -> U64:
+    """The keeper's digests, in the order of the line. FormatError unless there is one for every leaf."""
+    chunks = np.frombuffer(log.chunks, "<u4").astype(np.int64)
+    given = np.frombuffer(log.leaves, "<u8").astype(np.uint64)
+    count = line.chunks.num_chunks
+    if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
+        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
+    leaves = np.zeros(len(line.chunks.leaf_row), np.uint64)
+    at = line.chunks.leaves_of(chunks)
+    if len(at) != len(given):
+        raise FormatError(f"a keeper's log has {len(given)} digests for {len(at)} leaves")
+    leaves[at] = given
+    return leaves
+
+
+def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
+    """Every region of the holding, mapped. ConfigError: one has no descriptor that can be."""
+    regions = []
+    for offered in where.regions:
+        name = next((name for name in NEAREST if name in offered), None)
+        if name is None:
+            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
+        regions.append(map_region(decode(offered[name]), device=device))
+    return regions
+
+
+def _columns(line: Line, where: HoldingMap, regions: Sequence[Region]) -> tuple[I64, I64]:
+    """Each row's region and offset, checked to lie inside."""
+    region = np.frombuffer(where.row_region, "<i4").astype(np.int64)
+    offset = np.frombuffer(where.row_offset, "<i8").astype(np.int64)
+    nbytes = line.table.nbytes
+    fits = len(region) == len(offset) == len(nbytes)
+    if fits and len(nbytes):
+        room = np.array([one.nbytes for one in regions] + [0], np.int64)
+        held = nbytes > 0
+        fits = bool(((region[held] >= 0) & (region[held] < len(regions))).all())
+        fits = fits and bool(((offset >= 0) & (offset <= room[region] - nbytes))[held].all())
+    if not fits:
+        raise FormatError("a keeper's map does not fit its table")
+    return region, offset
+
+
+def tensors_in(
+    line: Line, where: HoldingMap, regions: Sequence[Region]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
+    region_of, offset_of = _columns(line, where, regions)
+    table = line.table
+    made: dict[int, torch.Tensor] = {}
+    rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
+    for number, region in enumerate(regions):
+        whole = _bytes_of(region)
+        mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
+        offsets = offset_of[mine].tolist()
+        dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
+        made |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
+        for row, offset in zip(mine, offsets, strict=True):
+            rows[row] = whole[offset : offset + int(table.nbytes[row])]
+    empty = [row for row in range(len(table)) if row not in made]
+    device = torch.device(regions[0].device if regions else "cpu")
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    for row in empty:
+        made[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
+        rows[row] = none
+    return rows, {name: made[row] for row, name in enumerate(table.names)}
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """`[nbytes]` uint8, a view that keeps the region mapped."""
+    if region.device == "cpu":
+        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
+        return whole[region.offset : region.offset + region.nbytes]
+    return torch.as_tensor(region.owner, device=region.device)
+
+
+def verify_mapped(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leaves: U64) -> None:
+    """Digest every chunk as it is mapped here, and hold digests to the revision.
+
+    Raises:
+        IntegrityError: a chunk differs from its digest, or all of them are not those of the revision.
+    """
+    mapped = Holding(held.identity, line, rows, leaves=leaves)
+    chunks = np.arange(line.chunks.num_chunks)
+    wrong = mapped.differing(chunks, mapped.digest(chunks), leaves)
+    if len(wrong):
+        raise IntegrityError(f"chunk {int(wrong[0])} of what is kept differs from its digest", uri=held.key)
+    revision = held.identity.revision
+    if revision.startswith("w1-") and root_revision(line.table, line.chunks.leaf_bytes, leaves) != revision:
+        raise IntegrityError("the keeper's digests are not those of its revision", uri=held.key)
