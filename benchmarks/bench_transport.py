@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from penstock.testing.holder import TILE_BYTES, HolderProcess, allocate, fill, tile
+from penstock.transport import cuda_ipc
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Memory, Segments, Transport
@@ -127,12 +128,10 @@ def on_device(
 ) -> list[Row]:
     import torch
 
-    from penstock.transport.cuda_ipc import CudaIpcTransport
-
     mine = allocate(total_bytes, device)
     into = mine.owner.bytes_at(0, total_bytes)  # type: ignore[attr-defined]
     plain = torch.empty(total_bytes, dtype=torch.uint8, device=source_device)
-    cases: list[tuple[int, int]] = [(0, total_bytes), (16 * MIB, total_bytes)]
+    cases: list[tuple[int, int]] = [(0, total_bytes), (16 * MIB, total_bytes), (MIB, total_bytes)]
     cases += [(width, MANY * width) for width in (64 << 10, 4 << 10) if MANY * width <= total_bytes]
     found, limits = [], []
 
@@ -145,7 +144,7 @@ def on_device(
 
     with HolderProcess("cuda_ipc", nbytes=total_bytes, device=source_device, env=env) as holder:
         for num_streams in streams:
-            transport = CudaIpcTransport(num_streams=num_streams)
+            transport = cuda_ipc.CudaIpcTransport(num_streams=num_streams)
             began = time.perf_counter()
             handle = transport.register(mine)
             registered = time.perf_counter()
@@ -196,9 +195,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--source-device", default="cuda:0")
     parser.add_argument("--streams", default="2", help="numbers of streams to try, as 1,2,4")
+    parser.add_argument("--short-kib", type=int, help="segments below this are copied by a kernel")
     parser.add_argument("--expandable", action="store_true", help="the holder's memory is of expandable_segments")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    if asked.short_kib is not None:
+        cuda_ipc.SHORT_BYTES = asked.short_kib << 10
     if asked.transport == "cuda_ipc":
         setting = "expandable_segments:True"
         env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting} if asked.expandable else {}

@@ -77,6 +77,8 @@ def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
 
 def test_groups_have_every_byte_once(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(cuda_ipc, "GROUP_BYTES", 100_000)
+    monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", 80_000)
+    monkeypatch.setattr(cuda_ipc, "MANY", 10)
     chance, rows, at = np.random.default_rng(5), [], 0
     while at < NBYTES:
         nbytes = min(int(chance.choice([1, 3, 70_000, 100_000, 350_001])), NBYTES - at)

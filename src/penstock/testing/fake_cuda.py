@@ -155,6 +155,9 @@ class FakeCuda(CudaDriver):
             ctypes.memmove(*queue.pop(0))
         return True
 
+    def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:  # noqa: D102
+        self.copy(dst, src, nbytes, stream)
+
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:  # noqa: D102
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
 

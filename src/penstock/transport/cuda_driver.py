@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,7 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
 
 _FEW = 8
-"""Copies queued one by one: a call costs about 2 us, a batch about 10 us and lets go of the interpreter's lock."""
+"""So many copies are queued one by one; more are a batch, which lets go of the interpreter's lock."""
 
 _NO_PEER = (ConfigError, "these devices cannot reach each other's memory; use another transport")
 _NO_DEVICE = (ConfigError, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
@@ -265,6 +266,17 @@ class CudaDriver:
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
+
+    def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
+        """Queue many short copies, by a kernel of the reader's device where Triton is installed. Says so if not."""
+        try:
+            from penstock.transport.gather import gather
+        except ModuleNotFoundError as error:
+            message = f"{len(nbytes)} short copies are queued one by one, not by one kernel: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self.copy(dst, src, nbytes, stream)
+        else:
+            gather(dst, src, nbytes, device, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""

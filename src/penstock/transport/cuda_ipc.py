@@ -4,6 +4,7 @@ In: CUDA memory of any allocator that can share it. Out: the peer's bytes; nothi
 Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`page`, `endpoint`), host memory (`shm`).
 
     claim --> map, once --> segments joined, cut into groups, queued on own streams --> event a group --> claim again
+                            (many short ones: one kernel of the reader's device, `gather`)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.transport.cuda_driver import U64, CudaDriver, load_driver
@@ -29,6 +31,15 @@ from penstock.types import MIB
 
 GROUP_BYTES = 256 * MIB
 """Bytes between two events, which is how progress is seen: 0.7 ms of NVLink at 397 GB/s."""
+
+SHORT_BYTES = 256 << 10
+"""Segments shorter than this are short: starting a copy takes 0.7 us, in which NVLink moves 0.28 MB.
+
+Source: benchmarks/results/h200x2_202611/transport.md.
+"""
+
+MANY = 64
+"""So many short segments of a read are copied by one kernel, whose launch and table cost about 0.2 ms."""
 
 SETTLE_S = 30.0
 """How long `register` waits for kernels queued before it, and `close` for copies under way."""
@@ -208,15 +219,22 @@ class CudaIpcTransport:
     def _queue(self, read: CudaRead, rows: Segments, base: int, device: int) -> None:
         """Queue every copy, an event behind each group; nothing waits for the device."""
         lane, done = self._lane(device), 0
+        short = rows.nbytes < SHORT_BYTES
+        short &= short.sum() >= MANY
         with self._driver.entered(device):
-            for dst, src, nbytes in _groups(rows, read.into.memory.address, base):
-                stream = lane.streams[lane.turn % len(lane.streams)]
-                lane.turn += 1
-                self._driver.copy(dst, src, nbytes, stream)
-                done += int(nbytes.sum())
-                event = lane.take_event()
-                self._driver.record(event, stream)
-                read.events.append((event, done))
+            for is_short in (True, False):
+                some = _taken(rows, short == is_short)
+                for dst, src, nbytes in _groups(some, read.into.memory.address, base):
+                    stream = lane.streams[lane.turn % len(lane.streams)]
+                    lane.turn += 1
+                    if is_short:
+                        self._driver.gather(dst, src, nbytes, device, stream)
+                    else:
+                        self._driver.copy(dst, src, nbytes, stream)
+                    done += int(nbytes.sum())
+                    event = lane.take_event()
+                    self._driver.record(event, stream)
+                    read.events.append((event, done))
 
     def _lane(self, device: int) -> _Lane:
         if device not in self._lanes:
@@ -316,8 +334,14 @@ def _ordinal(device: str) -> int:
     return int(index)
 
 
+def _taken(rows: Segments, which: npt.NDArray[np.bool_]) -> Segments:
+    return Segments(src=rows.src[which], dst=rows.dst[which], nbytes=rows.nbytes[which])
+
+
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
     """The rows with addresses, long ones cut, gathered to about `GROUP_BYTES`."""
+    if not len(rows.nbytes):
+        return
     counts = -(-rows.nbytes // GROUP_BYTES)
     row = np.repeat(np.arange(len(counts)), counts)
     skipped = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * GROUP_BYTES
