@@ -50,6 +50,8 @@ NO_TORCH = (
     "transport/shm.py",
     "transport/cuda_ipc.py",
     "transport/cuda_driver.py",
+    "transport/cuda_memory.py",
+    "transport/fd_door.py",
     "transport/http.py",
     "transport/http_reader.py",
     "transport/http_server.py",

@@ -265,13 +265,13 @@ class CudaIpcTransport:
 
     def _finish(self, read: CudaRead, stall_s: float) -> None:
         began = moved = time.monotonic()
+        seen = read.moved_bytes
         while read.events:
             read.into.check_open()
-            before = read.moved_bytes
             self._advance(read)
             now = time.monotonic()
-            if read.moved_bytes != before:
-                moved = now
+            if read.moved_bytes != seen:  # by this thread, or by one that swept
+                moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
                 read.claim.check()
                 raise SourceStalled(f"no byte arrived for {stall_s} s", uri=f"{self.name}:{read.claim.source.endpoint}")
