@@ -120,7 +120,7 @@ def test_a_killed_holder_is_lost(reader, holder) -> None:
     with pytest.raises(PeerLost) as caught:
         reader.post(holder.descriptor)
     assert not caught.value.mutated
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
 
 
 def test_a_holder_killed_before_it_is_mapped(reader, holder) -> None:

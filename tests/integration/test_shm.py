@@ -96,7 +96,7 @@ def test_a_killed_holder_is_lost(reader, forks: bool) -> None:
         assert not caught.value.mutated
         with pytest.raises(PeerLost):
             read(reader, holder.descriptor)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         assert num_mapped() == 0
 
 
