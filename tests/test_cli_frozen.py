@@ -14,6 +14,9 @@ COMMANDS = {
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
+    "hub": "--listen --redis --token-file --cert --key --client-ca --audit",
+    "status": "MODEL --hub --token-file --watch --format",
+    "why": "MODEL --member --hub --token-file --format",
     "doctor": "--path --format",
     "version": "--format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
@@ -29,6 +32,7 @@ ENVIRONMENT = [
     "PENSTOCK_CACHE_BYTES",
     "PENSTOCK_PROGRESS",
     "PENSTOCK_IO_URING",
+    "PENSTOCK_NIXL_TLS",
     "PENSTOCK_CA_FILE",
     "PENSTOCK_RUNTIME_DIR",
 ]

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import typer
 
-from penstock.cli import bench, doctor, inspect, keep, load, manifest, output, pull, version
+from penstock.cli import bench, doctor, hub, inspect, keep, load, manifest, output, pull, status, version
 from penstock.errors import ConfigError, PenstockError
 
 DONE, USAGE, FAILED, DIRTY = 0, 2, 3, 4
@@ -33,6 +33,9 @@ app.command("verify")(manifest.verify)
 app.command("manifest")(manifest.manifest)
 app.command("keep")(keep.keep)
 app.command("pull")(pull.pull)
+app.command("hub")(hub.hub)
+app.command("status")(status.status)
+app.command("why")(status.why)
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
 app.add_typer(bench.app, name="bench")

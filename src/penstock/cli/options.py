@@ -53,7 +53,7 @@ Hub = Annotated[
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        "--token-file", metavar="FILE", help="Its first line is shown to the hub and to doors.", show_default=False
+        "--token-file", metavar="FILE", help="Its first token is shown to the hub and to doors.", show_default=False
     ),
 ]
 Listen = Annotated[
@@ -68,13 +68,15 @@ Listen = Annotated[
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file; None without one. ConfigError: it cannot be read, or is empty."""
+    """The first token in a file; None without one. ConfigError: it cannot be read, or is empty."""
     if path is None:
         return None
     try:
-        token = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token in {path}: {error}") from error
-    if not token:
-        raise ConfigError(f"{path} has no token on its first line")
-    return token
+    # As the hub reads it: `#` begins a remark, patterns of models may follow a token.
+    words = [word for line in lines for word in line.partition("#")[0].split()[:1]]
+    if not words:
+        raise ConfigError(f"{path} has no token")
+    return words[0]

@@ -1,0 +1,91 @@
+"""`penstock hub`: the directory of a fleet, until it is told to stop.
+
+In: where to listen, who may ask. Out: its URL on stdout once it listens; then nothing until SIGTERM or SIGINT.
+Not here: serving (`fleet.serve`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.output import note
+
+
+def hub(
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDRESS", help="host:port or unix:///path.")
+    ] = "127.0.0.1:7070",
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            "--redis",
+            metavar="URL",
+            help="State of several hubs that act as one: redis://host:6379/0.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="A token a line, then the patterns of the models it is for.",
+            show_default=False,
+        ),
+    ] = None,
+    cert: Annotated[
+        Path | None, typer.Option("--cert", metavar="FILE", help="PEM certificate: speak TLS.", show_default=False)
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="PEM key of --cert.", show_default=False)
+    ] = None,
+    client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--client-ca", metavar="FILE", help="Callers show a certificate that it signed.", show_default=False
+        ),
+    ] = None,
+    audit: Annotated[bool, typer.Option("--audit", help="A line on stderr for each grant and refusal.")] = False,
+) -> None:
+    """Serve the directory of a fleet: who holds what, who reads what; never weight bytes."""
+    from penstock.errors import MissingExtra
+    from penstock.fleet.auth import Auth
+
+    try:
+        from penstock.fleet.directory import Directory
+        from penstock.fleet.serve import run_hub
+        from penstock.fleet.store import MemoryStore, Store
+        from penstock.fleet.store_redis import RedisStore
+    except ImportError as error:
+        raise MissingExtra(f"the hub needs {error.name}", hint="pip install 'penstock[hub]'") from error
+
+    _log(audit)
+    auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
+    store: Store = MemoryStore() if redis is None else RedisStore(redis)
+    if not auth.guards:
+        note("penstock hub: nobody is asked who they are, so only this host can reach it (--token-file, --client-ca)")
+
+    def ready(url: str) -> None:
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+
+    try:
+        run_hub(Directory(store), listen, auth, ready=ready)
+    finally:
+        store.close()
+
+
+def _log(audit: bool) -> None:
+    """Warnings and, if asked for, the audit's lines on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    for name, level in (("penstock.hub", logging.WARNING), ("penstock.audit", logging.INFO)):
+        if name == "penstock.hub" or audit:
+            logger = logging.getLogger(name)
+            logger.addHandler(handler)
+            logger.setLevel(level)

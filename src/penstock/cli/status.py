@@ -1,0 +1,110 @@
+"""`penstock status` and `penstock why`: who holds what, and why who takes a model from whom.
+
+In: the hub's answers. Out: columns or JSON on stdout. Not here: the answers (`fleet.directory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.options import Format, FormatOption, Hub, TokenFile, read_token
+from penstock.cli.output import bytes_text, write_columns, write_json, write_lines
+
+if TYPE_CHECKING:
+    from penstock.fleet.messages import HoldingState, MemberStatus, Status
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
+_HEADER = ["member", "host", "model", "key", "state", "chunks", "bytes", "readers", "rate", "from", "silent"]
+
+
+def status(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Only members that have or get it.", show_default=False)
+    ] = None,
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    watch: Annotated[
+        float | None,
+        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Again and again, until ^C.", show_default=False),
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
+    from penstock.fleet.client import HubClient
+
+    with HubClient.connect(hub, read_token(token_file)) as client, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            _show(client.status(model), model, format)
+            if watch is None:
+                return
+            sys.stdout.flush()
+            time.sleep(watch)
+            if format is Format.human:
+                write_lines("")
+
+
+def _show(found: Status, model: str | None, format: Format) -> None:
+    if format is Format.json:
+        import msgspec
+
+        write_json(msgspec.to_builtins(found))
+        return
+    if not found.members:
+        write_lines("no members" if model is None else f"no member has or wants {model}")
+        return
+    write_columns(_HEADER, [row for member in found.members for row in _rows(member, model)])
+
+
+def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
+    """A row a holding; a member that holds nothing has one, too."""
+    who = member.name or member.member[:12]
+    silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
+    rows: list[list[object]] = []
+    for holding in member.holdings:
+        if model is None or holding.identity.model == model:
+            rows.append([who, member.host[:8], *_cells(holding), silent])
+    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", silent]]
+
+
+def _cells(holding: HoldingState) -> list[object]:
+    num_have = sum(stop - start for start, stop in holding.have)
+    share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
+    readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
+    return [
+        holding.identity.model,
+        holding.key[:8],
+        holding.state,
+        f"{num_have}/{holding.num_chunks}{share}",
+        bytes_text(holding.nbytes),
+        readers,
+        f"{holding.gb_per_s:.2f} GB/s" if holding.gb_per_s else "",
+        holding.path,
+    ]
+
+
+def why(
+    model: Model,
+    member: Annotated[
+        str | None, typer.Option("--member", metavar="ID", help="Only of this member.", show_default=False)
+    ] = None,
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Why who takes a model from whom, and what keeps the others apart: identities, states, complaints."""
+    import msgspec
+
+    from penstock.fleet.client import HubClient
+    from penstock.fleet.messages import WhyRequest
+
+    with HubClient.connect(hub, read_token(token_file)) as client:
+        found = client.why(WhyRequest(model=model, member=member))
+    if format is Format.json:
+        write_json(msgspec.to_builtins(found))
+    else:
+        write_lines(*found.lines)

@@ -1,0 +1,102 @@
+"""`penstock hub`, `status` and `why` as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from penstock.fleet.client import HubClient
+from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello
+from penstock.testing.hubs import IDENTITY, holding
+
+PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
+TOKEN = "a-token-0123456789"
+
+
+def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def tokens(tmp_path) -> Path:
+    file = tmp_path / "tokens"
+    file.write_text(f"# of the fleet\n{TOKEN} llama\n")
+    return file
+
+
+@pytest.fixture
+def hub(tokens, tmp_path):
+    command = [*PENSTOCK, "hub", "--listen", "127.0.0.1:0", "--token-file", str(tokens), "--audit"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in {0, -signal.SIGTERM}
+    process.stdout.close()
+    assert "event=issued" in (tmp_path / "stderr").read_text()
+
+
+def test_status_and_why(hub, tokens) -> None:
+    asked = ["--hub", hub, "--token-file", str(tokens)]
+    assert "no member has or wants llama" in penstock("status", "llama", *asked).stdout
+    with HubClient.connect(hub, TOKEN) as client:
+        for member in ("w", "a"):
+            client.hello(Hello(member=member, host="0123456789", doors=("unix:///d",), name=f"{member}:1"))
+        client.beat("w", Beat(holdings=(holding(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
+        client.flight(FlightRequest(member="a", holding=holding(((0, 25),), path="shm <- w")))
+        client.complain(Complaint(member="a", of="w", key=IDENTITY.key(), fault="stalled"))
+    done = penstock("status", "llama", *asked)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0][:4] == ["member", "host", "model", "key"]
+    assert lines[1][0] == "a:1" and "25/100" in lines[1] and "(25%)" in lines[1]
+    assert "whole" in lines[2] and "1/8" in lines[2] and "complaints" in lines[2]
+    found = json.loads(penstock("status", "llama", *asked, "--format", "json").stdout)
+    assert [member["member"] for member in found["members"]] == ["a", "w"]
+    text = penstock("why", "llama", *asked).stdout
+    assert "a is filling with 25 of 100 chunks" in text and "a complains: stalled" in text
+    assert json.loads(penstock("why", "llama", "--member", "w", *asked, "--format", "json").stdout)["lines"]
+    assert penstock("status", *asked).returncode == 3  # a token for one model
+    assert penstock("status", "llama", "--hub", hub).returncode == 3
+    watched = subprocess.Popen(
+        [*PENSTOCK, "status", "llama", *asked, "--watch", "0.2", "--format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watched.stdout is not None and watched.stderr is not None
+    assert [watched.stdout.readline() for _ in range(2)] == ["{\n", '  "members": [\n']
+    watched.send_signal(signal.SIGINT)
+    watched.communicate(timeout=20)
+
+
+def test_what_is_wrong_is_said_at_once(tokens, tmp_path) -> None:
+    for arguments, word in (
+        (["--listen", "0.0.0.0:0"], "strangers"),
+        (["--listen", "nowhere"], "cannot listen"),
+        (["--cert", "c.pem"], "come together"),
+        (["--token-file", str(tmp_path / "none")], "cannot be read"),
+        (["--redis", "http://x"], "no address of Redis"),
+    ):
+        done = penstock("hub", *arguments)
+        assert done.returncode == 2 and word in done.stderr, done.stderr
+    done = penstock("status", "--hub", "nothing")
+    assert done.returncode == 2 and "no address of a hub" in done.stderr
+
+
+def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch) -> None:
+    place = tmp_path_factory.mktemp("run")
+    os.chmod(place, 0o700)
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
+    assert penstock("status").stdout == "no members\n"
+    assert "nobody has or wants llama" in penstock("why", "llama").stdout
