@@ -1,7 +1,8 @@
 """vLLM's `--load-format penstock`: weights of local and object-store models through `penstock.stream`.
 
 In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader.
-Not here: what vLLM's default loader does: finding a model's files, mapping names, checking that all was loaded.
+Not here: what vLLM's default loader does: finding a model's files, mapping names, checking that all was loaded;
+what a fleet takes (`replica`).
 
 Written for vLLM 0.32 and 0.33. Where a version lacks what is used, vLLM's own error or a ConfigError says so.
 """
@@ -17,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
+from penstock.integrations import replica
 
 if TYPE_CHECKING:
     import torch
 
 LOAD_FORMAT = "penstock"
 
-OPTIONS = ("device", "distributed", "memory_bytes", "storage_options", "verify")
-"""Keys of `--model-loader-extra-config`; all but `distributed` are `penstock.stream`'s."""
+OPTIONS = ("device", "distributed", "memory_bytes", "storage_options", "verify", *replica.OPTIONS)
+"""Keys of `--model-loader-extra-config`: of `penstock.stream`, but for `distributed`; then those of a fleet."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("vllm.penstock")
+"""Below vLLM's own, which alone it configures: what is said here is seen."""
 
 
 def register() -> None:
@@ -64,6 +67,8 @@ def read_options(extra: Any) -> dict[str, Any]:
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):
         raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
+    if replica.FleetOptions.read(options) is not None and options.get("distributed"):
+        raise ConfigError("'distributed' and 'fleet' both share the reading", hint="give one of them")
     return options
 
 
@@ -150,9 +155,22 @@ def _stream(
     *,
     prefix: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `files` as they arrive, and a line in the log at the end."""
+    """The tensors of `files` as they arrive, from the fleet if there is one, and a line in the log at the end."""
     from penstock import api
 
+    in_fleet = replica.FleetOptions.read(options)
+    if in_fleet is not None:
+        rank = _rank()
+        shared = {name: options[name] for name in ("memory_bytes",) if name in options}
+        fleet = replica.join(in_fleet, files, log=_logger, rank=rank, **shared)
+        if fleet is not None:
+            # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
+            device, stores = options.get("device", "cpu"), options.get("storage_options")
+            found = replica.tensors(
+                fleet, files, in_fleet, log=_logger, device=device, storage_options=stores, serves=rank == 0
+            )
+            yield from ((prefix + name, tensor) for name, tensor in found if wanted is None or wanted(name))
+            return
     arguments = {name: options[name] for name in ("memory_bytes", "storage_options", "verify") if name in options}
     device = options.get("device") or _device(load_config)
     group = _group() if options.get("distributed") else None
@@ -161,6 +179,13 @@ def _stream(
         for name, tensor in stream:
             yield prefix + name, tensor
         _logger.info("penstock: %s", stream.report.summary())
+
+
+def _rank() -> int:
+    """Of this process among those of one replica on this host, which read the same checkpoint."""
+    from vllm.distributed import get_world_group
+
+    return int(get_world_group().local_rank)
 
 
 def _device(load_config: Any) -> str:

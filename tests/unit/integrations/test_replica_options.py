@@ -1,0 +1,76 @@
+"""What an engine's extra configuration may say of a fleet, and what is done where the hub is away."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import api
+from penstock.errors import ConfigError, HubUnavailable
+from penstock.integrations.replica import FleetOptions, join
+
+
+def test_no_fleet_is_none() -> None:
+    assert FleetOptions.read({}) is None
+    assert FleetOptions.read({"memory_bytes": 1, "hub": None}) is None
+
+
+def test_everything_is_read() -> None:
+    found = FleetOptions.read({"fleet": "llama", "hub": "http://hub:7070", "max_bytes_per_s": "2G", "serve": False})
+    assert found == FleetOptions(fleet="llama", hub="http://hub:7070", max_bytes_per_s=2 << 30, serve=False)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"hub": "http://hub:7070"},
+        {"serve": True},
+        {"fleet": ""},
+        {"fleet": 3},
+        {"fleet": "m", "serve": 1},
+        {"fleet": "m", "listen": 7071},
+        {"fleet": "m", "max_bytes_per_s": "much"},
+    ],
+)
+def test_what_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        FleetOptions.read(extra)
+
+
+def test_the_token_is_the_files_first(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    options = FleetOptions(fleet="m", token_file=str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        options.token()
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="no token"):
+        options.token()
+    file.write_text("# ours\nsecret-of-the-fleet llama*\nanother-token-here\n")
+    assert options.token() == "secret-of-the-fleet"
+    assert FleetOptions(fleet="m").token() is None
+
+
+def test_a_hub_that_is_away_is_said_with_both_paths(monkeypatch, caplog) -> None:
+    def away(*_: object, **__: object) -> object:
+        raise HubUnavailable("nobody listens", uri="http://hub:7070")
+
+    monkeypatch.setattr(api, "join", away)
+    with caplog.at_level(logging.WARNING):
+        found = join(FleetOptions(fleet="llama"), ["/m/a.safetensors", "/m/b"], log=logging.getLogger("engine"))
+    assert found is None
+    assert "fleet llama" in caplog.text
+    assert "storage, 2 files, /m/a.safetensors first" in caplog.text
+    assert "nobody listens" in caplog.text
+
+
+def test_only_the_first_rank_of_a_host_takes_the_port(monkeypatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(api, "join", lambda name, **given: asked.append(given))
+    options = FleetOptions(fleet="m", listen="10.0.0.7:7071")
+    for rank in (0, 1):
+        join(options, "/m", log=logging.getLogger("engine"), rank=rank, memory_bytes=1 << 20)
+    assert [given["listen"] for given in asked] == ["10.0.0.7:7071", "10.0.0.7:0"]
+    assert asked[0]["memory_bytes"] == 1 << 20
