@@ -169,8 +169,12 @@ class Door:
             lease = secrets.token_hex(16)
             self._leases[lease] = _Leased(request.member, holding, request.attach)
             holding.num_readers = len(others) + (not request.attach)
-            share = self._max_bytes_per_s // (len(others) + 1)
-        return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=share)
+        return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
+
+    def share(self) -> int:
+        """What each reader may take a second now, so that all together keep to the cap; 0: no cap."""
+        with self._lock:
+            return self._max_bytes_per_s // max(1, sum(not one.attached for one in self._leases.values()))
 
     def leased(self, lease: str) -> Holding:
         """The holding of a lease, renewed. PermissionDenied when it is none, or has expired."""
@@ -295,7 +299,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
             if after < 0 or wait_ms < 0:
                 raise FormatError("after and wait_ms are not negative")
-            return holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
+            reply = holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
+            return msgspec.structs.replace(reply, max_bytes_per_s=self.door.share())
         raise NotFound("no such thing here")
 
     def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.executors import Executor, Pending
+from penstock.engine.executors import Executor
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import IntegrityError, PenstockError, SourceStalled, SourceUnavailable
@@ -24,6 +24,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Upstream
 from penstock.fleet.part import StoragePart
+from penstock.fleet.step import PartStep, PeerStep, VerifyStep
 from penstock.fleet.upstream import END_S, Following
 from penstock.plan.chunks import to_ranges
 from penstock.types import I64, U64
@@ -32,7 +33,7 @@ READS_AT_ONCE = 4
 """Reads of upstreams under way at once in all; two of each, so that one is under way while the next is posted."""
 READS_OF_ONE = 2
 TURN_S = 0.05
-"""Longest pause between looks at what can be assigned; news end it."""
+"""Longest pause between looks at what can be assigned; news end it, and so does a capped upstream's next turn."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
@@ -69,10 +70,12 @@ class Fetch:
         self._member, self._holding, self._storage, self.stall_s = member, holding, storage, stall_s
         self.outcome = Outcome()
         self._flying = np.zeros(holding.line.chunks.num_chunks, bool)
+        self._claimed = np.zeros(holding.line.chunks.num_chunks, bool)
         self._following: list[Following] = []
         self._forgive: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing, self._ask_now = threading.Event(), threading.Event()
+        self._claim_read = threading.Event()
         self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._part = Executor("fetch", 1, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", 2, trace=trace, stall_s=stall_s)
@@ -97,10 +100,10 @@ class Fetch:
             self._start(self._ask_for_claims, "penstock-claims")
         moved, since = -1, time.monotonic()
         while not self.ticket.done:
-            self._assign()
+            pause_s = self._assign()
             with self.ticket.changed:
                 if not self.ticket.done:
-                    self.ticket.changed.wait(TURN_S)
+                    self.ticket.changed.wait(pause_s)
             if self.ticket.moved_bytes != moved or self.ticket.is_busy():
                 moved, since = self.ticket.moved_bytes, time.monotonic()
             elif time.monotonic() - since > self.stall_s:
@@ -128,42 +131,49 @@ class Fetch:
     def _ask_for_upstreams(self) -> None:
         while not self._closing.is_set():
             wait_s = 0.5
+            self._ask_now.clear()
+            self._drop_failed()
             try:
                 reply = self._member.flight(self._holding, can_read_storage=self._storage is not None)
                 wait_s = reply.ask_again_s
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_says = error.message  # known upstreams stay in use
-            self._closing.wait(wait_s)
+            self._ask_now.wait(wait_s)
 
     def _follow(self, upstreams: Sequence[Upstream]) -> None:
         """Follow those the hub named, in its order; those it no longer names are left in use, last."""
         now, named = time.monotonic(), {upstream.member for upstream in upstreams}
         with self._lock:
-            self._reap(now)
+            if self._closing.is_set():
+                return
             known = {one.upstream.member: one for one in self._following}
             for rank, upstream in enumerate(upstreams):
                 if upstream.member in known:
                     known[upstream.member].rank = rank
                 elif self._forgive.get(upstream.member, (0.0, 0.0))[0] <= now:
-                    self._following.append(self._member.follow(upstream, rank, self._holding, self.ticket.wake))
+                    self._following.append(self._member.follow(upstream, rank, self._holding, self.ticket))
             for one in self._following:
                 if one.upstream.member not in named:
                     one.rank = len(named)
             self._following.sort(key=lambda one: one.rank)
             self._holding.parent = self._following[0].upstream.member if self._following else ""
 
-    def _reap(self, now: float) -> None:
-        """Drop those that failed: note why, complain, and forgive them later."""
-        for one in [one for one in self._following if one.error is not None and not one.num_flying]:
-            self._following.remove(one)
-            one.close()
-            who = one.upstream.member
-            wait_s = min(2 * self._forgive.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
-            self._forgive[who] = (now + wait_s, wait_s)
+    def _drop_failed(self) -> None:
+        """Drop those that failed: note why, complain, and forgive them later. Nobody waits for what is said of it."""
+        now = time.monotonic()
+        with self._lock:
+            failed = [one for one in self._following if one.error is not None and not one.num_flying]
+            for one in failed:
+                self._following.remove(one)
+                who = one.upstream.member
+                wait_s = min(2 * self._forgive.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
+                self._forgive[who] = (now + wait_s, wait_s)
+                self.outcome.faults.append(f"{who[:8]}: {one.fault}")
+        for one in failed:
             assert one.error is not None
-            self.outcome.faults.append(f"{who[:8]}: {one.error.message}")
-            self._member.complain(who, self._holding.key, one.error)
+            self._member.complain(one.upstream.member, self._holding.key, one.error)
+            one.close()
 
     def _ask_for_claims(self) -> None:
         assert self._storage is not None
@@ -173,43 +183,60 @@ class Fetch:
                 reply = self._member.claim(self._holding)
                 wait_s, self._hub_says = reply.ask_again_s, reply.why
                 if reply.ranges:
-                    self._read_claims(reply.ranges)
-                    continue
+                    wait_s = 0.0 if self._read_claim(reply.ranges) else TURN_S
             except PenstockError as error:
                 self._hub_says = error.message
             self._closing.wait(wait_s)
 
-    def _read_claims(self, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Read claimed chunks; returns once they are verified, or were given up."""
+    def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
+        """Have claimed chunks read; returns once they are, so that the next claim is read while these are verified.
+
+        False: none of them was missing any more.
+        """
         assert self._storage is not None
         chunks = np.concatenate([np.arange(start, stop) for start, stop in ranges])
         with self._lock:
             chunks = chunks[~self._holding.have[chunks] & ~self._flying[chunks]]
-            self._flying[chunks] = True
-        self._holding.claims = to_ranges(chunks)
-        if len(chunks):
-            self._part.post(_PartStep(self, self._storage, chunks))
-        while not self.ticket.done and not self._closing.is_set() and self._flying[chunks].any():
-            with self._holding.changed:
-                self._holding.changed.wait(TURN_S)
-        self._holding.claims = ()
+            if self._closing.is_set() or not len(chunks):
+                return False
+            self._flying[chunks] = self._claimed[chunks] = True
+            self._holding.claims = to_ranges(np.flatnonzero(self._claimed))
+            self._claim_read.clear()
+            self._part.post(PartStep(self, self._storage, chunks))
+        while not (self._claim_read.wait(self.stall_s) or self._closing.is_set()):
+            pass  # storage has its own deadline
+        return True
+
+    def claim_was_read(self) -> None:
+        """Nothing of the claim is read any more."""
+        self._claim_read.set()
+
+    def _landed(self, chunks: I64) -> None:
+        """These chunks are under way no more. Order: with the lock held."""
+        self._flying[chunks] = self._claimed[chunks] = False
+        self._holding.claims = to_ranges(np.flatnonzero(self._claimed))
 
     # -- what is read from whom
 
-    def _assign(self) -> None:
-        """Post reads for every upstream that has room and something for us."""
-        posts = []
+    def _assign(self) -> float:
+        """Post reads for every upstream that has room and something for us; when to look again, at the latest."""
+        posts, pause_s = [], TURN_S
         with self._lock:
             for one in self._following:
+                if one.error is not None and not one.num_flying:
+                    self._ask_now.set()
+                if (early_s := one.not_before - time.monotonic()) > 0:
+                    pause_s = min(pause_s, early_s)
                 while one.error is None and one.num_flying < READS_OF_ONE and time.monotonic() >= one.not_before:
                     chunks = self._choose(one)
                     if not len(chunks):
                         break
                     self._flying[chunks] = True
                     one.num_flying += 1
-                    posts.append(_PeerStep(self, one, chunks))
-        if posts:
-            self._fetch.post(*posts)
+                    posts.append(PeerStep(self, one, chunks))
+            if posts and not self._closing.is_set():
+                self._fetch.post(*posts)
+        return pause_s
 
     def _choose(self, one: Following) -> I64:
         """Chunks to take from it now: those it has that we want and that no earlier one will give."""
@@ -230,7 +257,7 @@ class Fetch:
 
     def got(self, chunks: I64, wanted: U64 | None, path: str, giver: Following | None) -> None:
         """The bytes of these chunks are in place: have them verified."""
-        self._compute.post(_VerifyStep(self, chunks, wanted, path, giver))
+        self._compute.post(VerifyStep(self, chunks, wanted, path, giver))
 
     def verify(self, chunks: I64, wanted: U64 | None, path: str, giver: Following | None) -> None:
         """Digest, compare, and serve on."""
@@ -246,10 +273,12 @@ class Fetch:
             giver.fail(IntegrityError(message, uri=f"penstock:{giver.upstream.member}"))
             self.lost(chunks)
             return
+        if giver is None and not holding.has_manifest:
+            holding.hear(chunks, digests, "storage, as it was read here")
         holding.gain(chunks, digests)
         nbytes = self.nbytes_of(chunks)
         with self._lock:
-            self._flying[chunks] = False
+            self._landed(chunks)
             self.outcome.took(path, nbytes)
             holding.path = path
             self.ticket.moved_bytes += nbytes
@@ -261,7 +290,7 @@ class Fetch:
     def lost(self, chunks: I64) -> None:
         """These chunks did not arrive: they are wanted again."""
         with self._lock:
-            self._flying[chunks] = False
+            self._landed(chunks)
         self.ticket.wake()
 
     def storage_failed(self, error: PenstockError, chunks: I64) -> None:
@@ -281,7 +310,10 @@ class Fetch:
 
     def close(self) -> None:
         """End every thread. Idempotent."""
-        self._closing.set()
+        with self._lock:
+            self._closing.set()  # whatever the hub says from now on begins nothing
+        self._ask_now.set()
+        self._claim_read.set()
         if not self.ticket.done:
             self.ticket.cancel()
         for executor in (self._part, self._fetch, self._compute):
@@ -300,97 +332,3 @@ class Fetch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _PeerStep:
-    """Read chunks from an upstream's memory into ours."""
-
-    __slots__ = ("_chunks", "_fetch", "_one", "name", "nbytes", "priority", "ticket")
-
-    def __init__(self, fetch: Fetch, one: Following, chunks: I64) -> None:
-        self._fetch, self._one, self._chunks = fetch, one, chunks
-        self.priority, self.ticket = int(chunks[0]), fetch.ticket
-        self.name = f"{one.path} {self.priority}"
-        self.nbytes = fetch.nbytes_of(chunks)
-
-    def start(self) -> Pending | None:
-        """See `Step.start`. An upstream's failure is its own, not the fetch's."""
-        one, fetch, begun = self._one, self._fetch, time.monotonic()
-        try:
-            posted = []
-            for transport, into, descriptor, segments in one.reads(self._chunks):
-                posted.append((transport, transport.post_read(into, descriptor, segments)))
-            for transport, pending in posted:
-                transport.wait(pending, stall_s=fetch.stall_s)
-        except PenstockError as error:
-            if error.blame != "source":
-                raise
-            one.fail(error)
-            fetch.lost(self._chunks)
-        else:
-            one.gave(self.nbytes, time.monotonic() - begun)
-            wanted = one.leaves[fetch.leaves_of(self._chunks)]
-            fetch.got(self._chunks, wanted, one.path, one)
-        fetch.landed(one)
-        return None
-
-    def finish(self) -> None:
-        """Nothing left: the chunks were handed to be verified."""
-
-    def abandon(self) -> None:
-        """The fetch is over."""
-        self._fetch.landed(self._one)
-
-
-class _PartStep:
-    """Read claimed chunks from storage."""
-
-    __slots__ = ("_chunks", "_fetch", "_storage", "name", "nbytes", "priority", "ticket")
-
-    def __init__(self, fetch: Fetch, storage: StoragePart, chunks: I64) -> None:
-        self._fetch, self._storage, self._chunks = fetch, storage, chunks
-        self.priority, self.ticket = int(chunks[0]), fetch.ticket
-        self.name, self.nbytes = f"storage {self.priority}", fetch.nbytes_of(chunks)
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        fetch, left = self._fetch, set(self._chunks.tolist())
-        try:
-            for chunks in self._storage.read(self._chunks):
-                left -= set(chunks.tolist())
-                fetch.got(chunks, None, f"storage {self._storage.uri}", None)
-                if fetch.ticket.stopped:
-                    break
-        except PenstockError as error:
-            if error.blame != "source":
-                raise
-            fetch.storage_failed(error, np.array(sorted(left), np.int64))
-        return None
-
-    def finish(self) -> None:
-        """Nothing left: the chunks were handed to be verified."""
-
-    def abandon(self) -> None:
-        """The fetch is over."""
-
-
-class _VerifyStep:
-    """Digest chunks that arrived."""
-
-    __slots__ = ("_args", "_fetch", "name", "nbytes", "priority", "ticket")
-
-    def __init__(self, fetch: Fetch, chunks: I64, wanted: U64 | None, path: str, giver: Following | None) -> None:
-        self._fetch, self._args = fetch, (chunks, wanted, path, giver)
-        self.priority, self.ticket = int(chunks[0]), fetch.ticket
-        self.name, self.nbytes = f"verify {self.priority}", fetch.nbytes_of(chunks)
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        self._fetch.verify(*self._args)
-        return None
-
-    def finish(self) -> None:
-        """Nothing left."""
-
-    def abandon(self) -> None:
-        """The fetch is over."""

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from penstock.digest.leaf import leaf_digests
+from penstock.errors import IntegrityError
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply, State
-from penstock.memory.arena import Arena
+from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.plan.chunks import to_ranges
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
@@ -107,6 +108,8 @@ class Holding:
         self.changed = threading.Condition()
         self._log: list[I64] = []
         self._num_logged = 0
+        self._told_by: list[str] = []
+        self._told: I64 = np.full(line.chunks.num_chunks, -1)
         self._handles: list[dict[str, Handle]] = []
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
@@ -156,7 +159,10 @@ class Holding:
         for pair in np.unique(from_to).tolist():
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
-            found[divmod(pair, len(self.place.regions))] = segments.joined()
+            theirs, ours = divmod(pair, len(self.place.regions))
+            # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor.
+            padding = ALIGN_BYTES - 1 if isinstance(self.place.regions[ours].owner, Arena) else 0
+            found[theirs, ours] = segments.joined(padding_bytes=padding)
         return found
 
     def digest(self, chunks: I64) -> U64:
@@ -186,13 +192,37 @@ class Holding:
         return differ
 
     def contradicts(self, chunks: I64, leaves: U64) -> I64:
-        """Which of a peer's chunks have other digests than the manifest says, or than those verified here."""
-        known = chunks if self.has_manifest else chunks[self.have[chunks]]
-        if not len(known):
-            return known
-        counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
-        theirs = leaves if self.has_manifest else leaves[np.repeat(self.have[chunks], counts)]
-        return self.differing(known, theirs, self.leaves[self.line.chunks.leaves_of(known)])
+        """Which of a peer's chunks have other digests than the manifest says; none where there is none, see `hear`."""
+        if not self.has_manifest:
+            return chunks[:0]
+        return self.differing(chunks, leaves, self.leaves[self.line.chunks.leaves_of(chunks)])
+
+    def hear(self, chunks: I64, leaves: U64, teller: str) -> None:
+        """Note what somebody says the digests of chunks are, where no manifest says it: all who say it must agree.
+
+        Raises:
+            IntegrityError: they do not; nobody can tell who is right.
+        """
+        if self.has_manifest:
+            return
+        with self.changed:
+            known = chunks[self._told[chunks] >= 0]
+            if len(known):
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                said = leaves[np.repeat(self._told[chunks] >= 0, counts)]
+                wrong = self.differing(known, said, self.leaves[self.line.chunks.leaves_of(known)])
+                if len(wrong):
+                    other = self._told_by[self._told[wrong[0]]]
+                    raise IntegrityError(
+                        f"{other} and {teller} say different digests of chunk {int(wrong[0])}",
+                        hint="nobody can tell who is right without a manifest: write one with `penstock manifest`",
+                    )
+            new = self._told[chunks] < 0
+            if new.any():
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                self.leaves[self.line.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
+                self._told[chunks[new]] = len(self._told_by)
+                self._told_by.append(teller)
 
     def gain(self, chunks: I64, leaves: U64) -> None:
         """These chunks are verified, with these leaves: from now on others may read them."""
@@ -220,7 +250,7 @@ class Holding:
             for handles in self._handles:
                 for handle in handles.values():
                     handle.fence()
-            self.have[:] = False
+            self.have[:], self._told[:] = False, -1
             self._log, self._num_logged, self.state = [], 0, "filling"
             self.changed.notify_all()
 

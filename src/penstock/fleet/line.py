@@ -34,10 +34,11 @@ class Line:
     layout: str
 
     @classmethod
-    def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int = CHUNK_BYTES) -> Line:
+    def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> Line:
         """The line of these tensors, in whatever order they are given."""
         ordered = table.take(name_order(table))
-        chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=max(chunk_bytes, leaf_bytes))
+        most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
+        chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
         return cls(table=ordered, chunks=chunks, layout=layout_digest(ordered))
 
     @property

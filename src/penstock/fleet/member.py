@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.engine.ticket import Ticket
 from penstock.errors import (
-    HubUnavailable,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -46,13 +46,12 @@ from penstock.fleet.messages import (
 from penstock.fleet.peer import Peer
 from penstock.fleet.upstream import Following
 from penstock.transport.choose import Links, open_links
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from penstock.transport.page import here
 
 
 def host_id() -> str:
-    """What tells this host from others: the boot id, and the network namespace, across which `shm` still works."""
-    return _BOOT_ID.read_text().strip()
+    """What members have in common that can share memory: the boot and the PID namespace."""
+    return here()
 
 
 class Member:
@@ -165,6 +164,7 @@ class Member:
             if self._closing.is_set():
                 return
             try:
+                self.links.sweep()
                 self._told(lambda: self._hub.beat(self.id, self._state()))
             except PenstockError:
                 # The hub is away; what is known stays usable, and the next beat tells all again.
@@ -196,23 +196,21 @@ class Member:
         return found[0]
 
     def complain(self, of: str, key: str, error: PenstockError) -> None:
-        """Tell the hub that a source could not be used; lost where the hub is away."""
+        """Tell the hub that a source could not be used; lost where the hub is away, or does not take it."""
         fault = "unreachable"
         for kind, word in _FAULTS:
             if isinstance(error, kind):
                 fault = word
                 break
         complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=error.message[:1024])  # type: ignore[arg-type]
-        try:
-            self._hub.complain(complaint)
-        except HubUnavailable:
-            return
+        with contextlib.suppress(PenstockError):
+            self._told(lambda: self._hub.complain(complaint))
 
-    def follow(self, upstream: Upstream, rank: int, holding: Holding, news: Callable[[], None]) -> Following:
-        """Begin to follow an upstream."""
+    def follow(self, upstream: Upstream, rank: int, holding: Holding, ticket: Ticket) -> Following:
+        """Begin to follow an upstream, for the fetch of this ticket."""
         near = upstream.host == self.host
         peer = Peer(upstream, member=self.id, key=holding.key, same_host=near, stall_s=self._stall_s, token=self.token)
-        return Following(peer, rank, holding, self.links, same_host=near, news=news)
+        return Following(peer, rank, holding, self.links, ticket, same_host=near)
 
     # -- the end
 

@@ -245,3 +245,5 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """uint32, little endian."""
     leaves: bytes = b""
     """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""
+    max_bytes_per_s: Count = 0
+    """See `Lease`: the share now, which shrinks and grows with the number of readers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import threading
 from types import TracebackType
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -54,6 +55,7 @@ class Peer:
         self.upstream, self._member, self._key = upstream, member, key
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._lease: Lease | None = None
+        self._ending, self._is_ending = threading.Lock(), False
         self._connection = self._connect(same_host, stall_s)
 
     def _connect(self, same_host: bool, stall_s: float) -> http.client.HTTPConnection:
@@ -135,20 +137,34 @@ class Peer:
         return f"penstock:{self.upstream.member}"
 
     def interrupt(self) -> None:
-        """End a request under way in another thread; it raises PeerLost there."""
-        waiting = self._connection.sock
-        if waiting is not None:
-            with contextlib.suppress(OSError):  # it has just ended by itself
-                waiting.shutdown(socket.SHUT_RDWR)
+        """End a request under way in another thread; it raises PeerLost there. The goodbye of `close` is left alone."""
+        with self._ending:
+            waiting = None if self._is_ending else self._connection.sock
+            if waiting is not None:
+                with contextlib.suppress(OSError):  # it has just ended by itself
+                    waiting.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give the lease back, if the door still listens. Idempotent."""
+        with self._ending:
+            self._is_ending = True
+        self._connection.close()  # it may have been interrupted
         lease, self._lease = self._lease, None
-        if lease is not None:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # it expires there
-                self._connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
-                self._connection.getresponse().read()
+        if lease is not None and not self._release(lease):
+            self._release(lease)  # the connection was of an interrupted request; else it expires there
         self._connection.close()
+
+    def _release(self, lease: Lease) -> bool:
+        """Whether there is no use in asking again."""
+        try:
+            self._connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
+            self._connection.getresponse().read()
+        except TimeoutError:
+            return True
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            return False
+        return True
 
     def __enter__(self) -> Peer:
         return self

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 
+from penstock.engine.ticket import Ticket
 from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, StaleDescriptor
 from penstock.fleet.holding import Holding
 from penstock.fleet.messages import HoldingMap, Upstream
@@ -28,6 +28,8 @@ PATIENCE_S = 0.5
 STEP_S = 0.02
 """What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
 MAX_STEP_CHUNKS = 64
+CAPPED_STEP_S = 0.1
+"""What one read takes of a capped upstream's time: its bytes come evenly, not in bursts."""
 END_S = 0.5
 """How long an ending waits for threads that only talk: what they do after it concerns nobody."""
 
@@ -47,10 +49,10 @@ class Following:
     """
 
     def __init__(
-        self, peer: Peer, rank: int, holding: Holding, links: Links, *, same_host: bool, news: Callable[[], None]
+        self, peer: Peer, rank: int, holding: Holding, links: Links, ticket: Ticket, *, same_host: bool
     ) -> None:
         self.peer, self.rank, self.upstream = peer, rank, peer.upstream
-        self._holding, self._links, self._same_host, self._news = holding, links, same_host, news
+        self._holding, self._links, self._same_host, self._ticket = holding, links, same_host, ticket
         count = holding.line.chunks.num_chunks
         self.has = np.zeros(count, bool)
         self.leaves: U64 = np.zeros(len(holding.line.chunks.leaf_row), np.uint64)
@@ -95,6 +97,8 @@ class Following:
         elif seconds > 4 * STEP_S:
             self.step_chunks = max(1, self.step_chunks // 2)
         if self._cap:
+            most = int(self._cap * CAPPED_STEP_S / self._holding.line.chunks.chunk_bytes)
+            self.step_chunks = max(1, min(self.step_chunks, most))
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
 
     def fail(self, error: PenstockError) -> None:
@@ -102,7 +106,7 @@ class Following:
         if self.error is None:
             self.error = error
         self._closing.set()
-        self._news()
+        self._ticket.wake()
 
     def close(self) -> None:
         """End the following; the lease is given back by its thread. Waits for that, a moment at most."""
@@ -151,6 +155,7 @@ class Following:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
+            self._cap = reply.max_bytes_per_s
             if reply.generation != self._generation:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
@@ -171,12 +176,16 @@ class Following:
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
         clash = self._holding.contradicts(chunks, leaves)
         if len(clash):
-            raise IntegrityError(
-                f"its digests of chunk {int(clash[0])} are not ours", uri=f"penstock:{self.upstream.member}"
-            )
+            message = f"its digests of chunk {int(clash[0])} are not the manifest's"
+            raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
+        try:
+            self._holding.hear(chunks, leaves, f"member {self.upstream.member}")
+        except IntegrityError as error:
+            self._ticket.fail(error)
+            raise
         self.leaves[at] = leaves
         self.has[chunks] = True
-        self._news()
+        self._ticket.wake()
 
 
 def same_host(upstream: Upstream, host: str) -> bool:

@@ -174,3 +174,25 @@ def test_hostile_requests_get_an_answer_and_change_nothing(
     assert connection.getresponse().status == code
     connection.close()
     door.close()
+
+
+def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
+    door.show(holding)
+    with peer(door, holding.key, member="a") as first:
+        assert first.lease().max_bytes_per_s == 1000
+        with peer(door, holding.key, member="b") as second:
+            assert second.lease().max_bytes_per_s == first.log(0, 0.0).max_bytes_per_s == 500
+        assert first.log(0, 0.0).max_bytes_per_s == 1000
+    door.close()
+
+
+def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: Door, holding: Holding) -> None:
+    for _ in range(20):
+        reader = peer(door, holding.key)
+        reader.lease()
+        ended = threading.Thread(target=reader.close)
+        ended.start()
+        reader.interrupt()
+        ended.join()
+        assert door.num_readers(holding.key) == 0

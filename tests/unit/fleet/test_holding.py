@@ -4,8 +4,10 @@ import threading
 import time
 
 import numpy as np
+import pytest
 import torch
 
+from penstock.errors import IntegrityError
 from penstock.fleet.holding import Holding, place_of
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, line_of_tensors, tabulate
@@ -60,13 +62,29 @@ def test_a_flipped_bit_shows_in_its_chunk_only() -> None:
     assert holding.differing(chunks, holding.digest(chunks), before).tolist() == [5]
 
 
-def test_contradictions_concern_only_what_is_known() -> None:
+def test_a_manifest_says_who_is_wrong() -> None:
+    draft = make()
+    chunks = np.array([0, 1])
+    leaves = draft.digest(np.arange(draft.line.chunks.num_chunks))
+    told = Holding(draft.identity, draft.line, draft.rows, leaves=leaves)
+    right = leaves[told.line.chunks.leaves_of(chunks)]
+    assert told.contradicts(chunks, right).tolist() == []
+    assert told.contradicts(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
+
+
+def test_without_a_manifest_all_who_say_a_digest_must_agree() -> None:
     holding = make()
-    gain(holding, 0)
     chunks = np.array([0, 1])
     leaves = holding.digest(chunks)
-    assert holding.contradicts(chunks, leaves).tolist() == []
-    assert holding.contradicts(chunks, leaves + 1).tolist() == [0]
+    holding.hear(chunks[1:], leaves[2:], "member a")
+    holding.hear(chunks, leaves, "member b")
+    assert holding.contradicts(chunks, leaves + 1).tolist() == []
+    with pytest.raises(IntegrityError, match="member b and member c say different digests of chunk 0"):
+        holding.hear(chunks, leaves + np.array([1, 0, 0, 0], np.uint64), "member c")
+    with pytest.raises(IntegrityError, match="member a and storage say different digests of chunk 1"):
+        holding.hear(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
+    holding.fence()
+    holding.hear(chunks, leaves + 1, "member d")
 
 
 def test_a_fence_forgets_all_and_begins_a_generation() -> None:
