@@ -9,6 +9,7 @@ Not here: what is asserted of them (tests), what is shown of them (`scripts/demo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import queue
@@ -17,10 +18,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, SourceStalled
+
+if TYPE_CHECKING:
+    from penstock.fleet.join import Fleet
+    from penstock.testing.zygote import Forked, Zygote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,10 @@ class Task:
     join: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `join`."""
     environ: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    """`module.NAME` -> value for this process: shorter deadlines, smaller chunks."""
+    storage_pause_s: float = 0.0
+    """Time that each chunk of storage takes on top."""
     wait_s: float | None = None
     alone: bool = False
     """Load all of `fallback` by itself, in no fleet: what a fetch is compared with."""
@@ -46,18 +56,28 @@ class Task:
 
 
 class Worker:
-    """One process. A context manager: leaving it kills the process, if it is still there."""
+    """One process. A context manager: leaving it kills the process, if it is still there.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        task: what it does.
+        zygote: forks it; None: a process that imports everything itself.
+    """
+
+    def __init__(self, task: Task, zygote: Zygote | None = None) -> None:
         self.task = task
-        environ = {**os.environ, **task.environ}
-        command = [sys.executable, "-u", "-m", "penstock.testing.fleet", json.dumps(asdict(task))]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        if zygote is not None:
+            self.process = zygote.fork("penstock.testing.fleet:work", asdict(task), task.environ)
+        else:
+            changed = ["env", *(f"{name}={value}" for name, value in task.environ.items())]
+            command = [*changed, sys.executable, "-u", "-m", "penstock.testing.fleet", json.dumps(asdict(task))]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
         self.said: dict[str, dict[str, Any]] = {}
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -80,17 +100,22 @@ class Worker:
             except queue.Empty:
                 raise SourceStalled(f"the worker did not say {word!r} in {timeout_s} s: {self.said}") from None
             if line is None:
+                self._lines.put(None)
                 raise PenstockError(f"the worker ended with {self.process.wait()} and never said {word!r}: {self.said}")
             self.said[line.pop("say")] = line
             if "failed" in self.said and word != "failed":
                 raise PenstockError(f"the worker failed: {self.said['failed']}")
         return self.said[word]
 
+    def tell(self, word: str) -> None:
+        """A line of input; after the fetch `fence`, `digests` and `corrupt` are understood."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n".encode())
+        self.process.stdin.flush()
+
     def begin(self) -> None:
         """Let it go on, where its task has `is_held`."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"go\n")
-        self.process.stdin.flush()
+        self.tell("go")
 
     def leave(self, *, timeout_s: float = 30.0) -> int:
         """Have it leave its fleet; its exit code."""
@@ -111,6 +136,7 @@ class Worker:
         self.kill(signal.SIGCONT)
         self.kill()
         self.process.wait()
+        self._listener.join()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -121,12 +147,39 @@ def _say(word: str, **values: Any) -> None:
     print(json.dumps({"say": word, **values}), flush=True)  # noqa: T201
 
 
+def set_constants(constants: dict[str, float]) -> None:
+    """Give module constants other values in this process."""
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        found = importlib.import_module(module)
+        assert hasattr(found, name), path
+        setattr(found, name, value)
+
+
+def slow_storage(pause_s: float) -> None:
+    """Have every chunk of storage take this long, on top, in this process."""
+    from penstock.fleet import join, part
+    from penstock.types import I64
+
+    class SlowPart(part.StoragePart):
+        def read(self, chunks: I64) -> Iterator[I64]:
+            for some in super().read(chunks):
+                for chunk in some:
+                    time.sleep(pause_s)
+                    yield some[some == chunk]
+
+    vars(join)["StoragePart"] = SlowPart
+
+
 def _work(task: Task) -> None:
     import torch
 
     import penstock as ps
 
     torch.set_num_threads(1)
+    set_constants(task.constants)
+    if task.storage_pause_s:
+        slow_storage(task.storage_pause_s)
     if task.is_held:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)
@@ -142,28 +195,49 @@ def _work(task: Task) -> None:
         if task.in_place:
             assert task.fallback is not None
             weights = {name: torch.zeros_like(one) for name, one in ps.load(task.fallback, device=task.device).items()}
-        begun = time.monotonic()
-        report = fleet.fetch(weights, fallback=task.fallback, device=task.device, wait_s=task.wait_s)
-        _say(
-            "fetched",
-            seconds=time.monotonic() - begun,
-            nbytes=report.nbytes,
-            storage_bytes=report.storage_bytes,
-            paths=dict(report.nbytes_by_path),
-            why=dict(report.why),
-            phases=dict(report.phases),
-            faults=list(report.faults),
-            revision=report.revision,
-        )
-        if task.corrupt_at >= 0:
-            first = weights[sorted(weights)[0]].view(-1).view(torch.uint8)
-            first[task.corrupt_at] ^= 1
-            _say("corrupted")
-        _say("digests", digests=digests(weights))
+        try:
+            _fetch(fleet, task, weights)
+        except PenstockError as error:
+            _say(
+                "failed",
+                error=type(error).__name__,
+                message=str(error),
+                mutated=error.mutated,
+                num_tensors=len(weights),
+            )
+            raise SystemExit(3) from error
         if task.serve:
-            threading.Thread(target=_leave_at_end_of_input, args=(fleet,), daemon=True).start()
+            threading.Thread(target=_obey, args=(fleet, weights), daemon=True).start()
             fleet.serve()
     _say("left")
+
+
+def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
+    begun = time.monotonic()
+    report = fleet.fetch(weights, fallback=task.fallback, device=task.device, wait_s=task.wait_s)
+    _say(
+        "fetched",
+        seconds=time.monotonic() - begun,
+        nbytes=report.nbytes,
+        storage_bytes=report.storage_bytes,
+        paths=dict(report.nbytes_by_path),
+        why=dict(report.why),
+        phases=dict(report.phases),
+        faults=list(report.faults),
+        revision=report.revision,
+        verified_against=report.verified_against,
+    )
+    if task.corrupt_at >= 0:
+        _corrupt(weights, task.corrupt_at)
+        _say("corrupted")
+    _say("digests", digests=digests(weights))
+
+
+def _corrupt(weights: dict[str, Any], at: int) -> None:
+    """Flip a bit, unannounced: memory that is bad."""
+    import torch
+
+    weights[min(weights)].view(-1).view(torch.uint8)[at] ^= 1
 
 
 def _load_alone(task: Task) -> None:
@@ -182,32 +256,64 @@ def _load_alone(task: Task) -> None:
     _say("digests", digests=digests(weights))
 
 
-def _leave_at_end_of_input(fleet: Any) -> None:
-    sys.stdin.read()
+def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
+    """Words of input while it serves; at their end it leaves as one that is told to terminate."""
+    for line in sys.stdin:
+        word, _, number = line.strip().partition(" ")
+        if word == "fence":
+            fleet.fence()
+        elif word == "corrupt":
+            _corrupt(weights, int(number))
+        _say(f"done {word}", digests=digests(weights))
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.001)  # it does not serve yet
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def digests(tensors: dict[str, Any]) -> str:
+def digests(tensors: dict[str, Any], names: Iterable[str] | None = None) -> str:
     """One digest over all tensors, by name: what two workers compare."""
     import torch
     from blake3 import blake3
 
     digest = blake3()
-    for name in sorted(tensors):
+    for name in sorted(tensors if names is None else names):
         flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(name.encode()).update(flat.numpy().data)
     return str(digest.hexdigest())
 
 
-def main() -> int:
-    """The worker's process."""
-    task = Task(**json.loads(sys.argv[1]))
+def work(values: dict[str, Any]) -> int:
+    """A worker's process, as far as it goes; its exit code."""
     try:
-        _work(task)
+        _work(Task(**values))
+    except SystemExit as error:
+        return int(str(error.code))
     except PenstockError as error:
-        _say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated)
+        _say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated, num_tensors=0)
         return 3
     return 0
+
+
+def hub(values: dict[str, Any]) -> int:
+    """A hub's process: `listen`, and `redis` where its state is to be there."""
+    from penstock.fleet.directory import Directory
+    from penstock.fleet.serve import run_hub
+    from penstock.fleet.store import MemoryStore, Store
+
+    set_constants(values.get("constants", {}))
+    store: Store = MemoryStore()
+    if values.get("redis"):
+        from penstock.fleet.store_redis import RedisStore
+
+        store = RedisStore(values["redis"])
+    directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])
+    run_hub(directory, values["listen"], ready=lambda url: _say("ready", url=url))
+    return 0
+
+
+def main() -> int:
+    """The worker's process."""
+    return work(json.loads(sys.argv[1]))
 
 
 if __name__ == "__main__":
