@@ -7,7 +7,7 @@ Not here: fetching it (`fetch`), what the user calls (`join`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -48,14 +48,15 @@ class Found:
     leaves: U64 | None = None
     session: Session | None = None
 
-    def allocate(self, max_readers: int) -> tuple[Holding, dict[str, torch.Tensor] | None]:
-        """The holding; and the tensors by name, where they are new."""
+    def allocate(self, max_readers: int, is_over: Callable[[], bool]) -> tuple[Holding, dict[str, torch.Tensor] | None]:
+        """The holding; and the tensors by name, where they are new: their pages are made present until `is_over`."""
         if self.rows is not None:
             holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
             return holding, None
         table = self.line.table
         nbytes = table.nbytes.tolist()
         arena = Arena.allocate(needed_bytes(nbytes), self.device)
+        arena.warm(is_over)
         flat = [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
         made = {
             name: as_tensor(raw, dtype, shape)

@@ -7,12 +7,10 @@ Not here: the running fetch (`fetch`), the hub's side (`hub`), holding weights f
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -33,6 +31,7 @@ from penstock.fleet.line import line_of_tensors
 from penstock.fleet.member import Member
 from penstock.fleet.part import StoragePart
 from penstock.fleet.report import FetchReport, report_of
+from penstock.fleet.stop import until_stopped
 from penstock.loader.into import targets_of
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
@@ -83,12 +82,14 @@ class Fleet:
         """
         phases = Phases(_name="discover")
         record = Trace(enabled=trace is not None)
+        is_over = threading.Event()
         with ExitStack() as stack:
+            stack.callback(is_over.set)
             found = Discovery(self.identity, self.member, self._settings).find(
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            holding, made = found.allocate(self._max_readers)
+            holding, made = found.allocate(self._max_readers, is_over.is_set)
             phases.enter("register")
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
@@ -152,22 +153,8 @@ class Fleet:
         Args:
             timeout_s: return after this long, still a member; None: no bound.
         """
-        before: dict[int, Any] = {}
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            self._left.set()
-
-        if threading.current_thread() is threading.main_thread():
-            before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            while not self._left.wait(0.2 if deadline is None else min(0.2, max(0.0, deadline - time.monotonic()))):
-                if deadline is not None and time.monotonic() >= deadline:
-                    return
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        self.leave()
+        if until_stopped(self._left, timeout_s):
+            self.leave()
 
     def leave(self, drain_s: float = 10.0) -> None:
         """Give no new leases, wait for readers at most `drain_s`, say good-bye. Idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.transport.descriptor import Descriptor, decode
@@ -18,6 +19,16 @@ from penstock.transport.protocol import Handle, Memory, Transport
 
 NAMES = ("loopback", "cuda_ipc", "shm", "nixl", "http")
 """Nearest first."""
+
+
+@runtime_checkable
+class Sweeping(Protocol):
+    """A transport that keeps peers' memory mapped between reads."""
+
+    def sweep(self) -> None:
+        """Let go of memory of peers that are gone or gave it up."""
+        ...
+
 
 ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm"})
 
@@ -95,6 +106,12 @@ class Links:
                 side = "the peer does not offer it" if name in ours else self.refused.get(name, "not here")
                 why.append(f"{name}: {side}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
+
+    def sweep(self) -> None:
+        """Let go of memory of peers that are gone. A read does so too; call it while nothing is read."""
+        for transport in self.transports.values():
+            if isinstance(transport, Sweeping):
+                transport.sweep()
 
     def close(self) -> None:
         """Close every transport. Idempotent."""
