@@ -57,6 +57,8 @@ NO_TORCH = (
     "transport/http_server.py",
     "transport/http_wire.py",
     "transport/nixl.py",
+    "transport/nixl_agent.py",
+    "transport/nixl_reader.py",
     "transport/region.py",
     "memory/memfd.py",
     "memory/arena.py",

@@ -7,7 +7,8 @@ Not here: credentials of object stores, which obstore reads by the ecosystem's n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,7 @@ class Settings:
     cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
     io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
+    nixl_tls: str = _env("PENSTOCK_NIXL_TLS", str, "", "UCX's transports for nixl (as UCX_TLS); unset: UCX chooses")
     ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")
     runtime_dir: Path | None = _env(
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
@@ -117,6 +119,31 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
     """The variables in force of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`), by name; empty ones left out."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
+
+
+@contextmanager
+def ucx_variables(tls: str) -> Iterator[None]:
+    """For the time of starting NIXL: quiet logs, UCX's transports, and no RDMA modules where there is no RDMA device.
+
+    Those modules, where Debian's ibverbs-providers are installed, crash the process when it exits. What the user has
+    set stays as it is, except that `tls` wins.
+    """
+    quiet = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # what they say of failures, our errors say
+    wanted = {name: os.environ.get(name, level) for name, level in quiet.items()}
+    if not any(Path("/sys/class/infiniband").glob("*")):
+        wanted["UCX_MODULES"] = os.environ.get("UCX_MODULES", "^ib,rdmacm")
+    if tls:
+        wanted["UCX_TLS"] = tls
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

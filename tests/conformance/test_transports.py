@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
+
 from penstock.memory.arena import Arena
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.transport_suite import TransportTests
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.http import HttpTransport
 from penstock.transport.loopback import LoopbackTransport
+from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
 
@@ -26,6 +31,12 @@ class TestShm(TransportTests):
         memory = Memory(address=arena.address, nbytes=nbytes, owner=arena)
         self.write(memory, b"\xaa" * nbytes)
         return memory
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+class TestNixl(TransportTests):
+    def make(self) -> Transport:
+        return NixlTransport(tls="tcp")
 
 
 class TestHttp(TransportTests):

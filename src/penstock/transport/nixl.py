@@ -1,0 +1,299 @@
+"""Reading a peer's memory with NIXL: RDMA, NVLink, shared memory or TCP, whichever its back end (UCX) finds best.
+
+In / Out: see `protocol`. Not here: NIXL itself (`nixl_agent`), how a read is carried out (`nixl_reader`).
+
+The **word**, one a registration, lies in memory of the holder that is registered too: the generation and the seal of
+the descriptor (`page`). A holder changes it before it changes a byte; a read whose word was the same after its last
+byte as before its first saw one generation. NIXL's descriptors are pickles, so what crosses is ours.
+
+Order: memory released here stays registered and alive for `LINGER_S`, for whoever looked at the word just before.
+Who has a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import itertools
+import os
+import secrets
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.config import Settings
+from penstock.errors import Cancelled, ConfigError, FormatError, PenstockError
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.nixl_agent import Agent, Discarded, place_of
+from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
+from penstock.transport.page import seal_of
+from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+
+LINGER_S = 3.0
+"""Reason: a reader posts within milliseconds of looking at the word, and holds a window of 64 MiB."""
+NUM_SLOTS = 4096
+"""Registrations at once."""
+
+_DECODER = msgspec.msgpack.Decoder(Payload)
+_transports: weakref.WeakSet[NixlTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in list(_transports):
+        transport.forget()
+
+
+def _at_exit() -> None:
+    for transport in list(_transports):
+        transport.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)
+
+
+class NixlHandle:
+    """See `Handle`."""
+
+    def __init__(self, transport: NixlTransport, memory: Memory, slot: int) -> None:
+        self.transport, self.memory, self.is_open, self.num_reads = transport, memory, True, 0
+        self.slot = slot
+        self.registration = transport.agent.register(memory) if memory.nbytes else None
+        self._payload = msgspec.msgpack.encode(
+            Payload(
+                agent=transport.agent.metadata(self.registration) if memory.nbytes else b"",
+                word_agent=transport.word_metadata,
+                address=memory.address,
+                word=transport.word_address + WORD_BYTES * slot,
+            )
+        )
+        self.descriptor = self._begin()
+
+    def _begin(self) -> Descriptor:
+        at = self.transport
+        made = Descriptor(
+            transport=at.name,
+            endpoint=at.endpoint,
+            generation=at.next_generation(),
+            nbytes=self.memory.nbytes,
+            device=self.memory.device,
+            payload=self._payload,
+        )
+        at.words[self.slot, 0] = 0
+        at.words[self.slot, 1] = seal_of(made)
+        at.words[self.slot, 0] = made.generation
+        return made
+
+    def fence(self) -> Descriptor:
+        """See `Handle.fence`."""
+        self.check_open()
+        with self.transport.changing:
+            self.check_open()
+            self.descriptor = found = self._begin()
+        return found
+
+    def close(self) -> None:
+        """See `Handle.close`. The memory stays alive for `LINGER_S`. Does nothing in a forked child."""
+        with self.transport.changing:
+            if self.is_open and self.transport.is_mine:
+                self.transport.words[self.slot, 0] = 0
+                self.transport.retire(self)
+            self.is_open = False
+
+    def check_open(self) -> None:
+        """Cancelled if it is closed, or of the process that this one was forked from."""
+        if not self.is_open or not self.transport.is_mine:
+            raise Cancelled("the registration is closed")
+
+
+class NixlRead:
+    """See `Pending`. Carried out by the first thread that waits."""
+
+    def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
+        self._lock = threading.Lock()
+        self._error: PenstockError | None = None
+        self._work: tuple[NixlHandle, Descriptor, Payload, Segments] | None = (into, source, payload, segments)
+        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+
+    def run(self, stall_s: float) -> None:
+        """Read, in the first thread that comes; the others wait for it. Raises what it met."""
+        with self._lock:
+            if self._work is not None:
+                into, source, payload, segments = self._work
+                try:
+                    if self.nbytes:
+                        self._carry(into, source, payload, segments, stall_s)
+                except PenstockError as error:
+                    error.mutated, error.uri = self.moved_bytes > 0, f"{source.transport}:{source.endpoint}"
+                    self._error = error
+                self._work = None
+            if self._error is not None:
+                raise self._error
+
+    def _carry(
+        self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments, stall_s: float
+    ) -> None:
+        job = Job(
+            owner=into,
+            memory=into.memory,
+            source=source,
+            payload=payload,
+            todo=collections.deque(pieces(into.memory, payload.address, source.device, segments)),
+            landed=self._landed,
+            check_wanted=into.check_open,
+            stall_s=stall_s,
+        )
+        while True:  # once, and again whenever another read gave up its peer and the agent with it
+            reader = into.transport.begin_read(into)
+            try:
+                reader.carry(job)
+                return
+            except Discarded:
+                into.check_open()
+            finally:
+                into.transport.end_read(into)
+
+    def _landed(self, nbytes: int) -> None:
+        self.moved_bytes += nbytes
+
+
+class NixlTransport:
+    """See `Transport`. Host memory, and device memory where the back end reaches it.
+
+    Args:
+        backends: NIXL's, by name.
+        tls: UCX's transports, as its `UCX_TLS`; None: `PENSTOCK_NIXL_TLS`, else what UCX chooses.
+
+    Raises:
+        MissingExtra: NIXL is not installed.
+        ConfigError: a back end does not start.
+    """
+
+    name = "nixl"
+
+    def __init__(self, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> None:
+        self.endpoint, self.is_mine = secrets.token_hex(8), True
+        self._backends, self._tls = backends, Settings.read().nixl_tls if tls is None else tls
+        self.agent = Agent.open(self.endpoint, backends, self._tls, serves=True)
+        self._reader: Reader | None = None
+        self.changing, self._generations = threading.RLock(), itertools.count(1)
+        self.words: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SLOTS, 2), np.uint64)
+        self.word_address, self._free_slots = int(self.words.ctypes.data), list(range(NUM_SLOTS))
+        words = self.agent.register(Memory(address=self.word_address, nbytes=self.words.nbytes, owner=self.words))
+        self.word_metadata = self.agent.metadata(words)
+        self._handles, self._retired = set[NixlHandle](), list[tuple[float, NixlHandle]]()
+        self._closing = threading.Event()
+        _transports.add(self)
+
+    def next_generation(self) -> int:
+        """One never given before."""
+        return next(self._generations)
+
+    def register(self, memory: Memory) -> NixlHandle:
+        """See `Transport.register`. Cancelled if the transport is closed."""
+        place_of(memory.device)
+        with self.changing:
+            self._check_open()
+            if not self._free_slots:
+                hint = "put the tensors into one arena and register that"
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all there is room for", hint=hint)
+            slot = self._free_slots.pop()
+            try:
+                handle = NixlHandle(self, memory, slot)
+            except BaseException:
+                self._free_slots.append(slot)
+                raise
+            self._handles.add(handle)
+        return handle
+
+    def retire(self, handle: NixlHandle) -> None:
+        """Keep what was registered for a while."""
+        self._handles.discard(handle)
+        self._free_slots.append(handle.slot)
+        self._retired.append((time.monotonic() + LINGER_S, handle))
+        if len(self._retired) == 1:
+            threading.Thread(target=self._sweep, name="penstock-nixl", daemon=True).start()
+
+    def begin_read(self, into: NixlHandle) -> Reader:
+        """The reading agent there is, or a new one; `into` stays registered until `end_read`."""
+        with self.changing:
+            into.check_open()
+            if self._reader is None or self._reader.is_discarded:
+                self._reader = Reader(self._backends, self._tls)
+            into.num_reads += 1
+            return self._reader
+
+    def end_read(self, into: NixlHandle) -> None:
+        """See `begin_read`."""
+        with self.changing:
+            into.num_reads -= 1
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> NixlRead:
+        """See `Transport.post_read`. FormatError if the descriptor is malformed."""
+        if source.transport != self.name or not isinstance(into, NixlHandle) or into.transport is not self:
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+        self._check_open()
+        into.check_open()
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
+        try:
+            payload = _DECODER.decode(source.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FormatError(f"malformed nixl descriptor: {error}") from error
+        return NixlRead(into, source, payload, segments)
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`."""
+        assert isinstance(pending, NixlRead)
+        pending.run(stall_s)
+
+    def close(self) -> None:
+        """See `Transport.close`. Frees the memory at once."""
+        if not self.is_mine:
+            return
+        with self.changing:
+            for handle in list(self._handles):
+                handle.close()
+            self.is_mine = False
+            self._retired.clear()
+            reader = self._reader
+        self._closing.set()
+        if reader is not None:
+            reader.discard()
+        self.agent.close()
+
+    def forget(self) -> None:
+        """In a forked child: closed, without a word to anybody."""
+        self.is_mine, self.changing = False, threading.RLock()
+        self._closing = threading.Event()
+        self._closing.set()
+        self.agent.forget()
+        if self._reader is not None:
+            self._reader.forget()
+
+    def _check_open(self) -> None:
+        if not self.is_mine:
+            raise Cancelled("the transport is closed")
+
+    def _sweep(self) -> None:
+        """Let go of what was released a while ago, until there is none."""
+        while not self._closing.wait(LINGER_S / 8):
+            now = time.monotonic()
+            with self.changing:
+                over = [one for when, one in self._retired if when < now and not one.num_reads]
+                kept = [(when, one) for when, one in self._retired if one not in over]
+                reader = self._reader
+                for handle in over if self.is_mine else ():
+                    if handle.registration is not None:
+                        self.agent.deregister(handle.registration)
+                    if reader is not None:
+                        reader.release(handle)
+                self._retired = kept
+                if not kept:
+                    return
+
+
+_fits: type[Transport] = NixlTransport
