@@ -47,7 +47,13 @@ from penstock.types import GB
 WAIT_S = 1.0
 """How long a keeper is waited for that is not there: a hub that moves to another process takes half of it."""
 _ASK_S = 0.05
-_PASSING = (NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
+
+
+class _SeveralRevisions(ConfigError):
+    """Of one model; one of them may just be on its way out."""
+
+
+_PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
 """A keeper that comes, goes or is not whole yet; anything else will not be otherwise a moment later."""
 
 
@@ -248,7 +254,7 @@ class _Search:
         revisions = sorted({held.identity.revision for _, held in kept})
         if len(revisions) > 1:
             short = ", ".join(one[:19] for one in revisions)
-            raise ConfigError(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
+            raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
         return kept
 
     def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool | None) -> Attached:

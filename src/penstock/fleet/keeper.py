@@ -169,6 +169,7 @@ class Keeper:
             message = f"{attached} engines and {left - attached} readers still use {holding.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
         self.member.hide(holding, 0.0)
+        self.member.beat_now()
         del self._kept[key]
 
     def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:

@@ -1,0 +1,72 @@
+"""`penstock keep` in a process of its own, for tests and benchmarks: started, waited for, stopped and killed by them.
+
+In: the command's arguments. Out: the process, once it keeps; its standard error.
+Not here: what engines do with it.
+
+    with KeeperProcess(["/ckpt", "--model", "m"], environ={"PENSTOCK_RUNTIME_DIR": directory}) as keeper:
+        penstock.attach("m")
+        keeper.process.send_signal(signal.SIGTERM)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+
+class KeeperProcess:
+    """A keeper; killed when the context ends.
+
+    Args:
+        arguments: of `penstock keep`.
+        environ: variables on top of this process's own.
+        timeout_s: within which it must keep.
+
+    Raises:
+        ChildProcessError: it ended, or did not keep in time; says what it wrote.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    ) -> None:
+        changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]
+        self.process = subprocess.Popen(
+            [*changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        self._keeps = threading.Event()
+        self._ended = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._keeps.wait(timeout_s) or self._ended.is_set():
+            self.__exit__(None, None, None)
+            raise ChildProcessError(f"the keeper does not keep: {''.join(self.errors)}")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line)
+            if line.startswith("keeping"):
+                self._keeps.set()
+        if not self._keeps.is_set():
+            self._ended.set()
+            self._keeps.set()
+
+    def __enter__(self) -> KeeperProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        self._reader.join(timeout=30)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,258 @@
+"""Keepers and the engines that attach to them, as processes: memory used itself, restarts, draining, loss."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import all_bits, assert_same, by_safetensors
+
+import penstock as ps
+from penstock.fleet import renewal
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
+
+ENGINE = """
+import json, sys
+import penstock as ps
+from tests.truth import all_bits
+attached = ps.attach("llama")
+maps = [line for line in open("/proc/self/maps") if "memfd:penstock-arena" in line]
+print(json.dumps({"bits": all_bits(attached), "path": attached.report.path, "wall_s": attached.report.wall_s,
+                  "private": all(line.split()[1] == "rw-p" for line in maps), "num_maps": len(maps)}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch) -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    yield directory
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("kept") / "llama"
+    write_llama(directory, total_bytes=30_000_000)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> dict[str, torch.Tensor]:
+    return by_safetensors(llama)
+
+
+@pytest.fixture
+def keeper(llama: Path) -> Iterator[KeeperProcess]:
+    with KeeperProcess([str(llama)]) as process:
+        yield process
+
+
+def until(happens, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_an_engine_and_the_one_after_it_use_the_same_memory(keeper, wanted) -> None:
+    for _ in range(2):
+        found = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=True, timeout=60)
+        said = json.loads(found.stdout)
+        assert said["bits"] == all_bits(wanted)
+        assert said["path"].startswith("shm, mapped: ")
+        assert (said["num_maps"], said["private"]) == (1, True)
+        assert said["wall_s"] < 5
+    assert keeper.process.poll() is None
+
+
+def test_what_an_engine_writes_no_other_sees(keeper, wanted) -> None:
+    first, second = ps.attach("llama"), ps.attach("llama", verify=True)
+    assert second.report.verified and not first.report.verified
+    first["model.norm.weight"].zero_()
+    assert first["model.norm.weight"].eq(0).all()
+    assert_same(second, wanted)
+    assert_same(ps.attach("llama", verify=True), wanted)
+
+
+def test_a_module_uses_kept_memory(keeper, wanted) -> None:
+    class Part(torch.nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(
+                torch.empty(wanted["lm_head.weight"].shape, dtype=torch.bfloat16, device=device)
+            )
+            self.tied = self.weight
+
+    attached = ps.attach("llama")
+
+    class Module(torch.nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.lm_head = Part(device)
+
+    for device in ("cpu", "meta"):
+        module = Module(device)
+        before = module.lm_head.weight
+        with pytest.raises(ps.PlanError, match="do not fit"):
+            attached.attach_into(module)
+        assert module.lm_head.weight is before
+        attached.attach_into(module, strict=False)
+        assert module.lm_head.weight.data_ptr() == attached["lm_head.weight"].data_ptr()
+        assert module.lm_head.tied is module.lm_head.weight
+        assert (module.lm_head.weight is before) == (device == "cpu")
+
+
+def test_nobody_keeps_it(llama) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ps.NotFound, match="no hub runs"):
+        ps.attach("llama", wait_s=0.0)
+    with ps.join("llama") as fleet:
+        fleet.fetch({}, fallback=llama)
+        with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
+            ps.attach("llama", wait_s=0.0)
+        with pytest.raises(ps.NotFound, match="nobody on this host keeps 'other'"):
+            ps.attach("other", wait_s=0.0)
+    assert time.monotonic() - begun < 20
+    with pytest.raises(ps.HubUnavailable):
+        ps.attach("llama", hub="unix:///nowhere/hub.sock", wait_s=0.0)
+
+
+def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:
+    with KeeperProcess([str(llama)]):
+        assert_same(ps.attach("llama", wait_s=30.0, device="cpu"), wanted)
+
+
+def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> None:
+    attached = ps.attach("llama")
+    keeper.process.send_signal(signal.SIGTERM)
+    until(lambda: attached.standing == "draining")
+    with pytest.raises(ps.NotFound):
+        ps.attach("llama", wait_s=0.0)
+    attached.check()
+    assert keeper.process.poll() is None
+    attached.close()
+    assert attached.standing == "given back"
+    assert keeper.process.wait(timeout=20) == 0
+    with pytest.raises((ps.PeerLost, ps.StaleDescriptor)):
+        attached.check()
+    assert_same(attached, wanted)  # host memory stays while it is mapped
+
+
+def test_a_keeper_that_is_killed(keeper, wanted) -> None:
+    attached = ps.attach("llama")
+    keeper.process.kill()
+    keeper.process.wait(timeout=20)
+    with pytest.raises(ps.PeerLost):
+        attached.check()
+    until(lambda: attached.standing == "lost")
+    assert_same(attached, wanted)
+    attached.close()
+
+
+def test_several_models_and_their_bound(llama, wanted, tmp_path) -> None:
+    write_llama(tmp_path / "draft", total_bytes=3_000_000, seed=7)
+    draft = by_safetensors(tmp_path / "draft")
+    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+        keeper.keep("llama", llama)
+        keeper.keep("draft", tmp_path / "draft")
+        with pytest.raises(ps.BudgetTooSmall) as caught:
+            keeper.keep("again", llama)
+        assert caught.value.minimum_bytes > 60_000_000
+        with pytest.raises(ps.ConfigError, match="kept already"):
+            keeper.keep("llama", llama)
+        assert_same(ps.attach("llama"), wanted)
+        assert_same(ps.attach("draft"), draft)
+        assert [one.model for one in keeper.models()] == ["llama", "draft"]
+
+
+def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
+    with ps.Keeper() as keeper:
+        keeper.keep("llama", llama)
+        attached = ps.attach("llama")
+        with pytest.raises(ps.SourceBusy, match="1 engines and 0 readers"):
+            keeper.drop("llama", drain_s=0.1)
+        assert keeper.models()[0].num_attached == 1
+        attached.check()
+        tensor = attached["model.norm.weight"]
+        del attached
+        gc.collect()
+        assert keeper.models()[0].num_attached == 1  # a tensor lives
+        del tensor
+        gc.collect()
+        until(lambda: keeper.models()[0].num_attached == 0)
+        keeper.drop("llama", drain_s=5)
+        assert keeper.models() == []
+        with pytest.raises(ps.NotFound):
+            ps.attach("llama", wait_s=0.0)
+        with pytest.raises(ps.NotFound):
+            keeper.drop("llama")
+
+
+def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
+    write_llama(tmp_path / "new", total_bytes=30_000_000, seed=3)
+    with ps.Keeper() as keeper:
+        keeper.keep("llama", llama)
+        keeper.keep("llama", tmp_path / "new")
+        with pytest.raises(ps.ConfigError, match="several revisions"):
+            ps.attach("llama")
+        old = keeper.models()[0].revision
+        assert_same(ps.attach("llama", revision=old), wanted)
+        keeper.drop("llama", revision=old, drain_s=5)
+        assert_same(ps.attach("llama"), by_safetensors(tmp_path / "new"))
+
+
+def test_memory_that_is_not_what_it_was_is_seen_when_asked(llama) -> None:
+    with ps.Keeper() as keeper:
+        keeper.keep("llama", llama)
+        keeper.member.holdings[0].rows[1][5] ^= 1
+        with pytest.raises(ps.IntegrityError, match="differs"):
+            ps.attach("llama", verify=True)
+        assert keeper.models()[0].num_attached == 0
+
+
+def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
+    with ps.Keeper(max_readers=1) as keeper:
+        keeper.keep("llama", llama)
+        engines = [ps.attach("llama") for _ in range(3)]
+        with ps.join("llama") as fleet:
+            tensors: dict[str, torch.Tensor] = {}
+            report = fleet.fetch(tensors)
+        assert report.storage_bytes == 0
+        assert_same(tensors, wanted)
+        assert keeper.models()[0].num_attached == len(engines)
+        del engines
+
+
+def test_a_forked_child_leaves_the_lease_alone(keeper) -> None:
+    attached = ps.attach("llama")
+    child = os.fork()
+    if child == 0:
+        attached.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    time.sleep(0.5)
+    assert attached.standing == "kept"
+
+
+def test_the_command_says_what_is_wrong(llama, tmp_path) -> None:
+    with pytest.raises(ChildProcessError, match="BudgetTooSmall"):
+        KeeperProcess([str(llama), "--memory-bytes", "1M"])
+    with pytest.raises(ChildProcessError, match="NotFound"):
+        KeeperProcess([str(tmp_path / "none")])
+    with pytest.raises(ChildProcessError, match="1 names for 2"):
+        KeeperProcess([str(llama), str(llama), "--model", "a"])
