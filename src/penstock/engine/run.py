@@ -37,6 +37,7 @@ class LoadRun:
         place: the destination's slabs.
         pool: staging; None only where every read can go straight to its slabs.
         num_fetch_threads: reads under way at once, by threads or by the ring's workers.
+        num_direct_threads: threads for what does not suit the ring; 0: as many as that.
         ring: takes the reads of files in the page cache into staging; the run closes it.
         stall_s: deadline by progress of every wait.
         trace: where spans go.
@@ -53,6 +54,7 @@ class LoadRun:
         *,
         pool: StagingPool | None,
         num_fetch_threads: int,
+        num_direct_threads: int = 0,
         ring: Uring | None = None,
         stall_s: float,
         trace: Trace,
@@ -64,7 +66,7 @@ class LoadRun:
         self._checker = checker
         self._reads = range(plan.num_reads) if reads is None else reads
         self._window_bytes = window_bytes
-        threads = Executor("fetch", num_fetch_threads, trace=trace, stall_s=stall_s)
+        threads = Executor("fetch", num_direct_threads or num_fetch_threads, trace=trace, stall_s=stall_s)
         self.fetch: Executor | RingFetch = threads
         if ring is not None:
             self.fetch = RingFetch(ring, num_fetch_threads, threads, trace=trace, stall_s=stall_s)

@@ -203,6 +203,7 @@ class Session:
             place,
             pool=self.intake.pool,
             num_fetch_threads=self.intake.num_reads,
+            num_direct_threads=self.intake.num_direct_reads,
             ring=self.intake.open_ring() if self.intake.pool is not None else None,
             stall_s=self.settings.stall_s,
             trace=self.trace,
