@@ -39,7 +39,6 @@ def pull(
     device: str | int | torch.device = "cpu",
     fallback: Uris | None = None,
     wait_s: float | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> FetchReport:
     """Fetch the fleet's model; write it to a directory, or only see how it gets to a device.
 
@@ -48,7 +47,6 @@ def pull(
         to: a directory that is not there, or empty; it appears whole, with its manifest. None: nothing is written.
         device: where it is fetched to; the host, where it is written.
         fallback, wait_s: see `Fleet.fetch`.
-        shard_bytes: bytes of a file.
 
     Returns:
         The fetch's report; with `to`, `phases` has `write` too.
@@ -69,7 +67,7 @@ def pull(
         return report
     begun = time.perf_counter()
     holding = next(one for one in fleet.member.holdings if one.key == report.key)
-    _write(target, holding, shard_bytes)
+    _write(target, holding)
     phases = {**report.phases, "write": time.perf_counter() - begun}
     return replace(report, phases=phases, wall_s=sum(phases.values()))
 
@@ -83,14 +81,14 @@ def _check_empty(target: Path) -> None:
         raise ConfigError("there is something there already", uri=str(target), hint="give a directory that is empty")
 
 
-def _write(target: Path, holding: Holding, shard_bytes: int) -> None:
+def _write(target: Path, holding: Holding) -> None:
     """Everything into a directory beside the target, then renamed to it."""
     target = target.absolute()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
         try:
-            _write_shards(partial, holding, shard_bytes)
+            _write_shards(partial, holding)
             # The names, shapes and places are read back from what was written; the digests are those of the fetch.
             with open_weights(str(partial), settings=Settings.read()) as weights:
                 (partial / Path(sidecar_uri(str(partial))).name).write_bytes(
@@ -104,14 +102,14 @@ def _write(target: Path, holding: Holding, shard_bytes: int) -> None:
         raise DestinationError(f"cannot write: {error.strerror}", uri=str(target)) from error
 
 
-def _write_shards(directory: Path, holding: Holding, shard_bytes: int) -> None:
+def _write_shards(directory: Path, holding: Holding) -> None:
     table = holding.line.table
     shards: list[list[int]] = []
     room = 0
     for row, nbytes in enumerate(table.nbytes.tolist()):
         if not shards or nbytes > room:
             shards.append([])
-            room = shard_bytes
+            room = SHARD_BYTES
         shards[-1].append(row)
         room -= nbytes
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]

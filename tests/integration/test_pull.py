@@ -1,0 +1,104 @@
+"""`penstock pull`: what lands in a directory is what was held, whole or not there; exit codes say what failed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.cli.main import run
+from penstock.fleet import pull as pulling
+from penstock.testing.checkpoints import every_dtype, write_llama
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    yield
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("pulled") / "llama"
+    write_llama(directory, total_bytes=30_000_000)
+    return directory
+
+
+@pytest.fixture
+def keeper(llama: Path) -> Iterator[ps.Keeper]:
+    with ps.Keeper() as keeper:
+        keeper.keep("llama", llama)
+        yield keeper
+
+
+def command(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        run(["pull", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(pulling, "SHARD_BYTES", 7_000_000)
+    assert command("llama", "--to", tmp_path / "out", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["storage_bytes"] == 0
+    assert list(said["phases"])[-1] == "write"
+    assert_same(by_safetensors(tmp_path / "out"), by_safetensors(llama))
+    verdict = ps.verify(tmp_path / "out")
+    assert verdict.verified
+    assert verdict.revision == said["revision"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert_same(ps.load(tmp_path / "out"), by_safetensors(llama))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_every_dtype_torch_has(tmp_path) -> None:
+    (tmp_path / "all").mkdir()
+    made = every_dtype(tmp_path / "all" / "model.safetensors")
+    known = [name for name, (dtype, _, _) in made.items() if not dtype.value.startswith("F6")]
+    from penstock.storage.safetensors import write_file
+
+    write_file(tmp_path / "all" / "model.safetensors", {name: made[name] for name in known})
+    assert command("all", "--to", tmp_path / "out", "--fallback", tmp_path / "all") == 0
+    found = ps.load(tmp_path / "out")
+    assert_same(found, ps.load(tmp_path / "all"))
+    assert ps.verify(tmp_path / "out").verified
+
+
+def test_to_a_device_nothing_is_written(keeper, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("llama", "--device", "cpu") == 0
+    assert "shm <- " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> None:
+    assert command("llama") == 2
+    assert command("llama", "--to", tmp_path / "out", "--device", "cpu") == 2
+    assert command("nobody", "--device", "cpu", "--wait-s", "0.1") == 3
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    assert command("llama", "--to", tmp_path / "taken") == 2
+    assert (tmp_path / "taken" / "file").read_text() == "mine"
+    assert command("llama", "--to", "/proc/out") == 3
+    assert command("llama", "--to", tmp_path / "missing" / "out") == 0
+    assert "DestinationError" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_nothing(keeper, tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise ps.DiskFull("no room left")
+
+    monkeypatch.setattr(pulling, "write_file", full)
+    assert command("llama", "--to", tmp_path / "out") == 3
+    assert list(tmp_path.iterdir()) == []
