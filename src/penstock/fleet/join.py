@@ -188,6 +188,7 @@ def join(
     transports: Sequence[str] | None = None,
     max_readers: int = 4,
     max_bytes_per_s: int | str = 0,
+    min_gb_per_s: float = 0.0,
     memory_bytes: int | str | None = None,
 ) -> Fleet:
     """Become a member of the fleet that exchanges `model`.
@@ -205,6 +206,7 @@ def join(
         transports: names allowed (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
         max_readers: readers of this member at once; more are sent elsewhere.
         max_bytes_per_s: of all readers of this member together, e.g. `"2G"`; 0: no cap.
+        min_gb_per_s: members that give less than this are not used, and said to be slow; 0: any pace will do.
         memory_bytes: bound of host staging when storage is read.
 
     Raises:
@@ -234,6 +236,7 @@ def join(
         listen=listen,
         transports=transports,
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
+        min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
     )
     return Fleet(identity, member, settings, max_readers=max_readers)

@@ -7,7 +7,9 @@ Not here: what a user calls (`join`), filling a holding (`fetch`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -47,6 +49,9 @@ from penstock.fleet.peer import Peer
 from penstock.fleet.upstream import Following
 from penstock.transport.choose import Links, open_links
 from penstock.transport.page import here
+from penstock.types import GB
+
+log = logging.getLogger("penstock.fleet")
 
 
 def host_id() -> str:
@@ -64,6 +69,7 @@ class Member:
         listen: `host:port` where other hosts reach this member; None: this host only.
         transports: names allowed; None: all that work here.
         max_bytes_per_s: of all readers of this member together; 0: no cap.
+        min_gb_per_s: upstreams that give less are not used; 0: any pace will do.
         stall_s: deadline by progress.
     """
 
@@ -76,12 +82,14 @@ class Member:
         listen: str | None = None,
         transports: Sequence[str] | None = None,
         max_bytes_per_s: int = 0,
+        min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
     ) -> None:
         self.id, self.host = secrets.token_hex(16), host_id()
-        self._hub, self.token, self._stall_s = hub, token, stall_s
+        self._hub, self.token, self._stall_s, self._min_gb_per_s = hub, token, stall_s, min_gb_per_s
         self._holdings: dict[str, Holding] = {}
         self._lock = threading.Lock()
+        self._chance = random.Random(self.id)
         self._beat_now, self._closing = threading.Event(), threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
@@ -164,11 +172,20 @@ class Member:
             if self._closing.is_set():
                 return
             try:
+                self._sing()
                 self.links.sweep()
                 self._told(lambda: self._hub.beat(self.id, self._state()))
             except PenstockError:
                 # The hub is away; what is known stays usable, and the next beat tells all again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
+
+    def _sing(self) -> None:
+        """Digest a chunk of each holding anew: one whose bytes changed unannounced is given up before it is read."""
+        for holding in self.holdings:
+            chunk = holding.canary(self._chance)
+            if chunk is not None:
+                log.error("member %s: chunk %d of %s changed in memory; no longer served", self.id, chunk, holding.key)
+                self.hide(holding, 0.0)
 
     def _state(self) -> Beat:
         return Beat(holdings=tuple(holding.status() for holding in self.holdings))
@@ -210,7 +227,8 @@ class Member:
         """Begin to follow an upstream, for the fetch of this ticket."""
         near = upstream.host == self.host
         peer = Peer(upstream, member=self.id, key=holding.key, same_host=near, stall_s=self._stall_s, token=self.token)
-        return Following(peer, rank, holding, self.links, ticket, same_host=near)
+        floor = self._min_gb_per_s * GB
+        return Following(peer, rank, holding, self.links, ticket, same_host=near, min_bytes_per_s=floor)
 
     # -- the end
 

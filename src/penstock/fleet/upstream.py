@@ -12,14 +12,14 @@ import time
 import numpy as np
 
 from penstock.engine.ticket import Ticket
-from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, StaleDescriptor
+from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.fleet.holding import Holding
 from penstock.fleet.messages import HoldingMap, Upstream
 from penstock.fleet.peer import Peer
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.protocol import Handle, Segments, Transport
-from penstock.types import I64, U64
+from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0
 """How long a log request waits for news; it renews the lease too."""
@@ -30,6 +30,8 @@ STEP_S = 0.02
 MAX_STEP_CHUNKS = 64
 CAPPED_STEP_S = 0.1
 """What one read takes of a capped upstream's time: its bytes come evenly, not in bursts."""
+JUDGED_AFTER_S = 1.0
+"""An upstream's pace is compared with the floor once it was read for this long: the first reads set up links."""
 END_S = 0.5
 """How long an ending waits for threads that only talk: what they do after it concerns nobody."""
 
@@ -46,10 +48,21 @@ class Following:
         fault: why it is no longer used; "" while it is.
         path: transport and member, for reports.
         why: why no nearer transport.
+
+    Args:
+        min_bytes_per_s: one that gives less while it is read, uncapped, is used no more; 0: any pace will do.
     """
 
     def __init__(
-        self, peer: Peer, rank: int, holding: Holding, links: Links, ticket: Ticket, *, same_host: bool
+        self,
+        peer: Peer,
+        rank: int,
+        holding: Holding,
+        links: Links,
+        ticket: Ticket,
+        *,
+        same_host: bool,
+        min_bytes_per_s: float = 0.0,
     ) -> None:
         self.peer, self.rank, self.upstream = peer, rank, peer.upstream
         self._holding, self._links, self._same_host, self._ticket = holding, links, same_host, ticket
@@ -61,7 +74,8 @@ class Following:
         self.not_before = 0.0
         self.error: PenstockError | None = None
         self.path = self.why = ""
-        self._cap = 0
+        self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
+        self._read_s, self._read_until = 0.0, 0.0
         self._alive_at = time.monotonic()
         self._closing = threading.Event()
         self._generation = -1
@@ -92,6 +106,10 @@ class Following:
         """Note a read: its pace sets how much the next one takes."""
         self._alive_at = now = time.monotonic()
         self.moved_bytes += nbytes
+        self._read_s += now - max(now - seconds, self._read_until)
+        self._read_until = now
+        if self._min_bytes_per_s and not self._cap and self._read_s > JUDGED_AFTER_S:
+            self._judge()
         if seconds < STEP_S:
             self.step_chunks = min(2 * self.step_chunks, MAX_STEP_CHUNKS)
         elif seconds > 4 * STEP_S:
@@ -100,6 +118,12 @@ class Following:
             most = int(self._cap * CAPPED_STEP_S / self._holding.line.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+
+    def _judge(self) -> None:
+        pace, floor = self.moved_bytes / self._read_s, self._min_bytes_per_s
+        if pace < floor:
+            message = f"{self.path} gives {pace / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
+            self.fail(SourceStalled(message, hint="see why no nearer transport was taken, or lower min_gb_per_s"))
 
     def fail(self, error: PenstockError) -> None:
         """Use it no more; the first error stays."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -110,3 +111,13 @@ def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
     state = holding.status()
     assert state.have == ((0, 2), (4, 5)) and state.key == holding.identity.key()
     assert state.nbytes == 320 and state.num_chunks == 10
+
+
+def test_the_canary_sings_while_the_bytes_are_those_verified() -> None:
+    holding = make()
+    chance = random.Random(1)
+    assert holding.canary(chance) is None
+    gain(holding, 0, 1, 2)
+    assert all(holding.canary(chance) is None for _ in range(10))
+    holding.rows[0][5] ^= 1
+    assert {holding.canary(chance) for _ in range(40)} == {None, 0}
