@@ -62,7 +62,7 @@ def _show(found: Status, model: str | None, format: Format) -> None:
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     """A row a holding; a member that holds nothing has one, too."""
-    who = member.name or member.member[:12]
+    who = f"{member.member[:8]} {member.name}"  # as paths and `why` name it
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
     for holding in member.holdings:

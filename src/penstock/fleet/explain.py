@@ -41,7 +41,8 @@ def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
             yield f"nobody waits for {request.model}"
         for key, view in sorted(views.items()):
             for name, held in sorted(view.held.items()):
-                yield f"{name} {_has(held)} under key {key[:8]}"
+                yield f"{name} {_has(held)} under key {key[:8]}{_came(held)}"
+        yield from _between_keys(views)
         return
     for key, name, held in askers:
         yield from _of_member(key, name, held, views)
@@ -50,11 +51,10 @@ def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
 def _of_member(key: str, name: str, held: Held, views: Mapping[str, View]) -> Iterator[str]:
     view = views[key]
     if held.holding.state != "filling":
-        yield f"{name} {_has(held)}: it takes from nobody"
+        yield f"{name} {_has(held)}: it takes from nobody{_came(held)}"
         return
     order = view.relay(held.holding.num_chunks).upstreams(name)
-    source = f"; last bytes: {held.holding.path}" if held.holding.path else ""
-    yield f"{name} {_has(held)} and takes from {', then '.join(order) if order else 'storage alone'}{source}"
+    yield f"{name} {_has(held)} and takes from {', then '.join(order) if order else 'storage alone'}{_came(held)}"
     for other, theirs in sorted(view.held.items()):
         if other != name:
             yield f"  {other}: {_between(name, held, other, theirs, view, order)}"
@@ -95,6 +95,22 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, our
                 f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
             )
             yield f"{name}: cannot be taken from, the identities differ: {words}"
+
+
+def _between_keys(views: Mapping[str, View]) -> Iterator[str]:
+    """What keeps keys of one model apart, each beside the first."""
+    found = [(key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held]
+    for key, identity in found[1:]:
+        first, of_first = found[0]
+        words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
+        yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
+
+
+def _came(held: Held) -> str:
+    """By which path its bytes came, and why by that."""
+    holding = held.holding
+    why = f" (because {holding.why})" if holding.path and holding.why else ""
+    return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
 
 
 def _has(held: Held) -> str:

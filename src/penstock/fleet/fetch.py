@@ -27,7 +27,7 @@ from penstock.fleet.part import StoragePart
 from penstock.fleet.step import PartStep, PeerStep, VerifyStep
 from penstock.fleet.upstream import END_S, Following
 from penstock.plan.chunks import to_ranges
-from penstock.types import I64, U64
+from penstock.types import GB, I64, U64
 
 READS_AT_ONCE = 4
 """Reads of upstreams under way at once in all; two of each, so that one is under way while the next is posted."""
@@ -46,11 +46,23 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, and why."""
     why: dict[str, str] = field(default_factory=dict)
-    """Path -> why no nearer transport."""
+    """Path -> why by that one: why no nearer transport, why storage; "" for the nearest."""
 
     def took(self, path: str, nbytes: int) -> None:
         """Note bytes that were verified."""
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
+        if path.startswith("storage "):
+            self.why[path] = "no member had these chunks or was reading them"
+
+    def shares(self) -> str:
+        """Paths by their share: `75% shm <- MEMBER, 25% storage URI`."""
+        total = max(1, sum(self.nbytes_by_path.values()))
+        ordered = sorted(self.nbytes_by_path.items(), key=lambda item: -item[1])
+        return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
+
+    def reasons(self) -> str:
+        """Why by these paths, each reason once."""
+        return "; ".join(dict.fromkeys(why for path, why in self.why.items() if why and path in self.nbytes_by_path))
 
 
 class Fetch:
@@ -81,6 +93,7 @@ class Fetch:
         self._compute = Executor("compute", 2, trace=trace, stall_s=stall_s)
         executors = (self._fetch, self._part, self._compute)
         self.ticket = Ticket(holding.line.nbytes, lambda: any(e.is_busy() for e in executors))
+        self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_says = "not asked yet"
         self._threads: list[threading.Thread] = []
@@ -280,8 +293,11 @@ class Fetch:
         with self._lock:
             self._landed(chunks)
             self.outcome.took(path, nbytes)
-            holding.path = path
             self.ticket.moved_bytes += nbytes
+            if giver is not None:
+                self.outcome.why[path] = giver.why
+            holding.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
+            holding.path, holding.why = self.outcome.shares(), self.outcome.reasons()
         if holding.is_whole:
             self.ticket.finish()
         else:
@@ -305,8 +321,6 @@ class Fetch:
         """A read of this upstream ended."""
         with self._lock:
             one.num_flying -= 1
-            if one.path:
-                self.outcome.why[one.path] = one.why
 
     def close(self) -> None:
         """End every thread. Idempotent."""

@@ -103,7 +103,7 @@ class Holding:
         self.have: Bools = np.zeros(line.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers, self.num_readers = max_readers, 0
-        self.path, self.parent, self.gb_per_s = "", "", 0.0
+        self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
         self.generation, self.state, self.kept = 0, "filling", False
         self.changed = threading.Condition()
         self._log: list[I64] = []
@@ -300,7 +300,8 @@ class Holding:
                 parent=self.parent,
                 device=str(self.device),
                 device_id=self._device_id,
-                path=self.path,
+                path=self.path[:1024],
+                why=self.why[:1024],
                 gb_per_s=self.gb_per_s,
                 kept=self.kept,
             )

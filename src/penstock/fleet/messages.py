@@ -77,7 +77,9 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The upstream it takes chunks from in the first place now; the relay keeps it while it serves."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
-    """Where the last bytes came from and how, for `status`: `shm <- member`, `storage s3://...`."""
+    """Where its bytes came from and how: `75% shm <- MEMBER, 25% storage s3://...`; `offered`."""
+    why: Annotated[str, Meta(max_length=1024)] = ""
+    """Why so: why no nearer transport, why storage."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
     """What a GPU is called whatever a process's numbering: its UUID."""

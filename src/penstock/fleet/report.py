@@ -33,7 +33,7 @@ class FetchReport:
     nbytes_by_path: Mapping[str, int]
     """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
     why: Mapping[str, str]
-    """Path -> why no nearer transport; "" for the nearest."""
+    """Path -> why by that one: why no nearer transport, why storage; "" for the nearest."""
     faults: tuple[str, ...]
     """Sources that failed on the way, and how."""
     verified: bool
@@ -49,7 +49,7 @@ class FetchReport:
         """A few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
-            f"{nbytes / GB:.2f} GB by {path}" + (f" (not nearer: {self.why[path]})" if self.why.get(path) else "")
+            f"{nbytes / GB:.2f} GB by {path}" + (f" (because {self.why[path]})" if self.why.get(path) else "")
             for path, nbytes in self.nbytes_by_path.items()
         ]
         lines = [
@@ -64,7 +64,7 @@ class FetchReport:
 def report_of(holding: Holding, outcome: Outcome, *, storage_bytes: int, phases: dict[str, float]) -> FetchReport:
     """The report of a fetch that ended well."""
     chunks = holding.line.chunks
-    against = "the manifest's digests" if holding.has_manifest else "digests made by who read storage"
+    against = "the manifest's digests" if holding.has_manifest else "digests made by who had the bytes first"
     return FetchReport(
         model=holding.identity.model,
         key=holding.key,

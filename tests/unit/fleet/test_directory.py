@@ -348,7 +348,7 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
     hub.flight(FlightRequest(member="a", holding=holding(path="shm <- w")))
     text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
-    assert "a is filling with 0 of 100 chunks and takes from w; last bytes: shm <- w" in text
+    assert "a is filling with 0 of 100 chunks and takes from w; its bytes came by: shm <- w" in text
     assert "a complains: stalled" in text
     assert "cuts the line into 50 chunks, not 100" in text
     assert "quantization: empty is not fp8; parallel: {} is not {'tp': '0/2'}" in text
