@@ -59,7 +59,7 @@ def test_status_and_why(hub, tokens) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:4] == ["member", "host", "model", "key"]
-    assert lines[1][0] == "a:1" and "25/100" in lines[1] and "(25%)" in lines[1]
+    assert lines[1][:2] == ["a", "a:1"] and "25/100" in lines[1] and "(25%)" in lines[1]
     assert "whole" in lines[2] and "1/8" in lines[2] and "complaints" in lines[2]
     found = json.loads(penstock("status", "llama", *asked, "--format", "json").stdout)
     assert [member["member"] for member in found["members"]] == ["a", "w"]

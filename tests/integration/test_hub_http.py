@@ -69,7 +69,7 @@ def test_every_question(serve, tmp_path, listen) -> None:
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
     with HubClient.connect(url) as hub:
         welcome = hub.hello(hello("w"))
-        assert len(welcome.grant_key) == 32 and welcome.beat_s == 2.0
+        assert len(welcome.grant_key) == 32 and 1.5 <= welcome.beat_s <= 2.0
         hub.hello(hello("a"))
         hub.beat("w", Beat(holdings=(holding(((0, 100),)),)))
         reply = hub.flight(FlightRequest(member="a", holding=holding()))

@@ -6,7 +6,7 @@ Not here: who is alive and who can be reached (`directory`), where the table is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -24,21 +24,34 @@ MIN_PIECE_BYTES = 64 * MIB
 Source: docs/design/003-fetch.md."""
 MAX_PIECE_BYTES = GIB
 """Largest piece: what a member that dies has others read again, at most. Source: docs/design/003-fetch.md."""
+LOOK_S = 1.0
+"""How often it is noted who got on: well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
 """A claimant that gained no chunk for so long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
 
 
-class Claimed(msgspec.Struct, frozen=True, array_like=True):
-    """What one member was given of one key: what it reads, and what it has read and others may not have seen yet."""
-
-    ranges: Ranges
-    num_have: int
-    """When last looked at; it grows while the member gets on."""
-    since: float
-    """When it last grew, by the hub's clock."""
+_OWNER = np.dtype("<u2")
+_MAX_CLAIMANTS = (1 << 16) - 2
 
 
-Claims = dict[str, Claimed]
+class Claims(msgspec.Struct, frozen=True, array_like=True):
+    """Whom each chunk of one key was given to: to read, or read already and not seen by all others yet."""
+
+    members: tuple[str, ...] = ()
+    num_have: tuple[int, ...] = ()
+    """Per member, when last looked at; it grows while the member gets on."""
+    since: tuple[float, ...] = ()
+    """Per member, when it last grew, by the hub's clock."""
+    looked: float = 0.0
+    """When that was last looked at, of all."""
+    owner: bytes = b""
+    """uint16 a chunk: 0 is nobody, else the place among `members`, from 1."""
+
+    def owners(self, num_chunks: int) -> npt.NDArray[np.uint16]:
+        """`owner` as a column to change."""
+        if not self.owner:
+            return np.zeros(num_chunks, _OWNER)
+        return np.frombuffer(self.owner, _OWNER).copy()
 
 
 def mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
@@ -76,42 +89,48 @@ def piece_chunks(holding: HoldingState, num_sharing: int) -> int:
     return max(1, round(wanted * holding.num_chunks / max(1, holding.nbytes)))
 
 
-def settle(
-    claims: Claims, member: str, holding: HoldingState, *, gone: Iterable[str], progress: Mapping[str, int], now: float
-) -> Claims:
-    """The table once the dead are out of it, the asker's own is what it says, and progress is noted.
+def without(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
+    """The table without members that live no more."""
+    if not gone:
+        return claims
+    rest = [place for place, member in enumerate(claims.members) if member not in gone]
+    renamed = np.zeros(len(claims.members) + 1, _OWNER)
+    renamed[np.array(rest, np.int64) + 1] = np.arange(1, len(rest) + 1)
+    return Claims(
+        tuple(claims.members[place] for place in rest),
+        tuple(claims.num_have[place] for place in rest),
+        tuple(claims.since[place] for place in rest),
+        claims.looked,
+        renamed[claims.owners(num_chunks)].tobytes(),
+    )
 
-    Args:
-        claims: the table so far.
-        member: who asks.
-        holding: what it has and still reads; of what it was given, the rest goes back.
-        gone: members that live no more.
-        progress: chunks that members have, of those known.
-        now: the hub's clock.
+
+def settle(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
+    """The table once the asker's own is what it says.
+
+    Of what it was given, it keeps what it has and what it still reads; the rest goes back. What it reads and nobody was
+    given (the hub is new) it is given; if two say they read the same, who came first keeps it.
     """
-    settled: Claims = {}
-    dead = set(gone)
-    for name, claimed in claims.items():
-        if name in dead or name == member:
-            continue
-        num_have = progress.get(name, claimed.num_have)
-        settled[name] = claimed if num_have <= claimed.num_have else Claimed(claimed.ranges, num_have, now)
-    mine = claims.get(member)
-    total = holding.num_chunks
-    still = mask(holding.claims, total)
-    num_have = sum(stop - start for start, stop in holding.have)
-    since = now
-    if mine is not None:
-        since = now if num_have > mine.num_have else mine.since
-        still |= mask(mine.ranges, total) & mask(holding.have, total)
-    for name, claimed in settled.items():
-        if name != member:
-            # After the hub's own restart two may say they read the same: who came first keeps it.
-            still &= ~mask(claimed.ranges, total) | mask(holding.have, total)
-    ranges = ranges_of(still)
-    if ranges:
-        settled[member] = Claimed(ranges, num_have, since)
-    return settled
+    owner = claims.owners(holding.num_chunks)
+    members, num_have, since = claims.members, claims.num_have, claims.since
+    still = mask(holding.claims, holding.num_chunks)
+    if member not in members:
+        if not holding.claims or len(members) >= _MAX_CLAIMANTS:
+            return claims
+        members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
+    me = members.index(member) + 1
+    mine = owner == me
+    owner[mine & ~still & ~mask(holding.have, holding.num_chunks)] = 0
+    owner[still & (owner == 0)] = me
+    return Claims(members, num_have, since, claims.looked, owner.tobytes())
+
+
+def look(claims: Claims, progress: Mapping[str, int], now: float) -> Claims:
+    """Note who got on since the last look."""
+    found = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
+    grew = zip(found, claims.num_have, claims.since, strict=True)
+    since = tuple(now if after > before else then for after, before, then in grew)
+    return Claims(claims.members, tuple(found), since, now, claims.owner)
 
 
 def give(
@@ -120,7 +139,7 @@ def give(
     holding: HoldingState,
     *,
     had: Bools,
-    unheard: Iterable[str],
+    unheard: Collection[str],
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
@@ -135,21 +154,26 @@ def give(
         num_sharing: members that read from storage.
         now: the hub's clock.
     """
-    taken = had | mask(holding.have, holding.num_chunks)
-    skip = set(unheard)
-    for name, claimed in claims.items():
-        stalled = now - claimed.since > CLAIM_STALL_S and name != member
-        if name not in skip and not stalled:
-            taken |= mask(claimed.ranges, holding.num_chunks)
+    owner = claims.owners(holding.num_chunks)
+    counts = np.ones(len(claims.members) + 1, np.bool_)
+    counts[0] = False
+    counts[1:] = np.array(claims.since, np.float64) >= now - CLAIM_STALL_S
+    for name in unheard:
+        if name in claims.members:
+            counts[claims.members.index(name) + 1] = False
+    if member in claims.members:
+        counts[claims.members.index(member) + 1] = True
+    taken = had | mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)[: piece_chunks(holding, num_sharing)]
-    if not len(free):
+    members, num_have, since = claims.members, list(claims.num_have), list(claims.since)
+    if not len(free) or len(members) >= _MAX_CLAIMANTS:
         return claims, ()
-    given = to_ranges(free)
-    mine = claims.get(member)
-    before = mask(mine.ranges if mine else (), holding.num_chunks)
-    num_have = sum(stop - start for start, stop in holding.have)
-    after = Claimed(ranges_of(before | mask(given, holding.num_chunks)), num_have, now)
-    return {**claims, member: after}, given
+    if member not in members:
+        members, num_have, since = (*members, member), [*num_have, 0], [*since, now]
+    me = members.index(member)
+    num_have[me], since[me] = sum(stop - start for start, stop in holding.have), now
+    owner[free] = me + 1
+    return Claims(members, tuple(num_have), tuple(since), claims.looked, owner.tobytes()), to_ranges(free)
 
 
 def check_holding(holding: HoldingState) -> None:

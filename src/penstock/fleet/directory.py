@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, UnknownMember
 from penstock.fleet import explain
-from penstock.fleet.claims import Claims, check_holding, give, settle
+from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settle, without
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
     Beat,
@@ -128,7 +128,9 @@ class Directory:
             self.counts["hellos"] += 1
             self.store.write(name, _encode(Known(hello, now, now)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants()
-        return Welcome(ttl_s=self.ttl_s, beat_s=self.beat_s, grant_key=signer.public_key, now=now)
+        return Welcome(
+            ttl_s=self.ttl_s, beat_s=self.beat_s * random.uniform(0.75, 1.0), grant_key=signer.public_key, now=now
+        )
 
     def beat(self, member: str, beat: Beat) -> None:
         """Renew the lease; what the beat does not name is held no more.
@@ -202,8 +204,8 @@ class Directory:
             )
         self.counts["grants"] += len(upstreams)
         # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
-        pause_s = min(5.0, max(1.0 if upstreams and is_placed else 0.2, len(view.held) / 500))
-        return FlightReply(upstreams=tuple(upstreams), ask_again_s=pause_s)
+        least_s = 1.0 if upstreams and is_placed else 0.2
+        return FlightReply(upstreams=tuple(upstreams), ask_again_s=_pause(least_s, len(view.held)))
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Chunks that the member alone reads from storage, and takes back what it reads no more.
@@ -219,12 +221,12 @@ class Directory:
         name = f"claim/{holding.key}/{holding.num_chunks}"
         for attempt in range(_ATTEMPTS):
             entry = self.store.read(name)
-            before = {} if entry is None else _CLAIMS.decode(entry.value)
+            before = Claims() if entry is None else _CLAIMS.decode(entry.value)
             view = self._view(holding.key, again=attempt > 0)
             after, given = self._claimed(request, before, view, give_more=request.ask and not quiet)
             version = ABSENT if entry is None else entry.version
             if after == before or self.store.write(
-                name, _encode(after) if after else None, ttl_s=max(60.0, 2 * self.ttl_s), expected=version
+                name, _encode(after) if after.members else None, ttl_s=max(60.0, 2 * self.ttl_s), expected=version
             ):
                 self.counts["claimed_chunks"] += sum(stop - start for start, stop in given)
                 return self._claim_reply(request, view, given, quiet=quiet)
@@ -329,11 +331,13 @@ class Directory:
     ) -> tuple[Claims, tuple[tuple[int, int], ...]]:
         """The table after a request, and the chunks given."""
         holding, now = request.holding, self._clock()
-        gone = [name for name in before if name not in view.held and not self._holds(name, holding.key)]
+        absent = set(before.members).difference(view.held)
+        gone = {name for name in absent if not self._holds(name, holding.key)}
         if gone:
             view = self._view(holding.key, again=True)
-        progress = {name: held.num_have for name, held in view.held.items()}
-        after = settle(before, request.member, holding, gone=gone, progress=progress, now=now)
+        after = settle(without(before, gone, holding.num_chunks), request.member, holding, now)
+        if now - after.looked > LOOK_S:
+            after = look(after, {name: held.num_have for name, held in view.held.items()}, now)
         if not give_more:
             return after, ()
         return give(
@@ -360,7 +364,7 @@ class Directory:
             )
         if not request.ask:
             return ClaimReply(ask_again_s=self.beat_s)
-        pause_s = min(5.0, max(0.2, view.num_sharing / 500))
+        pause_s = _pause(0.2, view.num_sharing)
         return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
 
     def _view(self, key: str, *, again: bool = False) -> View:
@@ -373,3 +377,8 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return look.at(self._timer, self._look_share, again=again)
+
+
+def _pause(least_s: float, num_asking: int) -> float:
+    """When to ask again: 250 a second of all who do, at most; not in step, though they may have started so."""
+    return min(5.0, max(least_s, num_asking / 250)) * random.uniform(0.75, 1.25)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from penstock.fleet.claims import Bools, mask
+from penstock.fleet.claims import Bools
 from penstock.fleet.messages import Complaint, Hello, HoldingState, MemberStatus, Status
 from penstock.fleet.store import Entry, Store
 from penstock.plan.relay import DISTRUST, Node, Relay
@@ -128,11 +128,15 @@ class View:
         """Chunks of the members that `reader` can take from."""
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
-            found = np.zeros(num_chunks, np.bool_)
-            for name, held in self.held.items():
-                if name not in avoid and held.holding.num_chunks == num_chunks:
-                    found |= mask(held.holding.have, num_chunks)
-            self._had[num_chunks, avoid] = found
+            same = (held.holding.have for held in self.held.values() if held.holding.num_chunks == num_chunks)
+            if avoid:
+                named = ((name, held.holding) for name, held in self.held.items() if name not in avoid)
+                same = (holding.have for _, holding in named if holding.num_chunks == num_chunks)
+            edges = np.array([edge for have in same for bounds in have for edge in bounds], np.int64)
+            # How many ranges begin less how many end, up to each chunk, is how many members have it.
+            begun = np.bincount(edges[::2], minlength=num_chunks + 1)
+            ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
+            self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
         return self._had[num_chunks, avoid]
 
     def _node(self, name: str, held: Held) -> Node:

@@ -98,7 +98,7 @@ class Relay:
             for place in _places(node):
                 self._choice.setdefault(place, []).append(node)
 
-    def upstreams(self, member: str, *, limit: int = 6) -> tuple[str, ...]:
+    def upstreams(self, member: str, *, limit: int = 4) -> tuple[str, ...]:
         """Whom `member` reads from, in order: parent, the parent's own, then the near and the far who have most.
 
         Never itself; with a whole holder among the nodes, never one that hangs below it. Empty for a member that is
@@ -107,7 +107,7 @@ class Relay:
         receiver = self._nodes.get(member)
         return () if receiver is None or receiver.whole else self.around(receiver, limit=limit)
 
-    def around(self, receiver: Node, *, limit: int = 6) -> tuple[str, ...]:
+    def around(self, receiver: Node, *, limit: int = 4) -> tuple[str, ...]:
         """The same for a node that need not be among the nodes: then it has no parent, and nobody hangs below it."""
         member = receiver.member
         good: dict[str, None] = {}
