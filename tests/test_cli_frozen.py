@@ -19,6 +19,7 @@ COMMANDS = {
     "why": "MODEL --member --hub --token-file --format",
     "doctor": "--path --format",
     "version": "--format",
+    "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
 }
 
@@ -34,6 +35,8 @@ ENVIRONMENT = [
     "PENSTOCK_IO_URING",
     "PENSTOCK_NIXL_TLS",
     "PENSTOCK_CA_FILE",
+    "PENSTOCK_CERT_FILE",
+    "PENSTOCK_KEY_FILE",
     "PENSTOCK_RUNTIME_DIR",
 ]
 

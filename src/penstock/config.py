@@ -59,7 +59,13 @@ class Settings:
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
     io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
     nixl_tls: str = _env("PENSTOCK_NIXL_TLS", str, "", "UCX's transports for nixl (as UCX_TLS); unset: UCX chooses")
-    ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs the object store's certificate")
+    ca_file: Path | None = _env(
+        "PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs object stores' and hubs' certificates"
+    )
+    cert_file: Path | None = _env("PENSTOCK_CERT_FILE", Path, None, "PEM certificate shown to a hub that asks for one")
+    key_file: Path | None = _env(
+        "PENSTOCK_KEY_FILE", Path, None, "PEM key of PENSTOCK_CERT_FILE; unset: it is in there"
+    )
     runtime_dir: Path | None = _env(
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
     )

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -111,7 +112,7 @@ class HubClient:
         line: where the hub is.
         token: shown to it.
         ca_file: PEM bundle that signed its certificate; None: the system's.
-        certificate: PEM files of our own certificate and key, for a hub that asks for one.
+        certificate: PEM files of our own certificate and key (None: in the same), for a hub that asks for one.
         timeout_s: deadline of a question.
     """
 
@@ -121,7 +122,7 @@ class HubClient:
         *,
         token: str | None = None,
         ca_file: Path | None = None,
-        certificate: tuple[Path, Path] | None = None,
+        certificate: tuple[Path, Path | None] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._line = line
@@ -139,10 +140,12 @@ class HubClient:
         token: str | None = None,
         *,
         ca_file: Path | None = None,
-        certificate: tuple[Path, Path] | None = None,
+        certificate: tuple[Path, Path | None] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> HubClient:
         """A client of the hub at a URL, or with None of this host's and user's own, which the first to ask hosts.
+
+        Certificates that are not given are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
             ConfigError: the URL is none. MissingExtra: httpx, or for None FastAPI, is not installed.
@@ -161,6 +164,10 @@ class HubClient:
             line = FixedLine(hub.rstrip("/"))
         else:
             raise ConfigError(f"{hub!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
+        settings = Settings.read()
+        if certificate is None and settings.cert_file is not None:
+            certificate = settings.cert_file, settings.key_file
+        ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s)
         if hub is None:
             line.reach()
