@@ -166,7 +166,10 @@ def _serve(fleet: Fleet, options: FleetOptions, log: logging.Logger) -> None:
     """Stay a source until the process ends, or is told to drain."""
     atexit.register(fleet.leave, 0.0)
     if options.drain_file is not None:
-        arguments = (fleet, Path(options.drain_file), log)
+        told = Path(options.drain_file)
+        for stale in (told, _answer(told)):  # of an earlier life of this container
+            stale.unlink(missing_ok=True)
+        arguments = (fleet, told, log)
         threading.Thread(target=_drain_when_told, args=arguments, name="penstock-drain", daemon=True).start()
 
 
@@ -176,4 +179,8 @@ def _drain_when_told(fleet: Fleet, told: Path, log: logging.Logger) -> None:
         pause.wait(_LOOK_S)
     log.info("penstock: %s is there: leaving %s", told, fleet.identity.model)
     fleet.leave(DRAIN_S)
-    told.with_name(f"{told.name}.done").touch()
+    _answer(told).touch()
+
+
+def _answer(told: Path) -> Path:
+    return told.with_name(f"{told.name}.done")
