@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from penstock.config import Settings
-from penstock.errors import NotFound, PenstockError
+from penstock.errors import NotFound, PeerLost, PenstockError, SourceError
 from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, described, line_of_tensors, revision_of
@@ -105,7 +105,7 @@ class Discovery:
             identity = self._held(identity, {"revision"}, wait_s).identity
             return Found(identity=identity, line=line, rows=rows, device=device)
         held = self._held(self._identity, {"revision", "layout"}, wait_s)
-        return Found(identity=held.identity, line=self._ask_line(held), device=device)
+        return Found(identity=held.identity, line=self._ask_line(held, wait_s), device=device)
 
     def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> Found:
         table, rows = session.table(), None
@@ -136,25 +136,41 @@ class Discovery:
         deadline = time.monotonic() + wait_s
         while True:
             best: HoldingState | None = None
+            others: dict[str, str] = {}
             for member in self._member.hub.status(identity.model).members:
                 for held in member.holdings:
-                    if member.member == self._member.id or set(identity.differences(held.identity)) - asked:
+                    if member.member == self._member.id:
                         continue
-                    if best is None or _num_have(held) > _num_have(best):
+                    differ = {k: v for k, v in identity.differences(held.identity).items() if k not in asked}
+                    if differ:
+                        words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
+                        others[member.member[:8]] = ", ".join(words)
+                    elif best is None or _num_have(held) > _num_have(best):
                         best = held
             if best is not None:
                 return best
             if time.monotonic() >= deadline:
+                seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
                 raise NotFound(
-                    f"no member holds {identity.model!r} with this identity after {wait_s} s",
+                    f"no member holds {identity.model!r} with this identity after {wait_s} s{seen}",
                     hint="see `penstock why`; give fallback= to read storage",
                 )
             time.sleep(ASK_S)
 
-    def _ask_line(self, held: HoldingState) -> Line:
-        """The tensors of a key, from a member that holds it."""
-        wanted = msgspec.structs.replace(held, have=(), claims=(), state="filling", parent="")
-        reply = self._member.hub.flight(FlightRequest(member=self._member.id, holding=wanted))
+    def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
+        """The tensors of a key, from a member that holds it; waits for one that has a place."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._ask_line_now(held)
+            except (SourceError, PeerLost):
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(ASK_S)
+
+    def _ask_line_now(self, held: HoldingState) -> Line:
+        asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
+        reply = self._member.hub.flight(FlightRequest(member=self._member.id, holding=asked))
         last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
         for upstream in reply.upstreams:
             near = upstream.host == self._member.host
@@ -162,7 +178,7 @@ class Discovery:
                 with Peer(
                     upstream,
                     member=self._member.id,
-                    key=wanted.key,
+                    key=held.key,
                     same_host=near,
                     stall_s=self._settings.stall_s,
                     token=self._member.token,

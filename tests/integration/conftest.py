@@ -1,0 +1,118 @@
+"""What tests with processes of a fleet share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.truth import by_safetensors
+
+from penstock.errors import HubUnavailable
+from penstock.fleet.client import HubClient
+from penstock.fleet.local import find_hub
+from penstock.fleet.messages import HoldingState
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.fleet import Task, Worker, digests
+from penstock.testing.zygote import Zygote
+from penstock.types import MIB
+
+SMALL = {
+    "penstock.fleet.line.CHUNK_BYTES": 256 << 10,
+    "penstock.fleet.claims.MIN_PIECE_BYTES": MIB,
+    "penstock.fleet.claims.CLAIM_STALL_S": 5.0,
+}
+"""Weights of a few MiB have tens of chunks then."""
+STALL_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 MiB in two shards, 32 chunks."""
+    directory = tmp_path_factory.mktemp("made")
+    write_llama(directory, total_bytes=8 * MIB, shards=2)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def truth(made: Path) -> dict[str, torch.Tensor]:
+    return by_safetensors(made)
+
+
+class Host:
+    """A host of its own for the workers of one test: nobody else finds its hub."""
+
+    def __init__(self, directory: Path, zygote: Zygote, stack: ExitStack) -> None:
+        self.directory, self._zygote, self._stack = directory, zygote, stack
+        self.environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": str(STALL_S)}
+
+    def start(self, constants: dict[str, float] | None = None, **task: Any) -> Worker:
+        """A worker, killed at the end."""
+        constants = {**SMALL, **(constants or {})}
+        task["environ"] = {**self.environ, **task.get("environ", {})}
+        return self._stack.enter_context(Worker(Task(constants=constants, **task), self._zygote))
+
+    def start_at_once(self, count: int, **task: Any) -> list[Worker]:
+        """Several that begin together."""
+        workers = [self.start(is_held=True, **task) for _ in range(count)]
+        for worker in workers:
+            worker.say_until("ready")
+        for worker in workers:
+            worker.begin()
+        return workers
+
+    def hub(self) -> HubClient:
+        """The host's hub, to be asked."""
+        deadline = time.monotonic() + 30
+        while (url := find_hub(self.directory)) is None:  # who hosted it has gone, and another takes over
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self._stack.enter_context(HubClient.connect(url, timeout_s=2.0))
+
+    def wait_for(self, holds: Callable[[list[HoldingState]], bool], *, timeout_s: float = 30.0) -> None:
+        """Return once what the members hold is so."""
+        hub, deadline = self.hub(), time.monotonic() + timeout_s
+        held: list[HoldingState] = []
+        while True:
+            try:
+                held = [one for member in hub.status().members for one in member.holdings]
+                if holds(held):
+                    return
+            except HubUnavailable:
+                hub = self.hub()
+            assert time.monotonic() < deadline, held
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def host(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """Members of this process are on it, too."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-host-", dir="/tmp"))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        found = Host(directory, zygote, stack)
+        for name, value in found.environ.items():
+            monkeypatch.setenv(name, value)
+        for path, value in SMALL.items():
+            monkeypatch.setattr(path, value)
+        yield found
+
+
+def check(worker: Worker, truth: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Its report, once it has fetched the very bytes."""
+    report = worker.say_until("fetched")
+    assert worker.say_until("digests")["digests"] == digests(truth)
+    assert sum(report["paths"].values()) == report["nbytes"] == sum(tensor.nbytes for tensor in truth.values())
+    return report

@@ -1,0 +1,182 @@
+"""Fetching between processes of one host: storage read once, every bit equal, each path and reason named."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.conftest import Host, check
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.testing.fleet import digests
+
+
+def nbytes_of(truth: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in truth.values())
+
+
+@pytest.mark.parametrize("transport", ["shm", "http"])
+def test_several_that_start_at_once_read_storage_once_between_them(host: Host, made: Path, truth, transport) -> None:
+    workers = host.start_at_once(4, fallback=str(made), storage_pause_s=0.03, join={"transports": [transport]})
+    reports = [check(worker, truth) for worker in workers]
+    assert sum(report["storage_bytes"] for report in reports) == nbytes_of(truth)
+    assert sum(report["storage_bytes"] > 0 for report in reports) > 1
+    for report in reports:
+        assert all(path.startswith((f"{transport} <- ", "storage ")) for path in report["paths"])
+        assert not report["faults"]
+
+
+def test_a_latecomer_needs_no_way_to_storage(host: Host, made: Path, truth) -> None:
+    first = host.start(fallback=str(made))
+    member = first.say_until("joined")["member"]
+    check(first, truth)
+    late = check(host.start(), truth)
+    assert late["storage_bytes"] == 0 and list(late["paths"]) == [f"shm <- {member[:8]}"]
+    assert late["verified_against"].startswith("digests made by")
+
+
+def test_a_latecomer_joins_a_distribution_under_way(host: Host, made: Path, truth) -> None:
+    first = host.start(fallback=str(made), storage_pause_s=0.1)
+    first.say_until("joined")
+    host.wait_for(lambda held: any(one.have for one in held))
+    late = host.start()
+    late.say_until("joined")
+    host.wait_for(lambda held: len(held) == 2 and all(one.have and one.state == "filling" for one in held))
+    assert check(late, truth)["storage_bytes"] == 0
+    assert check(first, truth)["storage_bytes"] == nbytes_of(truth)
+
+
+def test_a_latecomer_that_can_read_storage_shares_what_is_left(host: Host, made: Path, truth) -> None:
+    first = host.start(fallback=str(made), storage_pause_s=0.1)
+    first.say_until("joined")
+    host.wait_for(lambda held: any(one.have for one in held))
+    late = host.start(fallback=str(made), storage_pause_s=0.1)
+    reports = [check(late, truth), check(first, truth)]
+    assert all(report["storage_bytes"] for report in reports)
+    assert sum(report["storage_bytes"] for report in reports) == nbytes_of(truth)
+
+
+def test_sigterm_leaves_cleanly(host: Host, made: Path, truth) -> None:
+    stays, goes = host.start_at_once(2, fallback=str(made))
+    check(stays, truth)
+    check(goes, truth)
+    host.wait_for(lambda held: len(held) == 2)
+    begun = time.monotonic()
+    goes.kill(signal.SIGTERM)
+    assert goes.process.wait(20) == 0
+    assert time.monotonic() - begun < 8  # it waits neither for readers that are done nor for anybody's deadline
+    host.wait_for(lambda held: len(held) == 1)
+    assert check(host.start(), truth)["storage_bytes"] == 0
+
+
+def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
+    check(holder, truth)
+    reader = host.start()
+    reader.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    holder.kill(signal.SIGTERM)
+    host.wait_for(lambda held: any(one.state == "draining" for one in held))
+    late = host.start(fallback=str(made))  # whom it asks is the reader, and storage
+    check(reader, truth)
+    assert not any(holder.said["joined"]["member"][:8] in path for path in check(late, truth)["paths"])
+    assert holder.process.wait(20) == 0
+
+
+def test_refused_readers_go_elsewhere(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 8 << 20})
+    check(holder, truth)
+    readers = host.start_at_once(3)
+    reports = [check(reader, truth) for reader in readers]
+    assert sum(report["storage_bytes"] for report in reports) == 0
+    member = holder.said["joined"]["member"][:8]
+    from_holder = sum(n for report in reports for path, n in report["paths"].items() if member in path)
+    assert from_holder < 2 * nbytes_of(truth)  # others gave most
+
+
+def test_a_refusal_names_alternatives(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 2 << 20})
+    check(holder, truth)
+    reader = host.start()
+    member = reader.say_until("joined")["member"]
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    reader.kill(signal.SIGSTOP)  # its place stays taken, and nobody gets anything from it
+    refused = host.start(wait_s=5.0, environ={"PENSTOCK_STALL_S": "2.0"})
+    message = refused.say_until("failed")["message"]
+    assert "all readers' places are taken" in message and refused.process.wait(20) == 3
+    assert member[:8] in message
+    reader.kill(signal.SIGCONT)
+    check(reader, truth)
+
+
+def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> None:
+    cap = 8 << 20
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": cap, "max_readers": 8})
+    check(holder, truth)
+    begun = time.monotonic()
+    # None of them can take from another: what they allow only the holder offers.
+    readers = [host.start(join={"transports": ["http"], "max_readers": 0}) for _ in range(2)]
+    reports = [check(reader, truth) for reader in readers]
+    member = holder.said["joined"]["member"][:8]
+    taken = sum(n for report in reports for path, n in report["paths"].items() if member in path)
+    assert taken / (time.monotonic() - begun) < 2 * cap
+    assert max(report["phases"]["move"] for report in reports) > 0.5 * taken / cap
+
+
+def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
+    check(holder, truth)
+    reader = host.start(fallback=str(made))
+    reader.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    holder.tell("fence")
+    holder.tell("corrupt 0")
+    report = check(reader, truth)
+    assert report["storage_bytes"] and report["faults"]
+
+
+def test_the_path_and_the_reason_are_always_said(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made))
+    check(holder, truth)
+    report = check(host.start(join={"transports": ["http"]}), truth)
+    path = f"http <- {holder.said['joined']['member'][:8]}"
+    assert list(report["paths"]) == [path]
+    assert "shm" in report["why"][path]  # why nothing nearer
+    # Storage is read when nobody has it, and said so; it is never read in a peer's place without a word.
+    alone = check(host.start(model="other", fallback=str(made)), truth)
+    assert list(alone["paths"]) == [f"storage {made}"]
+
+
+def test_a_fetch_that_fails_says_so_and_leaves_the_dict_empty(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
+    check(holder, truth)
+    reader = host.start(environ={"PENSTOCK_STALL_S": "1.5"})
+    reader.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    holder.kill()
+    failed = reader.say_until("failed")
+    assert failed["num_tensors"] == 0 and not failed["mutated"]
+    assert failed["error"] in {"SourceUnavailable", "SourceStalled"} and "no fallback was given" in failed["message"]
+
+
+def test_a_target_in_place_that_was_touched_says_so(host: Host, made: Path, truth, monkeypatch) -> None:
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
+    check(holder, truth)
+
+    def kill() -> None:
+        host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+        holder.kill()
+
+    monkeypatch.setenv("PENSTOCK_STALL_S", "1.5")
+    killing = threading.Thread(target=kill)
+    killing.start()
+    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    with ps.join("m") as fleet, pytest.raises(PenstockError) as caught:
+        fleet.fetch(targets)
+    killing.join()
+    assert caught.value.mutated and digests(targets) != digests(truth)

@@ -1,0 +1,193 @@
+"""What a fetch fills, and what it will not exchange: targets, dtypes, sizes, identities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.integration.conftest import Host, check
+from tests.truth import assert_same, bits, by_safetensors
+
+import penstock as ps
+from penstock.errors import NotFound, PlanError
+from penstock.fleet.messages import WhyRequest
+from penstock.testing.checkpoints import every_dtype, write_moe
+from penstock.testing.fleet import digests
+from penstock.types import MIB, DType
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(512, 64)
+        self.norm = torch.nn.LayerNorm(64)
+        self.head = torch.nn.Linear(64, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> tuple[Path, Tied]:
+    torch.manual_seed(3)
+    model = Tied()
+    torch.nn.init.normal_(model.norm.weight)
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    save_file(parameters, tmp_path / "model.safetensors")
+    return tmp_path, model
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_module_is_filled_where_it_lies(host: Host, tied: tuple[Path, Tied], fallback: bool) -> None:
+    path, truth = tied
+    holder = host.start(fallback=str(path))
+    holder.say_until("digests")
+    model = Tied()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with ps.join("m") as fleet:
+        report = fleet.fetch(model, fallback=path if fallback else None)
+    assert report.storage_bytes == 0 and report.nbytes == sum(report.nbytes_by_path.values())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    assert model.head.weight is model.embed.weight
+    assert_same(model.state_dict(), truth.state_dict())
+
+
+def test_a_dict_is_filled_in_place_and_serves_on(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made))
+    check(holder, truth)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    before = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    with ps.join("m") as fleet:
+        fleet.fetch(targets)
+        assert {name: tensor.data_ptr() for name, tensor in targets.items()} == before
+        assert_same(targets, truth)
+        holder.kill()
+        late = check(host.start(), truth)
+        assert [path.partition(" <- ")[2] for path in late["paths"]] == [fleet.member.id[:8]]
+
+
+def test_every_dtype_and_shape_class(host: Host, tmp_path: Path) -> None:
+    made = every_dtype(tmp_path / "model.safetensors", aligned=False, skip={DType.F6_E2M3, DType.F6_E3M2})
+    first = host.start(fallback=str(tmp_path))
+    first.say_until("digests")
+    weights: dict[str, torch.Tensor] = {}
+    with ps.join("m") as fleet:
+        report = fleet.fetch(weights)
+    assert report.storage_bytes == 0
+    assert_same(weights, ps.load(tmp_path))
+    assert {name: bits(tensor)[2] for name, tensor in weights.items()} == {n: raw for n, (*_, raw) in made.items()}
+
+
+def test_weights_of_no_bytes_at_all(host: Host, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(0, 8), "b": torch.zeros(0, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with ps.join("m") as one, ps.join("m") as other:
+        first: dict[str, torch.Tensor] = {}
+        second: dict[str, torch.Tensor] = {}
+        one.fetch(first, fallback=tmp_path)
+        report = other.fetch(second)
+        assert_same(second, by_safetensors(tmp_path))
+    assert report.nbytes == 0 and not report.nbytes_by_path
+
+
+def test_a_tensor_of_many_chunks_and_three_thousand_of_a_few_bytes(host: Host, tmp_path: Path) -> None:
+    write_moe(tmp_path, num_tensors=3000, tensor_bytes=1 << 10, shards=3)
+    torch.manual_seed(1)
+    save_file({"large": torch.randint(0, 255, (5 * MIB + 3,), dtype=torch.uint8)}, tmp_path / "large.safetensors")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    truth = by_safetensors(tmp_path)
+    with ps.join("m") as one, ps.join("m") as other:
+        first: dict[str, torch.Tensor] = {}
+        one.fetch(first, fallback=files)
+        targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+        report = other.fetch(targets)
+    assert_same(first, truth)
+    assert_same(targets, truth)
+    assert report.storage_bytes == 0 and report.num_tensors == 3001
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("role", {"role": "draft"}),
+        ("quantization", {"quantization": {"bits": 8}}),
+        ("dtype", {"dtype": "F16"}),
+        ("parallel", {"parallel": {"tp": "1/2"}}),
+        ("post_processing", {"post_processing": "fused-qkv"}),
+        ("revision", {"revision": "w1-other"}),
+    ],
+)
+def test_what_differs_is_not_exchanged_and_is_named(host: Host, made: Path, truth, field: str, other: dict) -> None:
+    with ps.join("m") as holder, ps.join("m", **other) as reader:
+        first: dict[str, torch.Tensor] = {}
+        holder.fetch(first, fallback=made)
+        weights: dict[str, torch.Tensor] = {}
+        with pytest.raises(NotFound, match=field):
+            reader.fetch(weights, wait_s=0.0)
+        assert not weights
+        why = reader.member.hub.why(WhyRequest(model="m", identity=reader.identity))
+        assert any(field in line for line in why.lines), why.lines
+        report = reader.fetch(weights, fallback=made)
+        assert list(report.nbytes_by_path) == [f"storage {made}"]
+        assert digests(weights) == digests(truth)
+
+
+def test_a_target_of_another_layout(host: Host, made: Path, truth) -> None:
+    with ps.join("m") as holder, ps.join("m") as reader:
+        first: dict[str, torch.Tensor] = {}
+        holder.fetch(first, fallback=made)
+        half = {name: torch.zeros_like(tensor) for name, tensor in list(truth.items())[::2]}
+        with pytest.raises(NotFound, match="layout"):
+            reader.fetch(half, wait_s=0.0)
+        with pytest.raises(PlanError):
+            reader.fetch(half, fallback=made)
+        assert not any(tensor.any() for tensor in half.values())
+
+
+def test_several_models_and_a_draft_beside_its_target(host: Host, made: Path, truth, tmp_path: Path) -> None:
+    save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
+    with ps.join("m") as target, ps.join("m", role="draft") as draft, ps.join("other") as other:
+        got: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+        target.fetch(got[0], fallback=made)
+        draft.fetch(got[1], fallback=tmp_path)
+        other.fetch(got[2], fallback=made)
+        with ps.join("m", role="draft") as late:
+            weights: dict[str, torch.Tensor] = {}
+            late.fetch(weights)
+            assert weights["d"].tolist() == list(range(9))
+        with ps.join("m") as late:
+            weights = {}
+            late.fetch(weights)
+            assert digests(weights) == digests(truth)
+
+
+def test_what_is_offered_is_fetched(host: Host) -> None:
+    torch.manual_seed(2)
+    tensors = {f"t{i}": torch.randn(300, 70) for i in range(5)}
+    with ps.join("m") as one, ps.join("m") as other:
+        key = one.offer(tensors)
+        weights: dict[str, torch.Tensor] = {}
+        report = other.fetch(weights)
+        assert report.key == key
+        assert_same(weights, tensors)
+        one.fence()
+        tensors["t0"].add_(1)
+        with pytest.raises(NotFound), ps.join("m") as third:
+            other.leave()
+            third.fetch({}, wait_s=0.0)
+
+
+def test_the_order_of_the_bytes_does_not_depend_on_the_files(host: Host, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    tensors = {f"t{i:02}": torch.randint(0, 9, (64 << 10,), dtype=torch.uint8) for i in range(12)}
+    for name, count in (("one", 1), ("four", 4)):
+        (tmp_path / name).mkdir()
+        for i, names in enumerate(np.array_split(sorted(tensors), count)):
+            save_file({str(n): tensors[str(n)] for n in names}, tmp_path / name / f"part-{i}.safetensors")
+    manifests = {}
+    with ps.join("m", revision="w1-same") as one, ps.join("m", revision="w1-same") as other:
+        for fleet, name in ((one, "one"), (other, "four")):
+            manifests[name] = weights = {}
+            report = fleet.fetch(weights, fallback=sorted((tmp_path / name).glob("*.safetensors")))
+        assert report.storage_bytes == 0
+        assert_same(manifests["four"], tensors)

@@ -1,0 +1,136 @@
+"""Whose word a fetch takes: the manifest's, else that of who read storage; and who is named when bytes are wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.conftest import Host, check
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.cli.manifest import manifest
+from penstock.errors import IntegrityError, NotFound
+
+QUIET = {"penstock.fleet.local.BEAT_S": 5.0, "penstock.fleet.local.TTL_S": 60.0}
+"""A hub whose members beat so seldom that none finds in time that its own memory is bad."""
+
+
+@pytest.fixture
+def sealed(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A copy with a manifest beside it."""
+    found = tmp_path / "sealed"
+    shutil.copytree(made, found)
+    manifest(str(found))
+    return found
+
+
+def flip(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[0]
+    with path.open("r+b") as file:
+        file.seek(-5, 2)
+        byte = file.read(1)[0]
+        file.seek(-5, 2)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_a_manifest_says_what_the_bytes_are_wherever_they_lie(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sealed, copy)
+    first = check(host.start(fallback=str(sealed)), truth)
+    assert first["verified_against"] == "the manifest's digests"
+    # Another place, the same revision: its bytes need not be read.
+    second = check(host.start(fallback=str(copy)), truth)
+    assert second["storage_bytes"] == 0 and second["verified_against"] == "the manifest's digests"
+    assert check(host.start(), truth)["revision"] == first["revision"] == second["revision"]
+
+
+def test_without_a_manifest_other_files_are_other_weights(host: Host, made: Path, truth, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy, copy_function=shutil.copyfile)  # of another time of writing
+    check(host.start(fallback=str(made)), truth)
+    assert list(check(host.start(fallback=str(copy)), truth)["paths"]) == [f"storage {copy}"]
+
+
+def test_a_flipped_bit_in_storage_is_seen_by_who_reads_it(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(sealed, bad)
+    flip(bad)
+    failed = host.start(fallback=str(bad)).say_until("failed")
+    assert failed["error"] == "IntegrityError" and str(bad) in failed["message"] and not failed["num_tensors"]
+    good = host.start(fallback=str(sealed))
+    check(good, truth)
+    # Who need not read the bad copy is well served.
+    assert check(host.start(fallback=str(bad)), truth)["storage_bytes"] == 0
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("has_storage", [True, False])
+def test_a_holder_whose_memory_is_bad_is_named(
+    host: Host, made: Path, sealed: Path, truth, has_manifest: bool, has_storage: bool
+) -> None:
+    uri = str(sealed if has_manifest else made)
+    bad = host.start(QUIET, fallback=uri, corrupt_at=7)
+    member = bad.say_until("joined")["member"]
+    bad.say_until("corrupted")
+    if not has_storage:
+        good = host.start(fallback=uri, join={"transports": ["http"]})
+        good.say_until("fetched")  # from the bad one, and from storage what that gave wrong
+    reader = host.start(fallback=uri if has_storage else None)
+    report = check(reader, truth)
+    if has_storage:
+        assert any(member[:8] in fault and "digest" in fault for fault in report["faults"]), report["faults"]
+        assert 0 < report["storage_bytes"] < report["nbytes"]
+    complaints = {one.member: one.complaints for one in host.hub().status().members}
+    assert complaints[member] > 0
+    # It is nobody's first choice from now on.
+    late = check(host.start(), truth)
+    assert not any(member[:8] in path for path in late["paths"])
+
+
+def test_a_holder_finds_that_its_memory_went_bad(host: Host, made: Path, truth) -> None:
+    holder = host.start({"penstock.fleet.local.BEAT_S": 0.02}, fallback=str(made))
+    check(holder, truth)
+    host.wait_for(lambda held: any(one.state == "whole" for one in held))
+    holder.tell("corrupt 7")
+    host.wait_for(lambda held: not any(one.state == "whole" for one in held))
+
+
+def test_holders_that_disagree_and_no_manifest(host: Host) -> None:
+    torch.manual_seed(6)
+    tensors = {f"t{i:02}": torch.randn(1 << 17) for i in range(16)}
+    other = {name: tensor.clone() for name, tensor in tensors.items()}
+    other["t09"][5] += 1
+    slow = {"max_bytes_per_s": 2 << 20}
+    with ps.join("m", **slow) as one, ps.join("m", **slow) as two, ps.join("m") as reader:
+        assert one.offer(tensors, revision="r") == two.offer(other, revision="r")
+        weights: dict[str, torch.Tensor] = {}
+        with pytest.raises(IntegrityError, match="say different digests") as caught:
+            reader.fetch(weights)
+        assert one.member.id in str(caught.value) and two.member.id in str(caught.value)
+        assert not weights
+        two.leave()
+        reader.fetch(weights)
+        assert_same(weights, tensors)
+
+
+def test_a_holder_that_disagrees_with_the_manifest(host: Host, sealed: Path, truth) -> None:
+    with ps.join("m") as good, ps.join("m") as reader:
+        first: dict[str, torch.Tensor] = {}
+        key = good.fetch(first, fallback=sealed).key
+        revision = good.member.holdings[0].identity.revision
+        with ps.join("m") as liar:
+            theirs = {name: tensor.clone() for name, tensor in truth.items()}
+            theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
+            assert liar.offer(theirs, revision=revision) == key
+            good.fence()
+            weights: dict[str, torch.Tensor] = {}
+            report = reader.fetch(weights, fallback=sealed)
+            assert_same(weights, truth)
+            assert any("are not the manifest's" in fault for fault in report.faults)
+            assert report.storage_bytes == report.nbytes  # nothing was taken from it
+        with ps.join("m") as late, pytest.raises(NotFound):
+            reader.fence()
+            late.fetch({}, wait_s=0.0)
