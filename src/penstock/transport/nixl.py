@@ -35,6 +35,12 @@ from penstock.transport.protocol import Handle, Memory, Pending, Segments, Trans
 
 LINGER_S = 3.0
 """Reason: a reader posts within milliseconds of looking at the word, and holds a window of 64 MiB."""
+BUSY_POLL_S = 2e-4
+"""Between two turns of the serving thread while peers read: TCP is served in those turns only, RDMA without them."""
+IDLE_POLL_S = 5e-3
+"""The same while none does."""
+BUSY_S = 2.0
+"""A peer that said so is taken to read for this long; it says so each half second (`nixl_reader`)."""
 NUM_SLOTS = 4096
 """Registrations at once."""
 
@@ -178,7 +184,7 @@ class NixlTransport:
     def __init__(self, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> None:
         self.endpoint, self.is_mine = secrets.token_hex(8), True
         self._backends, self._tls = backends, Settings.read().nixl_tls if tls is None else tls
-        self.agent = Agent.open(self.endpoint, backends, self._tls, serves=True)
+        self.agent = Agent.open(self.endpoint, backends, self._tls)
         self._reader: Reader | None = None
         self.changing, self._generations = threading.RLock(), itertools.count(1)
         self.words: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SLOTS, 2), np.uint64)
@@ -187,6 +193,7 @@ class NixlTransport:
         self.word_metadata = self.agent.metadata(words)
         self._handles, self._retired = set[NixlHandle](), list[tuple[float, NixlHandle]]()
         self._closing = threading.Event()
+        threading.Thread(target=self._serve, name="penstock-nixl", daemon=True).start()
         _transports.add(self)
 
     def next_generation(self) -> int:
@@ -215,8 +222,6 @@ class NixlTransport:
         self._handles.discard(handle)
         self._free_slots.append(handle.slot)
         self._retired.append((time.monotonic() + LINGER_S, handle))
-        if len(self._retired) == 1:
-            threading.Thread(target=self._sweep, name="penstock-nixl", daemon=True).start()
 
     def begin_read(self, into: NixlHandle) -> Reader:
         """The reading agent there is, or a new one; `into` stays registered until `end_read`."""
@@ -278,22 +283,30 @@ class NixlTransport:
         if not self.is_mine:
             raise Cancelled("the transport is closed")
 
-    def _sweep(self) -> None:
-        """Let go of what was released a while ago, until there is none."""
-        while not self._closing.wait(LINGER_S / 8):
-            now = time.monotonic()
-            with self.changing:
-                over = [one for when, one in self._retired if when < now and not one.num_reads]
-                kept = [(when, one) for when, one in self._retired if one not in over]
-                reader = self._reader
-                for handle in over if self.is_mine else ():
-                    if handle.registration is not None:
-                        self.agent.deregister(handle.registration)
-                    if reader is not None:
-                        reader.release(handle)
-                self._retired = kept
-                if not kept:
-                    return
+    def _serve(self) -> None:
+        busy_until = sweep_at = 0.0
+        try:
+            while not self._closing.is_set():
+                now = time.monotonic()
+                if self.agent.progress():
+                    busy_until = now + BUSY_S
+                if now > sweep_at:
+                    sweep_at = now + LINGER_S / 8
+                    self._sweep(now)
+                time.sleep(BUSY_POLL_S if now < busy_until else IDLE_POLL_S)
+        except Discarded:
+            return  # closed meanwhile
+
+    def _sweep(self, now: float) -> None:
+        """Let go of what was released a while ago."""
+        with self.changing:
+            over = [one for when, one in self._retired if when < now and not one.num_reads]
+            self._retired = [(when, one) for when, one in self._retired if one not in over]
+            for handle in over:
+                if handle.registration is not None:
+                    self.agent.deregister(handle.registration)
+                if self._reader is not None:
+                    self._reader.release(handle)
 
 
 _fits: type[Transport] = NixlTransport

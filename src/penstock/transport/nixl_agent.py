@@ -4,8 +4,8 @@ In: addresses. Out: registrations, transfers in flight and their states, message
 Not here: whose memory it is and which generation (`nixl`).
 
 An agent is used by many threads and is not safe for them (sync mode NONE), so one lock is held over each call, none of
-which waits. One that serves has NIXL's progress thread, by which TCP moves without our interpreter; one that reads has
-none and moves when it is polled. With such a thread on both ends TCP reached half.
+which waits. NIXL's progress thread stays off: it takes a core for as long as the agent lives, and with one on both ends
+TCP reached half. Transfers move when they are polled, peers are served by `nixl`'s thread.
 Source: benchmarks/results/cpu2_202611/hosts.md.
 """
 
@@ -52,7 +52,7 @@ class Agent:
         self._failed = _errors(bind)
 
     @classmethod
-    def open(cls, name: str, backends: tuple[str, ...], tls: str, *, serves: bool) -> Agent:
+    def open(cls, name: str, backends: tuple[str, ...], tls: str) -> Agent:
         """A new agent with these back ends.
 
         Raises:
@@ -68,7 +68,7 @@ class Agent:
             bind = api.nixlBind
             failed: tuple[type[Exception], ...] = (*_errors(bind), RuntimeError)
             try:
-                agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serves, backends=[]))
+                agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
                 for backend in backends:
                     agent.create_backend(backend)
             except failed as error:
@@ -169,6 +169,22 @@ class Agent:
         with self._lock:
             self._flights.discard(flight)
             self._release(flight)
+
+    def tell(self, peer: str, message: bytes) -> None:
+        """Send a peer a word, which nothing depends on."""
+        with self._lock:
+            try:
+                self._check_open().send_notif(peer, message)
+            except self._failed:
+                return  # whoever waits for the peer's bytes finds out
+
+    def progress(self) -> bool:
+        """Serve what peers ask for; whether any of them said a word."""
+        with self._lock:
+            try:
+                return bool(self._check_open().get_new_notifs())
+            except self._failed:
+                return False
 
     def _release(self, flight: Flight) -> None:
         xfer, flight.xfer = flight.xfer, None

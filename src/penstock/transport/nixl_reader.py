@@ -39,6 +39,8 @@ WINDOW = 4
 """Transfers of one read in flight."""
 POLL_S = 5e-4
 """Between two looks at a transfer, after the first few. Reason: on few cores a tight loop starves the copy."""
+TELL_S = 0.5
+"""How often a peer that is read from is told so: one that serves by its processor looks more often then."""
 NUM_SCRATCH = 1024
 """Reads waited for at once."""
 WORD_BYTES = 16
@@ -66,6 +68,7 @@ class _Remote:
     met: set[bytes] = field(default_factory=set)
     num_reads: int = 0
     progress_at: float = field(default_factory=time.monotonic)
+    told_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,7 +90,7 @@ class Reader:
     """One life of the reading agent. After `discard` every call raises Discarded. Raises as `Agent.open`."""
 
     def __init__(self, backends: tuple[str, ...], tls: str) -> None:
-        self._agent = Agent.open(secrets.token_hex(8), backends, tls, serves=False)
+        self._agent = Agent.open(secrets.token_hex(8), backends, tls)
         self._lock = threading.RLock()
         self._scratch: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SCRATCH, 2), np.uint64)
         self._free = list(range(NUM_SCRATCH))
@@ -171,6 +174,9 @@ class Reader:
                 return
             if now - max(began, remote.progress_at) > job.stall_s:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
+            if now - remote.told_at > TELL_S:
+                remote.told_at = now
+                self._agent.tell(remote.name, b"reading")
             time.sleep(POLL_S if turn > 4 else POLL_S / 10)
 
     def _check_word(self, job: Job, remote: _Remote, slot: int) -> None:
