@@ -138,7 +138,8 @@ class Member:
                 self.claims = claim.ranges
                 # A piece of 64 MiB at 10 Gb/s, or as long as the hub says.
                 next_claim = now + (0.05 * len(claim.ranges) or claim.ask_again_s)
-            await asyncio.sleep(max(0.005, min(next_beat, next_flight, next_claim) - time.monotonic()))
+            due = min(next_beat, next_flight, next_claim) if filling else next_beat
+            await asyncio.sleep(max(0.005, due - time.monotonic()))
 
 
 def cpu_s(pid: int) -> float:
