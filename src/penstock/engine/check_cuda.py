@@ -6,8 +6,8 @@ Not here: the kernel (`digest.cuda`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -31,29 +31,24 @@ class CudaChecker:
     def __init__(self, expected: Expected, slab: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._expected, self._slab, self._device = expected, slab, device
         self._stream = torch.cuda.Stream(device)
-        self._fault: BaseException | None = None
-        self._warming: threading.Thread | None = None
+        self._warming: Future[None] | None = None
         if device not in _warm:
-            # The first bytes to check are there long before a fresh process has its kernels: 0.15 s.
-            self._warming = threading.Thread(target=self._warm_up, name="penstock-digest-kernels")
-            self._warming.start()
+            # Some milliseconds, but seconds where the kernels must be compiled: the first bytes come meanwhile.
+            with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-digest-kernels")
+            self._warming = with_one.submit(self._warm_up)
+            with_one.shutdown(wait=False)
 
     def _warm_up(self) -> None:
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                warm_up(self._device)
-                self._stream.synchronize()
-            _warm.add(self._device)
-        except BaseException as error:  # noqa: BLE001
-            self._fault = error  # a thread's root: raised by `check`
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            warm_up(self._device)
+            self._stream.synchronize()
+        _warm.add(self._device)
 
     def check(self, slabs: Sequence[int]) -> _DigestPending | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
         if self._warming is not None:
-            self._warming.join()
+            self._warming.result()
             self._warming = None
-        if self._fault is not None:
-            raise self._fault
         expected, plan = self._expected, self._expected.plan
         rows = np.concatenate([expected.rows(slab) for slab in slabs])
         if not len(rows):
