@@ -220,7 +220,7 @@ def pem_of(key, name: str, issuer, issuer_key, directory: Path, *, ca: bool) -> 
     return directory / f"{name}.pem", certificate
 
 
-def test_mutual_tls(serve, tmp_path) -> None:
+def test_mutual_tls(serve, tmp_path, monkeypatch) -> None:
     keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "hub", "member", "stranger")}
     ca_file, ca = pem_of(keys["ca"], "ca", None, keys["ca"], tmp_path, ca=True)
     for name in ("hub", "member"):
@@ -236,6 +236,12 @@ def test_mutual_tls(serve, tmp_path) -> None:
 
     with HubClient.connect(url, ca_file=ca_file, certificate=own("member")) as hub:
         hub.hello(hello("a"))
+    with monkeypatch.context() as environment:
+        environment.setenv("PENSTOCK_CA_FILE", str(ca_file))
+        environment.setenv("PENSTOCK_CERT_FILE", str(tmp_path / "member.pem"))
+        environment.setenv("PENSTOCK_KEY_FILE", str(tmp_path / "member.key"))
+        with HubClient.connect(url) as hub:
+            hub.hello(hello("c"))
     for certificate in (None, own("stranger")):
         hub = HubClient.connect(url, ca_file=ca_file, certificate=certificate, timeout_s=1)
         with hub, pytest.raises(HubUnavailable):

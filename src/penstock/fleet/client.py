@@ -111,7 +111,7 @@ class HubClient:
     Args:
         line: where the hub is.
         token: shown to it.
-        ca_file: PEM bundle that signed its certificate; None: the system's.
+        ca_file: PEM bundle trusted besides the system's roots.
         certificate: PEM files of our own certificate and key (None: in the same), for a hub that asks for one.
         timeout_s: deadline of a question.
     """
@@ -293,7 +293,9 @@ class HubClient:
         verify: ssl.SSLContext | bool = True
         if url.startswith("https://"):
             try:
-                verify = ssl.create_default_context(cafile=self._ca_file)
+                verify = ssl.create_default_context()
+                if self._ca_file is not None:
+                    verify.load_verify_locations(self._ca_file)
                 if self._certificate is not None:
                     verify.load_cert_chain(*self._certificate)
             except OSError as error:
