@@ -45,6 +45,8 @@ WRONG_BYTES_TTL_S = 600.0
 REFUSED_TTL_S = 3.0
 """A busy holder soon has a place; one that does not know a new hub's grants does after its next beat."""
 _GONE_TTL_S = 600.0
+_CLAIMS_TTL_S = 86400.0
+"""Since anybody claimed: longer than a piece takes from any storage."""
 _ATTEMPTS = 64
 _MAX_READINGS = 1024
 
@@ -226,7 +228,7 @@ class Directory:
             after, given = self._claimed(request, before, view, give_more=request.ask and not quiet)
             version = ABSENT if entry is None else entry.version
             if after == before or self.store.write(
-                name, _encode(after) if after.members else None, ttl_s=max(60.0, 2 * self.ttl_s), expected=version
+                name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
             ):
                 self.counts["claimed_chunks"] += sum(stop - start for start, stop in given)
                 return self._claim_reply(request, view, given, quiet=quiet)
@@ -335,7 +337,12 @@ class Directory:
         gone = {name for name in absent if not self._holds(name, holding.key)}
         if gone:
             view = self._view(holding.key, again=True)
-        after = settle(without(before, gone, holding.num_chunks), request.member, holding, now)
+        after = without(before, gone, holding.num_chunks)
+        for name in view.reading.difference(after.members, gone, (request.member,)):
+            # The table was lost, and this one says in its beats what it reads.
+            if view.held[name].holding.num_chunks == holding.num_chunks:
+                after = settle(after, name, view.held[name].holding, now)
+        after = settle(after, request.member, holding, now)
         if now - after.looked > LOOK_S:
             after = look(after, {name: held.num_have for name, held in view.held.items()}, now)
         if not give_more:

@@ -176,13 +176,8 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
     app = FastAPI(title="Penstock hub", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for operation in OPERATIONS:
-        app.add_api_route(
-            operation.path,
-            _endpoint(operation, directory, auth, metrics),
-            methods=[operation.method],
-            operation_id=operation.name,
-            include_in_schema=False,
-        )
+        # Starlette's route: FastAPI's would look for parameters to decode, which msgspec does.
+        app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
     add_pages(app, directory, auth, metrics)
     app.openapi = lambda: document(OPERATIONS, _WHAT, auth)  # type: ignore[method-assign]
     _map_faults(app, metrics)
@@ -270,17 +265,13 @@ async def _body(request: Request) -> bytes:
     """The whole body, bounded in bytes and time."""
     parts: list[bytes] = []
     total = 0
-
-    async def read() -> None:
-        nonlocal total
-        async for part in request.stream():
-            total += len(part)
-            if total > MAX_BODY_BYTES:
-                raise _Refused(413, f"more than {MAX_BODY_BYTES} bytes")
-            parts.append(part)
-
     try:
-        await asyncio.wait_for(read(), BODY_S)
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                total += len(part)
+                if total > MAX_BODY_BYTES:
+                    raise _Refused(413, f"more than {MAX_BODY_BYTES} bytes")
+                parts.append(part)
     except TimeoutError as error:
         raise _Refused(408, f"the body took more than {BODY_S} s") from error
     return b"".join(parts)

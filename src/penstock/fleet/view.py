@@ -95,6 +95,11 @@ class View:
         """Members that fill and can read storage."""
         return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
 
+    @cached_property
+    def reading(self) -> frozenset[str]:
+        """Members that say they read from storage."""
+        return frozenset(name for name, held in self.held.items() if held.holding.claims)
+
     def demoted(self, member: str) -> bool:
         """Nobody is sent there first, and what it has does not count."""
         return member in self.distrusted or len(self.complainers.get(member, ())) >= DISTRUST
