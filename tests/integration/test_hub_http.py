@@ -95,7 +95,7 @@ def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) 
     for token in (None, "wrong-token-0123456789", TOKEN + "x", TOKEN[:-1]):
         with HubClient.connect(url, token) as hub, pytest.raises(PermissionDenied, match="token"):
             hub.hello(hello("a"))
-    assert "event=unauthorized path=/v1/hello" in caplog.text
+    assert "event=unauthorized path='/v1/hello'" in caplog.text
     assert httpx.get(f"{url}/metrics", timeout=5).status_code == 401
     assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
     with HubClient.connect(url, TOKEN) as hub:

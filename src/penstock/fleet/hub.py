@@ -231,7 +231,7 @@ def check_caller(request: Request, auth: Auth) -> Caller:
     """Who asks; an answer of 401 if nobody we know."""
     caller = auth.caller(request.headers.get("authorization", ""))
     if caller is None:
-        audit.warning("event=unauthorized path=%s client=%s", request.url.path, _client(request))
+        audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise _Refused(401, "no token, or not one of this hub's", "give the token of the hub's --token-file")
     return caller
 
@@ -245,7 +245,7 @@ def _check_models(operation: _Operation, caller: Caller, parameter: str, said: A
     if operation.name == "status":
         models = (parameter,)
     if not caller.may_ask(models):
-        audit.warning("event=forbidden operation=%s models=%s", operation.name, ",".join(models))
+        audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         raise _Refused(403, f"this token is not for {', '.join(sorted(set(models))) or 'all models'}")
 
 
