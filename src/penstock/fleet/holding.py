@@ -8,6 +8,7 @@ Not here: serving them (`door`), filling them (`fetch`).
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -236,6 +237,17 @@ class Holding:
             self._log.append(chunks)
             self._num_logged += len(chunks)
             self.changed.notify_all()
+
+    def canary(self, chance: random.Random) -> int | None:
+        """Digest one verified chunk again, any; its number if its bytes are no longer those that were verified."""
+        with self.changed:
+            had, generation = np.flatnonzero(self.have), self.generation
+        if not len(had):
+            return None
+        chunk = had[chance.randrange(len(had))][None]
+        got, wanted = self.digest(chunk), self.leaves[self.line.chunks.leaves_of(chunk)]
+        is_same = not len(self.differing(chunk, got, wanted)) or generation != self.generation
+        return None if is_same else int(chunk[0])
 
     def become(self, state: State) -> None:
         """Say so to readers."""
