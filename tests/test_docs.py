@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +69,17 @@ def run_console(block: Block, page: Path) -> None:
         assert done.returncode == int(comment or 0), f"{page.name}:{block.line}: {command}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Iterator[None]:
+    """A directory to work in, and a hub of its own, whose path must be short enough for a socket."""
     monkeypatch.chdir(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
+        yield
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page: Path, place) -> None:
     write_llama("llama", total_bytes=2 * MIB, shards=2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
@@ -79,8 +89,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch) -> No
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
 
 
-def test_the_quickstart_can_be_pasted_line_by_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
     console = code.InteractiveConsole()
     for line in next(block for block in blocks(ROOT / "README.md") if block.kind == "python").text.splitlines():
         assert not console.push(line), f"waits for more after: {line}"
