@@ -1,7 +1,7 @@
-"""`penstock bench load`: the same load several times, beside safetensors' own where that can read it.
+"""`penstock bench`, and `bench load`: the same load several times, beside safetensors' own where that can read it.
 
 In: a URI, a device, a count. Out: median, best and worst of each on stdout.
-Not here: the repository's benchmarks with their peers, limits and fresh processes (`benchmarks/`).
+Not here: the repository's benchmarks with their peers, limits and fresh processes (`benchmarks/`), `bench fetch`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.bench_fetch import bench_fetch
 from penstock.cli.doctor import importable
 from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri
 from penstock.cli.output import note, write_columns, write_json
@@ -31,6 +32,9 @@ app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_ma
 @app.callback()
 def bench() -> None:
     """Measure on this machine."""
+
+
+app.command("fetch")(bench_fetch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,381 @@
+"""Fetch beside its peers: one command, one machine, one run, one page.
+
+    python -m benchmarks.bench_fetch --out benchmarks/results/h200x4_202611     four GPUs, 60 GB, under 150 s
+    python -m benchmarks.bench_fetch --small                                    the CPU, gloo, 256 MB
+
+Rows: one holder to the other workers; as many bytes by a broadcast of torch.distributed; the source decoding meanwhile;
+an engine that attaches to a keeper; each worker's own load; workers that start at once, cold. Workers are processes
+that live through the run (`fetch_worker`); attaching engines are new ones. A row that fails or has no time says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fetch_worker
+from benchmarks.load import cache
+
+from penstock.cli.bench_fetch import private_hub
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
+
+OBJECT_STORE_GB_PER_S = 1.25
+"""Of the 10 Gb/s object store that a fetch is held beside: its link, which no reader beats."""
+
+
+class Failed(Exception):
+    """A worker failed, or no time is left; the row says so."""
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, asked: argparse.Namespace, stack: ExitStack) -> None:
+        self.asked, self.stack = asked, stack
+        self.began = time.monotonic()
+        self.directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-"))
+        self.files = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=asked.files_dir))
+        self.hub = stack.enter_context(private_hub(self.directory))
+        self.nbytes = int(asked.total_gb * 1e9)
+        self.rows: list[list[str]] = []
+        self.samples: list[dict[str, Any]] = []
+        self.pipes: list[Connection] = []
+
+    def left_s(self) -> float:
+        return float(self.asked.budget_s) - (time.monotonic() - self.began)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f}] {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def process(self, rank: int) -> Iterator[Connection]:
+        """A worker, once it is ready, for the block."""
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        given = (there, rank, self.asked.world_size, self.asked.device)
+        process = context.Process(target=fetch_worker.serve, args=given, daemon=True)
+        process.start()
+        there.close()
+        try:
+            yield here
+        finally:
+            here.close()
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def hear(self, pipe: Connection) -> Any:
+        if not pipe.poll(max(1.0, self.left_s())):
+            raise Failed("no answer in the time there is")
+        try:
+            said = pipe.recv()
+        except EOFError:
+            raise Failed("the worker died") from None
+        if isinstance(said, dict) and "error" in said:
+            raise Failed(said["error"])
+        return said
+
+    def ask(self, ranks: Sequence[int], name: str, **arguments: Any) -> list[Any]:
+        """Tell workers at once to do something; what each gives."""
+        for rank in ranks:
+            self.pipes[rank].send((name, arguments))
+        said, faults = [], []
+        for rank in ranks:
+            try:
+                said.append(self.hear(self.pipes[rank]))
+            except Failed as error:
+                faults.append(f"worker {rank}: {error}")
+        if faults:
+            raise Failed("; ".join(faults))
+        self.samples.append({"asked": name, "ranks": list(ranks), "said": said} | {"arguments": str(arguments)})
+        return said
+
+    def row(self, work: str, goal: str, found: str, detail: str) -> None:
+        self.rows.append([work, goal, found, detail])
+        self.say(f"{work}: {found} ({detail})")
+
+    def start(self) -> None:
+        self.pipes = [self.stack.enter_context(self.process(rank)) for rank in range(self.asked.world_size)]
+        for pipe in self.pipes:
+            self.hear(pipe)
+        self.say("workers are ready")
+
+
+def rates(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.1f} GB/s ({min(found):.1f}-{max(found):.1f})"
+
+
+def seconds(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.3f} s ({min(found):.3f}-{max(found):.3f})"
+
+
+def fetches(bench: Bench) -> None:
+    """One holder, the others fetch; then the same while the source decodes."""
+    others = range(1, bench.asked.world_size)
+    limit = bench.ask([1], "limit", nbytes=min(bench.nbytes, 4 << 30))[0]
+    bench.row("limit: one plain copy", "", f"{limit:.1f} GB/s", "between two devices; on the CPU one thread in memory")
+    held = bench.ask([0], "hold", hub=bench.hub, nbytes=bench.nbytes)[0]
+    first = bench.ask(others, "fetch", hub=bench.hub)
+    bench.row("first fetch, kernels compiled within", "", seconds([one["wall_s"] for one in first]), paths(first))
+    turns = [bench.ask(others, "fetch", hub=bench.hub) for _ in range(bench.asked.reps)]
+    all_of = [one for turn in turns for one in turn]
+    moved = [one["nbytes"] / one["phases"]["move"] / 1e9 for one in all_of]
+    size = f"{held['nbytes'] / 1e9:.2f} GB, 1 holder -> {len(others)} receivers"
+    phases = {name: statistics.median(one["phases"][name] for one in all_of) for name in all_of[0]["phases"]}
+    told = ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
+    bench.row(f"{size}: payload", ">= 375 GB/s per receiver", rates(moved), f"n = {len(all_of)}; {paths(all_of)}")
+    bench.row(f"{size}: call to committed", "< 0.35 s", seconds([one["wall_s"] for one in all_of]), f"{told} s")
+    bench.row(f"{size}: with joining", "", seconds([one["total_s"] for one in all_of]), "import and CUDA start not")
+    bench.row("offering: digests of all", "", f"{held['offer_s']:.3f} s", "kernels compiled within")
+
+
+def decoding(bench: Bench) -> None:
+    """Needs the holder of `fetches`."""
+    what = bench.ask([0], "prepare_decode")[0]
+    span = 1.0 if bench.asked.small else 3.0
+    alone = [bench.ask([0], "decode", seconds=span)[0]]
+    bench.pipes[0].send(("decode", {"seconds": 2 * span}))
+    num_fetches = 0
+    try:
+        while not bench.pipes[0].poll(0):
+            bench.ask(range(1, bench.asked.world_size), "fetch", hub=bench.hub)
+            num_fetches += 1
+    finally:
+        during = bench.hear(bench.pipes[0])
+    alone += bench.ask([0], "decode", seconds=span)
+    slower = 1 - during / statistics.median(alone)
+    bench.row(
+        "source decoding during fetches",
+        "slowed <= 5 %",
+        f"{100 * slower:.1f} % slower",
+        f"{during:.1f} of {statistics.median(alone):.1f} tokens/s, {num_fetches} fetches one after another; {what}",
+    )
+
+
+def broadcasts(bench: Bench) -> None:
+    ranks = range(bench.asked.world_size)
+    store = f"{bench.directory}/store"
+    times = bench.ask(ranks, "broadcast", store=store, nbytes=bench.nbytes, reps=bench.asked.reps)
+    slowest = [max(turn) for turn in zip(*times, strict=True)]
+    what = "gloo" if bench.asked.device == "cpu" else "NCCL"
+    found = [bench.nbytes / each / 1e9 for each in slowest]
+    bench.row(
+        f"{what} broadcast of as many bytes", "", rates(found), f"n = {len(found)}; connected before; not verified"
+    )
+
+
+def attaching(bench: Bench, checkpoint: str) -> None:
+    device = "cpu" if bench.asked.device == "cpu" else "cuda:0"
+    arguments = [checkpoint, "--model", "kept", "--device", device, "--hub", bench.hub, "--drain-s", "1"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    with KeeperProcess(arguments, timeout_s=max(5.0, bench.left_s())):
+        for verify in (True,) if bench.asked.small else (None, None, False):
+            with bench.process(0) as engine:  # a new process each: an engine that starts again
+                bench.hear(engine)
+                engine.send(("attach", {"hub": bench.hub, "name": "kept", "verify": verify}))
+                one = bench.hear(engine)
+                found.setdefault("compared" if one["verified"] else "not compared", []).append(one)
+                bench.samples.append({"asked": "attach", "said": one})
+    for how, each in found.items():
+        told = ", ".join(f"{name} {value:.3f}" for name, value in each[-1]["phases"].items())
+        bench.row(
+            f"engine restart on kept weights, {each[0]['nbytes'] / 1e9:.2f} GB, digests {how}",
+            "< 0.5 s, no copy",
+            seconds([one["seconds"] for one in each]),
+            f"first tensor usable; {each[0]['path']}; {told} s",
+        )
+
+
+def cold(bench: Bench, checkpoint: str) -> None:
+    """Workers that start at once; beside: each alone, all on their own, and each a part."""
+    ranks, kind = range(bench.asked.world_size), cache.file_system(checkpoint)
+    alone = bench.ask([0], "load", uri=checkpoint)[0]
+    bench.row(
+        f"one worker's own load, {kind}",
+        "",
+        f"{alone['seconds']:.3f} s",
+        f"{alone['nbytes'] / alone['seconds'] / 1e9:.1f} GB/s",
+    )
+    each = bench.ask(ranks, "load", uri=checkpoint)
+    bench.row(
+        f"{len(ranks)} independent loads at once, {kind}",
+        "",
+        f"{max(one['seconds'] for one in each):.3f} s",
+        "the slowest",
+    )
+    split, whole = [], []
+    for _ in range(2):
+        parts = bench.ask(ranks, "load", uri=checkpoint, part=True)
+        split.append(max(one["seconds"] for one in parts))
+        found = bench.ask(ranks, "fetch", hub=bench.hub, fallback=checkpoint)
+        bench.ask(ranks, "leave")
+        whole.append((max(one["wall_s"] for one in found), sum(one["storage_bytes"] for one in found)))
+        nbytes = found[0]["nbytes"]
+    bench.row("one split read: each its part, no exchange", "", seconds(split), "the slowest of each turn")
+    times = [one for one, _ in whole]
+    read = max(nbytes_read for _, nbytes_read in whole) / nbytes
+    bench.row(
+        f"{len(ranks)} workers at once, cold, as a fleet",
+        "<= 1.15x of the split read",
+        f"{seconds(times)}, {min(times) / min(split):.2f}x",
+        paths(found),
+    )
+    bench.row("... storage bytes read", "1.0x", f"{read:.3f}x", f"of {nbytes / 1e9:.2f} GB; the worse of two")
+
+
+def own_loads(bench: Bench) -> None:
+    """From the disk, at a size that it gives in some seconds; the object store's time is its link's."""
+    files = [str(path) for path in write_llama(f"{bench.directory}/disk", total_bytes=int(bench.asked.disk_gb * 1e9))]
+    left = cache.evict(files)
+    one = bench.ask([0], "load", uri=f"{bench.directory}/disk")[0]
+    rate = one["nbytes"] / one["seconds"] / 1e9
+    kind = cache.file_system(files[0])
+    fetched = [s for s in bench.samples if s["asked"] == "fetch" and "None" not in s["arguments"]]
+    best = min((each["wall_s"] for s in fetched for each in s["said"] if not each["storage_bytes"]), default=0.0)
+    for what, gb_per_s in (
+        (f"disk ({kind}, {left:.0%} cached)", rate),
+        ("10 Gb/s object store, its link", OBJECT_STORE_GB_PER_S),
+    ):
+        took = bench.nbytes / 1e9 / gb_per_s
+        times = f"{took / best:.0f}x of the best fetch" if best else "no fetch to compare with"
+        bench.row(
+            f"own cold load from {what}", "fetch >= 100x faster", f"{took:.1f} s, {times}", f"at {gb_per_s:.2f} GB/s"
+        )
+
+
+def paths(found: Sequence[dict[str, Any]]) -> str:
+    """By which transports the bytes came."""
+    total: dict[str, int] = {}
+    for one in found:
+        for path, nbytes in one["paths"].items():
+            name = path.partition(" ")[0]
+            total[name] = total.get(name, 0) + nbytes
+    whole = sum(total.values()) or 1
+    faults = sum(len(one["faults"]) for one in found)
+    told = ", ".join(f"{name} {nbytes / whole:.0%}" for name, nbytes in sorted(total.items()))
+    return told + (f"; {faults} faults on the way" if faults else "")
+
+
+def run(bench: Bench) -> None:
+    """Every row, those that matter most first; files are written meanwhile."""
+    checkpoint = f"{bench.files}/ckpt"
+    written = threading.Event()
+
+    def write() -> None:
+        write_llama(checkpoint, total_bytes=bench.nbytes, fp8=False, shards=8)
+        written.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    bench.start()
+
+    def with_files(part: Callable[[Bench, str], None]) -> None:
+        if not written.wait(max(0.0, bench.left_s())):
+            raise Failed("the checkpoint was not written in the time there is")
+        part(bench, checkpoint)
+
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("fetch", lambda: fetches(bench)),
+        ("decode", lambda: decoding(bench)),
+        ("free", lambda: bench.ask([0], "leave") and None),
+        ("broadcast", lambda: broadcasts(bench)),
+        ("attach", lambda: with_files(attaching)),
+        ("cold", lambda: with_files(cold)),
+        ("own loads", lambda: own_loads(bench)),
+    ]
+    asked = bench.asked.rows.split(",") if bench.asked.rows else [name for name, _ in parts]
+    for name, part in parts:
+        if name not in asked and name != "free":
+            continue
+        try:
+            if bench.left_s() < 3:
+                raise Failed("no time left")
+            part()
+        except (Failed, ChildProcessError, OSError) as error:
+            bench.row(name, "", "not measured", str(error).splitlines()[0][:300])
+
+
+def page(bench: Bench) -> str:
+    asked = bench.asked
+    gpus = shell("nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader").splitlines()
+    import torch
+
+    head = {
+        "date": time.strftime("%Y-%m-%d"),
+        "GPU": f"{len(gpus)} x {gpus[0]}" if gpus and asked.device == "cuda" else "none used",
+        "CPU": f"{os.cpu_count()} cores",
+        "kernel": platform.release(),
+        "Python, torch, CUDA": f"{platform.python_version()}, {torch.__version__}, {torch.version.cuda}",
+        "command": "`python -m benchmarks.bench_fetch " + " ".join(sys.argv[1:]) + "`",
+        "method": "workers are processes of one host; medians (least-most); every fetched byte is digested where it "
+        "arrives and compared with the holder's digests; GB are 10^9 bytes",
+        "run": f"{time.monotonic() - bench.began:.0f} s in all",
+    }
+    lines = [
+        "# Fetch, beside its peers",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in head.items()),
+    ]
+    lines += ["", "| work | goal | found | |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in bench.rows]
+    topology = shell("nvidia-smi topo -m") if asked.device == "cuda" else ""
+    lines += ["", "```", topology.strip(), "```"] if topology else []
+    return "\n".join(lines) + "\n"
+
+
+def shell(command: str) -> str:
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="on the CPU, 256 MB")
+    parser.add_argument("--total-gb", type=float, default=0.0, help="default 60; 0.256 with --small")
+    parser.add_argument("--disk-gb", type=float, default=0.0, help="of the load from disk; default 8; 0.064")
+    parser.add_argument("--world-size", type=int, default=0, help="workers; default 4; 3 with --small")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--rows", default="", help="fetch,decode,broadcast,attach,cold,own loads; default all")
+    parser.add_argument("--budget-s", type=float, default=145.0)
+    parser.add_argument("--files-dir", default="/dev/shm", help="where the checkpoint is written: a tmpfs with room")
+    parser.add_argument("--out", default="benchmarks/results/local")
+    asked = parser.parse_args()
+    asked.device = "cpu" if asked.small else "cuda"
+    asked.total_gb = asked.total_gb or (0.256 if asked.small else 60.0)
+    asked.disk_gb = asked.disk_gb or (0.064 if asked.small else 8.0)
+    asked.world_size = asked.world_size or (3 if asked.small else 4)
+    out = Path(asked.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(asked.files_dir).free < asked.total_gb * 1.05e9:
+        asked.files_dir = tempfile.gettempdir()
+    with ExitStack() as stack:
+        bench = Bench(asked, stack)
+        run(bench)
+        text = page(bench)
+    (out / "fetch.md").write_text(text, encoding="utf-8")
+    with (out / "fetch.jsonl").open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(sample) + "\n" for sample in bench.samples)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
