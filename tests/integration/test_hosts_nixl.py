@@ -129,6 +129,7 @@ def test_a_killed_peer_is_lost(monkeypatch) -> None:
 def test_a_stopped_peer_stalls_and_nothing_is_written_after(monkeypatch) -> None:
     monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
     with holder() as (process, source), reading(NBYTES) as (transport, into, buffer):
+        monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()

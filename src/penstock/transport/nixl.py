@@ -34,10 +34,10 @@ from penstock.transport.page import seal_of
 from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
 
 LINGER_S = 3.0
-"""Reason: a reader posts within milliseconds of looking at the word, and holds a window of 64 MiB."""
-BUSY_POLL_S = 2e-4
+"""Reason: a reader posts within milliseconds of looking at the word, and holds a window of 128 MiB."""
+BUSY_POLL_S = 1e-4
 """Between two turns of the serving thread while peers read: TCP is served in those turns only, RDMA without them."""
-IDLE_POLL_S = 5e-3
+IDLE_POLL_S = 1e-2
 """The same while none does."""
 BUSY_S = 2.0
 """A peer that said so is taken to read for this long; it says so each half second (`nixl_reader`)."""

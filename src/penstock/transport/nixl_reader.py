@@ -32,12 +32,12 @@ from penstock.transport.page import seal_of
 from penstock.transport.protocol import Memory, Segments
 from penstock.types import I64, MIB
 
-PIECE_BYTES = 16 * MIB
+PIECE_BYTES = 64 * MIB
 """One transfer: what progress is counted in. Source: benchmarks/results/cpu2_202611/hosts.md."""
 PIECE_SEGMENTS = 4096
-WINDOW = 4
+WINDOW = 2
 """Transfers of one read in flight."""
-POLL_S = 5e-4
+POLL_S = 2e-4
 """Between two looks at a transfer, after the first few. Reason: on few cores a tight loop starves the copy."""
 TELL_S = 0.5
 """How often a peer that is read from is told so: one that serves by its processor looks more often then."""
