@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.truth import by_safetensors
 
+from penstock.cli.manifest import manifest
 from penstock.errors import HubUnavailable
 from penstock.fleet.client import HubClient
 from penstock.fleet.local import find_hub
@@ -47,6 +48,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sealed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with a manifest beside it."""
+    directory = tmp_path_factory.mktemp("sealed") / "m"
+    shutil.copytree(made, directory)
+    manifest(str(directory))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def truth(made: Path) -> dict[str, torch.Tensor]:
     return by_safetensors(made)
 
@@ -73,13 +83,21 @@ class Host:
             worker.begin()
         return workers
 
-    def hub(self) -> HubClient:
-        """The host's hub, to be asked."""
+    def hub_url(self) -> str:
+        """Where the host's hub is."""
         deadline = time.monotonic() + 30
         while (url := find_hub(self.directory)) is None:  # who hosted it has gone, and another takes over
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return self._stack.enter_context(HubClient.connect(url, timeout_s=2.0))
+        return url
+
+    def hub(self) -> HubClient:
+        """The host's hub, to be asked."""
+        return self._stack.enter_context(HubClient.connect(self.hub_url(), timeout_s=2.0))
+
+    def held(self, hub: HubClient | None = None) -> list[HoldingState]:
+        """What all members hold now."""
+        return [one for member in (hub or self.hub()).status().members for one in member.holdings]
 
     def wait_for(self, holds: Callable[[list[HoldingState]], bool], *, timeout_s: float = 30.0) -> None:
         """Return once what the members hold is so."""
@@ -87,7 +105,7 @@ class Host:
         held: list[HoldingState] = []
         while True:
             try:
-                held = [one for member in hub.status().members for one in member.holdings]
+                held = self.held(hub)
                 if holds(held):
                     return
             except HubUnavailable:

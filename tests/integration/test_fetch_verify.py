@@ -11,20 +11,10 @@ from tests.integration.conftest import Host, check
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.cli.manifest import manifest
 from penstock.errors import IntegrityError, NotFound
 
 QUIET = {"penstock.fleet.local.BEAT_S": 5.0, "penstock.fleet.local.TTL_S": 60.0}
 """A hub whose members beat so seldom that none finds in time that its own memory is bad."""
-
-
-@pytest.fixture
-def sealed(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A copy with a manifest beside it."""
-    found = tmp_path / "sealed"
-    shutil.copytree(made, found)
-    manifest(str(found))
-    return found
 
 
 def flip(directory: Path) -> None:

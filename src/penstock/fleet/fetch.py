@@ -37,6 +37,8 @@ TURN_S = 0.05
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
+NEAREST = "the nearest there is"
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -46,7 +48,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, and why."""
     why: dict[str, str] = field(default_factory=dict)
-    """Path -> why by that one: why no nearer transport, why storage; "" for the nearest."""
+    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
 
     def took(self, path: str, nbytes: int) -> None:
         """Note bytes that were verified."""
@@ -62,7 +64,8 @@ class Outcome:
 
     def reasons(self) -> str:
         """Why by these paths, each reason once."""
-        return "; ".join(dict.fromkeys(why for path, why in self.why.items() if why and path in self.nbytes_by_path))
+        found = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
+        return "; ".join(dict.fromkeys(found))
 
 
 class Fetch:
@@ -111,15 +114,18 @@ class Fetch:
         self._start(self._ask_for_upstreams, "penstock-flight")
         if self._storage is not None:
             self._start(self._ask_for_claims, "penstock-claims")
-        moved, since = -1, time.monotonic()
+        moved, silent_s, looked = -1, 0.0, time.monotonic()
         while not self.ticket.done:
             pause_s = self._assign()
             with self.ticket.changed:
                 if not self.ticket.done:
                     self.ticket.changed.wait(pause_s)
+            before, looked = looked, time.monotonic()
+            # A process that was stopped itself, or did not get the processor, has not waited for anybody meanwhile.
+            silent_s += min(looked - before, 10 * TURN_S)
             if self.ticket.moved_bytes != moved or self.ticket.is_busy():
-                moved, since = self.ticket.moved_bytes, time.monotonic()
-            elif time.monotonic() - since > self.stall_s:
+                moved, silent_s = self.ticket.moved_bytes, 0.0
+            elif silent_s > self.stall_s:
                 self.ticket.fail(self._stalled())
         self.ticket.check()
         return self.outcome
@@ -254,9 +260,11 @@ class Fetch:
     def _choose(self, one: Following) -> I64:
         """Chunks to take from it now: those it has that we want and that no earlier one will give."""
         wanted = one.has & ~self._holding.have & ~self._flying
-        if any(other.holds_back for other in self._following if other.rank < one.rank):
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(wanted)[: one.step_chunks]
+        found: I64 = np.flatnonzero(wanted)[: one.step_chunks]
+        earlier = [other for other in self._following if other.rank < one.rank and other.holds_back]
+        if not len(found) or all(one.is_much_faster_than(other) for other in earlier):
+            return found
+        return found[-1:] if one.should_probe() else found[:0]
 
     # -- what steps ask and report
 
@@ -295,7 +303,7 @@ class Fetch:
             self.outcome.took(path, nbytes)
             self.ticket.moved_bytes += nbytes
             if giver is not None:
-                self.outcome.why[path] = giver.why
+                self.outcome.why[path] = giver.why or NEAREST
             holding.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
             holding.path, holding.why = self.outcome.shares(), self.outcome.reasons()
         if holding.is_whole:

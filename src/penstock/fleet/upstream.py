@@ -14,7 +14,7 @@ import numpy as np
 from penstock.engine.ticket import Ticket
 from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.fleet.holding import Holding
-from penstock.fleet.messages import HoldingMap, Upstream
+from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import Descriptor
@@ -32,6 +32,11 @@ CAPPED_STEP_S = 0.1
 """What one read takes of a capped upstream's time: its bytes come evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
 """An upstream's pace is compared with the floor once it was read for this long: the first reads set up links."""
+PROBE_S = 1.0
+"""A later upstream is asked for one chunk this often, to know what it could give."""
+MUCH_FASTER = 4.0
+"""A later upstream is taken from beside an earlier one once it gives so many times as much: well above what the two can
+differ by where they share a link."""
 END_S = 0.5
 """How long an ending waits for threads that only talk: what they do after it concerns nobody."""
 
@@ -76,7 +81,8 @@ class Following:
         self.path = self.why = ""
         self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
         self._read_s, self._read_until = 0.0, 0.0
-        self._alive_at = time.monotonic()
+        self._alive_at = self._probed_at = time.monotonic()
+        self._gives = _Pace(self._alive_at)
         self._closing = threading.Event()
         self._generation = -1
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
@@ -95,6 +101,24 @@ class Following:
         """Whether those after it should wait for what it has or will have."""
         return self.error is None and time.monotonic() - self._alive_at < PATIENCE_S
 
+    @property
+    def pace(self) -> float:
+        """Bytes per second while it is read; 0: not known yet."""
+        read = self.moved_bytes / self._read_s if self._read_s else 0.0
+        return min(read, self._cap) if self._cap else read
+
+    def is_much_faster_than(self, other: Following) -> bool:
+        """Whether waiting for an earlier one is a waste: it gives little, be its link slow or what it waits for."""
+        return self.pace > MUCH_FASTER * other._gives.value(time.monotonic())
+
+    def should_probe(self) -> bool:
+        """Whether it is time to ask it for a chunk out of turn."""
+        now = time.monotonic()
+        if now - self._probed_at < PROBE_S:
+            return False
+        self._probed_at = now
+        return True
+
     def reads(self, chunks: I64) -> list[_Read]:
         """What to post for these chunks, transport by transport. PlanError when nothing reaches a region."""
         found = []
@@ -106,6 +130,7 @@ class Following:
         """Note a read: its pace sets how much the next one takes."""
         self._alive_at = now = time.monotonic()
         self.moved_bytes += nbytes
+        self._gives.add(now, nbytes)
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
         if self._min_bytes_per_s and not self._cap and self._read_s > JUDGED_AFTER_S:
@@ -212,6 +237,20 @@ class Following:
         self._ticket.wake()
 
 
-def same_host(upstream: Upstream, host: str) -> bool:
-    """Whether an upstream is on this host."""
-    return upstream.host == host
+class _Pace:
+    """Bytes per second of the clock, over the last one to two `PROBE_S`."""
+
+    def __init__(self, now: float) -> None:
+        self._since, self._nbytes, self._before = now, 0, 0.0
+
+    def add(self, now: float, nbytes: int) -> None:
+        self._turn(now)
+        self._nbytes += nbytes
+
+    def value(self, now: float) -> float:
+        self._turn(now)
+        return max(self._before, self._nbytes / max(now - self._since, PROBE_S / 2))
+
+    def _turn(self, now: float) -> None:
+        if now - self._since >= PROBE_S:
+            self._before, self._since, self._nbytes = self._nbytes / (now - self._since), now, 0

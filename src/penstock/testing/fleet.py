@@ -27,6 +27,7 @@ from penstock.errors import PenstockError, SourceStalled
 if TYPE_CHECKING:
     from penstock.fleet.join import Fleet
     from penstock.testing.zygote import Forked, Zygote
+    from penstock.types import I64, U64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class Task:
     """`module.NAME` -> value for this process: shorter deadlines, smaller chunks."""
     storage_pause_s: float = 0.0
     """Time that each chunk of storage takes on top."""
+    digest_pause_s: float = 0.0
+    """Time that each digesting of chunks takes on top: a member that gets on slowly."""
     wait_s: float | None = None
     alone: bool = False
     """Load all of `fallback` by itself, in no fleet: what a fetch is compared with."""
@@ -159,7 +162,6 @@ def set_constants(constants: dict[str, float]) -> None:
 def slow_storage(pause_s: float) -> None:
     """Have every chunk of storage take this long, on top, in this process."""
     from penstock.fleet import join, part
-    from penstock.types import I64
 
     class SlowPart(part.StoragePart):
         def read(self, chunks: I64) -> Iterator[I64]:
@@ -171,6 +173,19 @@ def slow_storage(pause_s: float) -> None:
     vars(join)["StoragePart"] = SlowPart
 
 
+def slow_digests(pause_s: float) -> None:
+    """Have every digesting of chunks take this long, on top, in this process."""
+    from penstock.fleet import holding
+
+    digest = holding.Holding.digest
+
+    def slow(self: holding.Holding, chunks: I64) -> U64:
+        time.sleep(pause_s)
+        return digest(self, chunks)
+
+    vars(holding)["Holding"].digest = slow
+
+
 def _work(task: Task) -> None:
     import torch
 
@@ -180,6 +195,8 @@ def _work(task: Task) -> None:
     set_constants(task.constants)
     if task.storage_pause_s:
         slow_storage(task.storage_pause_s)
+    if task.digest_pause_s:
+        slow_digests(task.digest_pause_s)
     if task.is_held:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)

@@ -10,6 +10,7 @@ Not here: what workers do (`testing.fleet`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -30,15 +31,20 @@ IMPORTS = (
     "redis",
     "uvicorn",
     "uvicorn.protocols.http.auto",
+    "uvicorn.loops.asyncio",
     "uvicorn.loops.auto",
     "uvicorn.lifespan.on",
+    "anyio._backends._asyncio",
     "penstock",
+    "penstock.api",
     "penstock.fleet.hub",
     "penstock.fleet.join",
     "penstock.fleet.local",
     "penstock.fleet.metrics",
     "penstock.fleet.openapi",
     "penstock.fleet.store_redis",
+    "penstock.fleet.unix_http",
+    "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.shm",
     "penstock.testing.fleet",
@@ -172,6 +178,8 @@ def main() -> None:
     for name in IMPORTS:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collections in a child leave what it shares with the others alone
     with socket.socket(fileno=int(sys.argv[1])) as line:
         _serve(line)
 

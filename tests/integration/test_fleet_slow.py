@@ -1,0 +1,96 @@
+"""Members that are slow, silent, gone, or another's successor: what the others have of it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.conftest import Host, check
+
+import penstock as ps
+from penstock.errors import PermissionDenied
+from penstock.fleet.client import HubClient
+from penstock.fleet.messages import FlightRequest, HoldingState
+from penstock.fleet.peer import Peer
+
+SLOW = 256 << 10
+
+
+def test_a_member_that_gives_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
+    check(host.start(fallback=str(made)), truth)
+    slow = host.start(join={"max_bytes_per_s": SLOW})
+    check(slow, truth)
+    member = slow.said["joined"]["member"][:8]
+    reports = [check(worker, truth) for worker in [host.start() for _ in range(3)]]
+    for report in reports:
+        given = sum(nbytes for path, nbytes in report["paths"].items() if member in path)
+        assert given < report["nbytes"] / 2, report["paths"]
+
+
+def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
+    check(host.start(fallback=str(made)), truth)
+    slow = host.start({"penstock.fleet.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
+    slow.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    for worker in [host.start() for _ in range(3)]:
+        check(worker, truth)
+    assert "fetched" not in slow.said
+    assert any(one.state == "filling" for one in host.held())  # it is far from done still
+
+
+def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> None:
+    holder = host.start(
+        {"penstock.fleet.door.LEASE_TTL_S": 2.0},
+        fallback=str(made),
+        join={"max_readers": 1, "max_bytes_per_s": 1 << 20},
+    )
+    check(holder, truth)
+    reader = host.start()
+    reader.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    reader.kill()
+    late = check(host.start(join={"transports": ["shm"]}, wait_s=20.0), truth)
+    assert late["storage_bytes"] == 0
+    assert list(late["paths"]) == [f"shm <- {holder.said['joined']['member'][:8]}"]
+
+
+def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, made: Path, truth) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    keeps = host.start(fallback=str(made))  # and hosts the hub
+    check(keeps, truth)
+    first = host.start(join={"listen": listen, "transports": ["http"]})
+    check(first, truth)
+    with HubClient.connect(host.hub_url()) as hub, ps.join("m") as reader:
+        held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
+        state = held.holdings[0]
+        asked = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
+        dead = hub.flight(FlightRequest(member=reader.member.id, holding=asked, source=held.member)).upstreams[0]
+        first.kill()
+        first.process.wait()
+        second = host.start(fallback=str(made), join={"listen": listen, "transports": ["http"]})
+        check(second, truth)
+        peer = Peer(dead, member=reader.member.id, key=state.key, same_host=False, stall_s=5.0)
+        with peer, pytest.raises(PermissionDenied):
+            peer.lease()
+        weights: dict[str, torch.Tensor] = {}
+        report = reader.fetch(weights)
+        assert not any(held.member[:8] in path for path in report.nbytes_by_path)
+
+
+def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, truth) -> None:
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
+    check(holder, truth)
+    reader = host.start(environ={"PENSTOCK_STALL_S": "4"})
+    reader.say_until("joined")
+    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    reader.kill(signal.SIGSTOP)
+    check(host.start(), truth)
+    time.sleep(5)  # longer than its patience, which is for others: it did not wait for them
+    reader.kill(signal.SIGCONT)
+    check(reader, truth)
