@@ -38,7 +38,10 @@ class RedisServer:
         deadline = time.monotonic() + START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"redis-server did not start; see {self._directory / 'redis.log'}")
+                self.kill()
+                log = self._directory / "redis.log"
+                said = log.read_text()[-500:] if log.exists() else "nothing"
+                raise RuntimeError(f"redis-server did not start; it ended with {self._process.poll()}, saying {said}")
             time.sleep(0.01)
         return self
 

@@ -1,0 +1,217 @@
+"""Two hundred fleets, each of which loses a process at a random moment: nobody hangs, no wrong byte, storage read once.
+
+A drill is all that its seed says: who is lost, how (SIGKILL, or SIGSTOP: alive but silent), when, by which transport
+the bytes move, whether there is a manifest. `test_drills[17]` runs the ten of seeds 170 to 179.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.conftest import SMALL
+
+from penstock.errors import HubUnavailable, PenstockError
+from penstock.fleet.client import HubClient
+from penstock.fleet.local import find_hub
+from penstock.testing import redis_server
+from penstock.testing.fleet import Task, Worker, digests
+from penstock.testing.redis_server import RedisServer
+from penstock.testing.zygote import Forked, Zygote
+
+NUM_BATCHES, BATCH = 20, 10
+AT_ONCE = 4
+DONE_S = 60.0
+"""A drill takes two seconds, or some more where somebody falls silent: far below this."""
+HASTY = SMALL | {
+    "penstock.fleet.client.ATTEMPT_S": 1.0,
+    "penstock.fleet.local.BEAT_S": 0.25,
+    "penstock.fleet.local.TTL_S": 2.0,
+    "penstock.fleet.claims.CLAIM_STALL_S": 3.0,
+    "penstock.fleet.store_redis.ANSWER_S": 0.5,
+}
+STALL_S = "8.0"
+CAP = 8 << 20
+"""Of a whole holder, so that its weights of 8 MiB leave it in about a second."""
+ROLES = ("source", "receiver", "relay", "reader of storage", "host of the hub", "hub", "redis")
+
+
+class Drill:
+    """One fleet and its loss."""
+
+    def __init__(self, seed: int, zygote: Zygote, uris: tuple[str, str]) -> None:
+        self.seed, self.zygote = seed, zygote
+        self.rng, self.stack = random.Random(seed), ExitStack()
+        self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
+        self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        self.hub_url: str | None = None
+        self.hub: Forked | None = None
+        self.redis: RedisServer | None = None
+        self.role = ROLES[self.seed % len(ROLES)]
+        if self.role == "redis" and redis_server.missing():
+            self.role = "hub"
+        self.number = signal.SIGSTOP if self.rng.random() < 0.3 else signal.SIGKILL
+        self.transport = self.rng.choice(["shm", "http"])
+        self.fallback = self.rng.choice(uris)
+        self.is_cold = self.role == "reader of storage" or (self.role in ROLES[4:] and self.rng.random() < 0.5)
+        self.delay_s = self.rng.random() ** 2 * 1.2
+
+    def __str__(self) -> str:
+        start = "cold" if self.is_cold else "one whole holder"
+        verb = "stopped" if self.number == signal.SIGSTOP else "killed"
+        return f"seed {self.seed}: {start}, {self.transport}; {self.role} {verb} after {self.delay_s:.2f} s"
+
+    def start(self, *, fallback: bool = True, whole: bool = False) -> Worker:
+        join: dict[str, Any] = {"transports": [self.transport], "max_bytes_per_s": CAP if whole else 3 * CAP}
+        task = Task(
+            hub=self.hub_url,
+            fallback=self.fallback if fallback else None,
+            storage_pause_s=0.0 if whole else 0.03,
+            constants=HASTY,
+            join=join,
+            environ={"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S},
+        )
+        return self.stack.enter_context(Worker(task, self.zygote))
+
+    def start_hub(self) -> None:
+        """A hub's process, on a socket that is the same each time."""
+        values = {
+            "listen": f"unix://{self.directory}/hub.sock",
+            "fresh": self.hub is None,
+            "beat_s": 0.25,
+            "ttl_s": 2.0,
+            "redis": self.redis.url if self.redis is not None else None,
+            "constants": HASTY,
+        }
+        self.hub = self.zygote.fork("penstock.testing.fleet:hub", values)
+        self.stack.callback(end, self.hub)
+        assert b"ready" in self.hub.stdout.readline()
+        self.hub_url = str(values["listen"])
+
+    def run(self) -> None:
+        """Lose somebody; raises what went wrong."""
+        with self.stack:
+            if self.role == "redis":
+                (self.directory / "redis").mkdir()
+                self.redis = self.stack.enter_context(RedisServer(self.directory / "redis"))
+            if self.role in {"hub", "redis"}:
+                self.start_hub()
+            workers = self.begin()
+            time.sleep(self.delay_s)
+            self.judge(workers, self.lose(workers))
+
+    def begin(self) -> list[Worker]:
+        """The first hosts the hub where nobody else does; the last has no way to storage."""
+        first = self.start(whole=not self.is_cold)
+        first.say_until("joined" if self.is_cold else "fetched")
+        return [first, self.start(), self.start(), self.start(fallback=False)]
+
+    def lose(self, workers: list[Worker]) -> Worker | None:
+        if self.role == "hub":
+            assert self.hub is not None
+            self.hub.send_signal(self.number)
+            time.sleep(self.rng.random())
+            if self.number == signal.SIGSTOP:
+                self.hub.send_signal(signal.SIGCONT)
+            else:
+                self.hub.wait()
+                self.start_hub()
+            return None
+        if self.role == "redis":
+            assert self.redis is not None
+            stopped = self.number == signal.SIGSTOP
+            self.redis.pause() if stopped else self.redis.kill()
+            time.sleep(self.rng.random())
+            self.redis.resume() if stopped else self.redis.start()
+            return None
+        if self.role in {"source", "host of the hub"}:
+            lost = workers[0]
+        elif self.role == "relay":
+            lost = self.relay(workers) or workers[2]
+        else:
+            lost = workers[self.rng.choice([1, 2])]
+        lost.kill(self.number)
+        return lost
+
+    def relay(self, workers: list[Worker]) -> Worker | None:
+        """A receiver that another one reads from now."""
+        url = find_hub(self.directory)
+        if url is None:
+            return None
+        with HubClient.connect(url, timeout_s=2.0) as hub, contextlib.suppress(HubUnavailable):
+            held = [one for member in hub.status().members for one in member.holdings]
+            parents = {one.parent for one in held if one.state == "filling"}
+            for worker in workers[1:3]:
+                with contextlib.suppress(PenstockError):
+                    if worker.say_until("joined", timeout_s=0.2)["member"] in parents:
+                        return worker
+        return None
+
+    def judge(self, workers: list[Worker], lost: Worker | None) -> None:
+        deadline = time.monotonic() + DONE_S
+        read = nbytes = 0
+        for worker in workers:
+            if worker is not lost:
+                nbytes, storage_bytes = self.check(worker, deadline)
+                read += storage_bytes if worker is not workers[0] or self.is_cold else 0
+        # What the lost one read or claimed others may read again; nothing else twice.
+        assert read <= nbytes, f"survivors read {read} of {nbytes} bytes"
+        if lost is not None and self.number == signal.SIGSTOP:
+            lost.kill(signal.SIGCONT)
+            self.check(lost, deadline)  # it was only silent: it goes on where it was
+
+    def check(self, worker: Worker, deadline: float) -> tuple[int, int]:
+        """It has the very bytes; how many, and how many of storage."""
+        report = worker.say_until("fetched", timeout_s=deadline - time.monotonic())
+        got = worker.say_until("digests", timeout_s=deadline - time.monotonic())["digests"]
+        assert got == _wanted[self.fallback], "wrong bytes"
+        assert sum(report["paths"].values()) == report["nbytes"], report["paths"]
+        return report["nbytes"], report["storage_bytes"]
+
+
+def end(process: Forked) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was killed, and waited for
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+_wanted: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def places(made: Path, sealed: Path, truth) -> tuple[str, str]:
+    """The weights, and the same with a manifest."""
+    _wanted.update({str(made): digests(truth), str(sealed): digests(truth)})
+    return str(made), str(sealed)
+
+
+def drill(seed: int, zygote: Zygote, places: tuple[str, str]) -> tuple[str, str, float]:
+    """What it was, what went wrong, how long it took."""
+    one, begun, verdict = Drill(seed, zygote, places), time.monotonic(), ""
+    try:
+        one.run()
+    except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
+        verdict = f"{type(error).__name__}: {error}"
+    return str(one), verdict, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_drills(batch: int, zygote: Zygote, places: tuple[str, str]) -> None:
+    seeds = range(batch * BATCH, (batch + 1) * BATCH)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(lambda seed: drill(seed, zygote, places), seeds))
+    for name, verdict, seconds in found:
+        print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
+    assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]
