@@ -41,6 +41,7 @@ IDLE_S = 30.0
 """A connection without a request for this long is closed."""
 LEASE_TTL_S = 15.0
 """A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
+WILDCARD = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 CheckGrant = Callable[[LeaseRequest], None]
@@ -84,23 +85,28 @@ class Door:
         self._lock = threading.Lock()
         self._servers: list[socketserver.BaseServer] = []
         self.addresses: list[str] = []
-        handler = _handler(self, None)
         try:
-            self._start(_UnixServer(str(path), handler), f"unix://{path}")
+            self._start(_UnixServer(str(path), _handler(self, None)), f"unix://{path}")
             if listen is not None:
                 self._listen(listen, token)
-        except OSError as error:
+        except BaseException:
             self.close()
-            raise ConfigError(f"the door cannot be opened at {listen or path}: {error}") from error
+            raise
 
     def _listen(self, listen: str, token: str | None) -> None:
         host, _, port = listen.rpartition(":")
+        if host in WILDCARD:
+            message = f"a door at {listen} has no address that others can be told"
+            raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
         if host not in LOOPBACK and not token:
             message = f"a door at {listen} would be open to other hosts without a token"
             raise ConfigError(message, hint="give a token, or listen on 127.0.0.1")
         if not port.isdigit():
             raise ConfigError(f"{listen!r} is not host:port")
-        server = _TcpServer((host, int(port)), _handler(self, token))
+        try:
+            server = _TcpServer((host, int(port)), _handler(self, token))
+        except OSError as error:
+            raise ConfigError(f"the door cannot be opened at {listen}: {error}") from error
         self._start(server, f"http://{host}:{server.server_address[1]}")
 
     def _start(self, server: socketserver.BaseServer, address: str) -> None:

@@ -3,12 +3,13 @@
 In: the device of the memory, names allowed, where the peer is. Out: registrations, a choice with its reason.
 Not here: how a transport moves bytes (its own room), which peer (`plan.relay`, `fleet`).
 
-Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA or TCP), `http` (everywhere).
+Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA, device memory), `http` (everywhere).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -103,9 +104,14 @@ class Links:
                     raise PlanError(f"a descriptor offered as {name} is of {descriptor.transport}")
                 return self.transports[name], descriptor, "; ".join(why)
             if name not in ("loopback", "cuda_ipc" if on_host else "shm"):
-                side = "the peer does not offer it" if name in ours else self.refused.get(name, "not here")
-                why.append(f"{name}: {side}")
+                why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
+
+    def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
+        """Which side lacks a transport, and why."""
+        if name in ours:
+            return "the peer does not offer it"
+        return "it does not reach our memory" if name in self.transports else self.refused.get(name, "not opened here")
 
     def sweep(self) -> None:
         """Let go of memory of peers that are gone. A read does so too; call it while nothing is read."""
@@ -148,9 +154,23 @@ def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, 
         "shm": _shm,
         "http": lambda: _http(listen, token),
     }
-    if listen is not None or "nixl" in (only or ()):
+    if "nixl" in (only or ()) or (listen is not None and _suits_nixl()):
         makers["nixl"] = _nixl
-    return Links({name: make for name, make in makers.items() if only is None or name in only})
+    links = Links({name: make for name, make in makers.items() if only is None or name in only})
+    for name in NAMES:
+        if name not in links.transports:
+            excluded = only is not None and name not in only
+            links.refused.setdefault(name, "not among the transports allowed" if excluded else "it needs listen=")
+    return links
+
+
+def _suits_nixl() -> bool:
+    """Whether it has what to be better by than `http`: RDMA, or device memory, which `http` cannot reach.
+
+    Over TCP it is no faster, protects no memory from who has a descriptor, and a holder that was stopped until its
+    readers gave up is aborted by UCX when it goes on. Source: docs/design/002-transport.md.
+    """
+    return any(Path("/sys/class/infiniband").glob("*")) or Path("/proc/driver/nvidia").exists()
 
 
 def _cuda_ipc() -> Transport:

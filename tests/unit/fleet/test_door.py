@@ -136,7 +136,9 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Ho
 
 def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without a token"):
-        Door(tmp_path / "door.sock", allow, listen="0.0.0.0:0")
+        Door(tmp_path / "one.sock", allow, listen="10.0.0.7:0")
+    with pytest.raises(ConfigError, match="no address"):
+        Door(tmp_path / "two.sock", allow, listen="0.0.0.0:0", token="t")
 
 
 def test_over_tcp_the_token_is_asked_for(tmp_path: Path, holding: Holding) -> None:
