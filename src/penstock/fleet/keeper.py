@@ -118,7 +118,7 @@ class Keeper:
         holding = next(one for one in self.member.holdings if one.key == report.key)
         holding.kept = True
         self._kept[holding.key] = holding, nbytes
-        self.member.beat_now()
+        self.member.tell()
         return report
 
     def models(self) -> list[Kept]:
@@ -169,7 +169,7 @@ class Keeper:
             message = f"{attached} engines and {left - attached} readers still use {holding.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
         self.member.hide(holding, 0.0)
-        self.member.beat_now()
+        self.member.tell()
         del self._kept[key]
 
     def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:

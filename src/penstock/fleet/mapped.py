@@ -6,6 +6,8 @@ Not here: finding a keeper, its lease (`attach`); mapping one region (`transport
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,7 +99,14 @@ def _bytes_of(region: Region) -> torch.Tensor:
     if region.device == "cpu":
         whole = torch.frombuffer(region.owner, dtype=torch.uint8)
         return whole[region.offset : region.offset + region.nbytes]
+    # Kernels that use it may be queued still when the last tensor goes; unmapping waits for nobody.
+    weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
     return torch.as_tensor(region.owner, device=region.device)
+
+
+def _settle(pid: int, device: str) -> None:
+    if pid == os.getpid():  # a forked child has no device
+        torch.cuda.synchronize(device)
 
 
 def verify_mapped(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leaves: U64) -> None:

@@ -165,6 +165,11 @@ class Member:
         """Tell the hub what changed without waiting for the next beat."""
         self._beat_now.set()
 
+    def tell(self) -> None:
+        """Tell the hub what changed, and return once it knows; where it is away, the next beat tells it."""
+        with contextlib.suppress(PenstockError):
+            self._told(lambda: self._hub.beat(self.id, self._state()))
+
     def _beat(self) -> None:
         while not self._closing.is_set():
             self._beat_now.wait(self.welcome.beat_s)

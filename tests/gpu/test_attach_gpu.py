@@ -1,0 +1,87 @@
+"""Engines on kept device memory: mapped, not copied, compared on the device; what is left when the keeper goes."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
+
+pytestmark = pytest.mark.gpu
+
+NBYTES = 300_000_000
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    yield
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("kept") / "llama"
+    write_llama(directory, total_bytes=NBYTES)
+    return directory
+
+
+@pytest.mark.parametrize("segments", ["False", "True"])
+def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
+    with KeeperProcess([str(llama), "--device", "cuda:0"], environ=environ, timeout_s=120) as keeper:
+        attached = ps.attach("llama", device="cuda:0")
+        assert attached.report.verified
+        assert attached.report.path.startswith("cuda_ipc, mapped: ")
+        assert torch.cuda.memory_allocated() - allocated < NBYTES // 10
+        wanted = by_safetensors(llama)
+        assert_same(attached, wanted, device="cuda:0")
+        head = torch.nn.Linear(*wanted["lm_head.weight"].shape[::-1], bias=False, device="meta", dtype=torch.bfloat16)
+        holder = torch.nn.Module()
+        holder.lm_head = head
+        attached.attach_into(holder, strict=False)
+        assert head.weight.data_ptr() == attached["lm_head.weight"].data_ptr()
+        x = torch.randn(4, head.in_features, device="cuda:0", dtype=torch.bfloat16)
+        torch.testing.assert_close(head(x), x @ wanted["lm_head.weight"].to("cuda:0").T)
+        with pytest.raises(ps.NotFound):
+            ps.attach("llama", device="cpu", wait_s=0.0)
+        keeper.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while attached.standing != "draining":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert keeper.process.poll() is None
+        del head, holder, x
+        attached.close()
+        del attached
+        assert keeper.process.wait(timeout=30) == 0
+
+
+def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
+    with KeeperProcess([str(llama), "--device", "cuda:0"], timeout_s=120):
+        for _ in range(3):
+            with ps.attach("llama") as attached:
+                assert_same(attached, by_safetensors(llama), device="cuda:0")
+            del attached
+            gc.collect()
+
+
+@pytest.mark.gpus(2)
+def test_another_device_is_refused(llama) -> None:
+    with KeeperProcess([str(llama), "--device", "cuda:1"], timeout_s=120):
+        with pytest.raises(ps.ConfigError, match="kept on cuda:1"):
+            ps.attach("llama", device="cuda:0", wait_s=0.0)
+        assert str(next(iter(ps.attach("llama").values())).device) == "cuda:1"
