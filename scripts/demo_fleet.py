@@ -178,7 +178,7 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
     for outcome in outcomes:
         for fetched in outcome.fetched:
             for path, why in fetched["why"].items():
-                found[f"{path.partition(' ')[0]}, because {why or 'it is the nearest there is'}"] = None
+                found[f"{path.partition(' ')[0]}, because {why}"] = None
     return list(found)
 
 

@@ -64,11 +64,11 @@ def test_every_path_and_its_reason(runtime, tmp_path: Path) -> None:
         for fleet, path in ((first, to_storage), (second, to_peer)):
             (holding,) = rows[fleet.member.id]["holdings"]
             assert holding["path"] == f"100% {path}"
-            assert holding["why"]
+            assert holding["why"].startswith(f"{path.partition(' ')[0]}: ")
         table = said("status", "m")
         assert to_peer in table
         assert first.member.id[:8] in table
 
         lines = said("why", "m")
-        assert f"its bytes came by: 100% {to_peer} (because " in lines
+        assert f"its bytes came by: 100% {to_peer} (http: " in lines
         assert "the identities differ: dtype: '' is not 'other'" in lines or "dtype: 'other' is not ''" in lines

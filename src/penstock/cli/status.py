@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.fleet.messages import HoldingState, MemberStatus, Status
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
-_HEADER = ["member", "host", "model", "key", "state", "chunks", "bytes", "readers", "rate", "from", "silent"]
+_HEADER = ["member", "host", "model", "key", "state", "chunks", "bytes", "readers", "rate", "from", "why", "silent"]
 
 
 def status(
@@ -68,7 +68,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding), silent])
-    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", silent]]
+    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", "", silent]]
 
 
 def _cells(holding: HoldingState) -> list[object]:
@@ -84,6 +84,7 @@ def _cells(holding: HoldingState) -> list[object]:
         readers,
         f"{holding.gb_per_s:.2f} GB/s" if holding.gb_per_s else "",
         holding.path,
+        holding.why,
     ]
 
 

@@ -109,7 +109,7 @@ def _between_keys(views: Mapping[str, View]) -> Iterator[str]:
 def _came(held: Held) -> str:
     """By which path its bytes came, and why by that."""
     holding = held.holding
-    why = f" (because {holding.why})" if holding.path and holding.why else ""
+    why = f" ({holding.why})" if holding.why else ""
     return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
 
 

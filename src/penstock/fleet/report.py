@@ -33,7 +33,7 @@ class FetchReport:
     nbytes_by_path: Mapping[str, int]
     """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
     why: Mapping[str, str]
-    """Path -> why by that one: why no nearer transport, why storage; "" for the nearest."""
+    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
     faults: tuple[str, ...]
     """Sources that failed on the way, and how."""
     verified: bool
@@ -49,8 +49,7 @@ class FetchReport:
         """A few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
-            f"{nbytes / GB:.2f} GB by {path}" + (f" (because {self.why[path]})" if self.why.get(path) else "")
-            for path, nbytes in self.nbytes_by_path.items()
+            f"{nbytes / GB:.2f} GB by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
         ]
         lines = [
             f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s "

@@ -160,7 +160,8 @@ def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, 
     for name in NAMES:
         if name not in links.transports:
             excluded = only is not None and name not in only
-            links.refused.setdefault(name, "not among the transports allowed" if excluded else "it needs listen=")
+            needs = "it needs listen=" if listen is None else "neither RDMA nor a GPU here"
+            links.refused.setdefault(name, "not among the transports allowed" if excluded else needs)
     return links
 
 
