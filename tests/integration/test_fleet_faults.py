@@ -92,8 +92,7 @@ class Drill:
             "redis": self.redis.url if self.redis is not None else None,
             "constants": HASTY,
         }
-        self.hub = self.zygote.fork("penstock.testing.fleet:hub", values)
-        self.stack.callback(end, self.hub)
+        self.hub = self.stack.enter_context(self.zygote.fork("penstock.testing.fleet:hub", values))
         assert b"ready" in self.hub.stdout.readline()
         self.hub_url = str(values["listen"])
 
@@ -176,15 +175,6 @@ class Drill:
         assert got == _wanted[self.fallback], "wrong bytes"
         assert sum(report["paths"].values()) == report["nbytes"], report["paths"]
         return report["nbytes"], report["storage_bytes"]
-
-
-def end(process: Forked) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was killed, and waited for
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
 
 
 _wanted: dict[str, str] = {}

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import SMALL, Host, check
 
 import penstock as ps
 from penstock.errors import PermissionDenied
 from penstock.fleet.client import HubClient
 from penstock.fleet.messages import FlightRequest, HoldingState
 from penstock.fleet.peer import Peer
+from penstock.testing.zygote import Zygote
 
 SLOW = 256 << 10
 
@@ -46,7 +47,7 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
     holder = host.start(
         {"penstock.fleet.door.LEASE_TTL_S": 2.0},
         fallback=str(made),
-        join={"max_readers": 1, "max_bytes_per_s": 1 << 20},
+        join={"max_readers": 1, "max_bytes_per_s": 4 << 20},
     )
     check(holder, truth)
     reader = host.start()
@@ -94,3 +95,21 @@ def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, tr
     time.sleep(5)  # longer than its patience, which is for others: it did not wait for them
     reader.kill(signal.SIGCONT)
     check(reader, truth)
+
+
+def test_a_hub_that_is_gone_for_good_leaves_storage(host: Host, zygote: Zygote, made: Path, truth) -> None:
+    listen = f"unix://{host.directory}/outside.sock"
+    values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL}
+    stall = {"PENSTOCK_STALL_S": "3"}
+    with zygote.fork("penstock.testing.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
+        assert b"ready" in hub.stdout.readline()
+        workers = [host.start(hub=listen, fallback=str(made), storage_pause_s=0.3, environ=stall) for _ in range(2)]
+        for worker in workers:
+            worker.say_until("joined")
+        while not any(one.have for member in asked.status().members for one in member.holdings):
+            time.sleep(0.01)
+        hub.send_signal(signal.SIGKILL)
+        for worker in workers:
+            check(worker, truth)
+    faults = [fault for worker in workers for fault in worker.said["fetched"]["faults"]]
+    assert any("storage is read without a claim" in fault for fault in faults), faults

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.engine.executors import Executor
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
-from penstock.errors import IntegrityError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.errors import HubUnavailable, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
 from penstock.fleet.holding import Holding
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Upstream
@@ -34,6 +34,8 @@ READS_AT_ONCE = 4
 READS_OF_ONE = 2
 TURN_S = 0.05
 """Longest pause between looks at what can be assigned; news end it, and so does a capped upstream's next turn."""
+ALONE_CHUNKS = 16
+"""Chunks read at once without a claim, while the hub is away: 256 MiB, so that the hub is soon asked again."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
@@ -99,6 +101,8 @@ class Fetch:
         self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_says = "not asked yet"
+        self._silent_s = 0.0
+        self._is_hub_away = self._is_alone = False
         self._threads: list[threading.Thread] = []
 
     def run(self) -> Outcome:
@@ -114,7 +118,7 @@ class Fetch:
         self._start(self._ask_for_upstreams, "penstock-flight")
         if self._storage is not None:
             self._start(self._ask_for_claims, "penstock-claims")
-        moved, silent_s, looked = -1, 0.0, time.monotonic()
+        moved, looked = -1, time.monotonic()
         while not self.ticket.done:
             pause_s = self._assign()
             with self.ticket.changed:
@@ -122,10 +126,10 @@ class Fetch:
                     self.ticket.changed.wait(pause_s)
             before, looked = looked, time.monotonic()
             # A process that was stopped itself, or did not get the processor, has not waited for anybody meanwhile.
-            silent_s += min(looked - before, 10 * TURN_S)
+            self._silent_s += min(looked - before, 10 * TURN_S)
             if self.ticket.moved_bytes != moved or self.ticket.is_busy():
-                moved, silent_s = self.ticket.moved_bytes, 0.0
-            elif silent_s > self.stall_s:
+                moved, self._silent_s = self.ticket.moved_bytes, 0.0
+            elif self._silent_s > self.stall_s:
                 self.ticket.fail(self._stalled())
         self.ticket.check()
         return self.outcome
@@ -155,9 +159,11 @@ class Fetch:
             try:
                 reply = self._member.flight(self._holding, can_read_storage=self._storage is not None)
                 wait_s = reply.ask_again_s
+                self._is_hub_away = self._is_alone = False
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_says = error.message  # known upstreams stay in use
+                self._is_hub_away = isinstance(error, HubUnavailable)
             self._ask_now.wait(wait_s)
 
     def _follow(self, upstreams: Sequence[Upstream]) -> None:
@@ -199,13 +205,27 @@ class Fetch:
         while not (self._closing.is_set() or self._holding.is_whole or self._is_storage_out):
             wait_s = 0.5
             try:
-                reply = self._member.claim(self._holding)
-                wait_s, self._hub_says = reply.ask_again_s, reply.why
-                if reply.ranges:
-                    wait_s = 0.0 if self._read_claim(reply.ranges) else TURN_S
+                if self._should_go_alone():
+                    ranges, wait_s = to_ranges(self._next_missing()), TURN_S
+                else:
+                    reply = self._member.claim(self._holding)
+                    ranges, wait_s, self._hub_says = reply.ranges, reply.ask_again_s, reply.why
+                if ranges:
+                    wait_s = 0.0 if self._read_claim(ranges) else TURN_S
             except PenstockError as error:
                 self._hub_says = error.message
             self._closing.wait(wait_s)
+
+    def _should_go_alone(self) -> bool:
+        """Whether the hub is away for so long that storage is read without its word, rather than nothing at all."""
+        if self._is_hub_away and not self._is_alone and self._silent_s > self.stall_s / 2:
+            self._is_alone = True
+            self.outcome.faults.append(f"hub: {self._hub_says}; storage is read without a claim")
+        return self._is_alone
+
+    def _next_missing(self) -> I64:
+        with self._lock:
+            return np.flatnonzero(~self._holding.have & ~self._flying)[:ALONE_CHUNKS]
 
     def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
         """Have claimed chunks read; returns once they are, so that the next claim is read while these are verified.

@@ -22,7 +22,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, PenstockError
-from penstock.fleet.client import HubClient
+from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.discover import Discovery, Target
 from penstock.fleet.fetch import Fetch
 from penstock.fleet.holding import Holding
@@ -230,7 +230,8 @@ def join(
         device_capability=device_capability,
     )
     member = Member(
-        HubClient.connect(hub, token=token),
+        # A question must be given up well before a fetch gives up for want of an answer.
+        HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         token=token,
         rack=rack,
         listen=listen,

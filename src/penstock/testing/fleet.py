@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +64,25 @@ class Worker:
     Args:
         task: what it does.
         zygote: forks it; None: a process that imports everything itself.
+        prefix: words before its command, of one that is not forked.
     """
 
-    def __init__(self, task: Task, zygote: Zygote | None = None) -> None:
+    def __init__(self, task: Task, zygote: Zygote | None = None, *, prefix: Sequence[str] = ()) -> None:
         self.task = task
         self.process: subprocess.Popen[bytes] | Forked
         if zygote is not None:
             self.process = zygote.fork("penstock.testing.fleet:work", asdict(task), task.environ)
         else:
             changed = ["env", *(f"{name}={value}" for name, value in task.environ.items())]
-            command = [*changed, sys.executable, "-u", "-m", "penstock.testing.fleet", json.dumps(asdict(task))]
+            command = [
+                *prefix,
+                *changed,
+                sys.executable,
+                "-u",
+                "-m",
+                "penstock.testing.fleet",
+                json.dumps(asdict(task)),
+            ]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )

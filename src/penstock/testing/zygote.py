@@ -54,7 +54,7 @@ _START_S = 60.0
 
 
 class Forked:
-    """One forked process. `stdin` and `stdout` are its own."""
+    """One forked process. `stdin` and `stdout` are its own. A context manager: leaving it kills the process."""
 
     def __init__(self, zygote: Zygote, pid: int, stdin: int, stdout: int) -> None:
         self.pid, self._zygote, self._code = pid, zygote, -1
@@ -85,6 +85,18 @@ class Forked:
             os.close(self._pidfd)
             self._pidfd = None
         return self._code
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.send_signal(signal.SIGCONT)
+            self.send_signal(signal.SIGKILL)
+        self.wait()
+        for pipe in (self.stdin, self.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 class Zygote:

@@ -1,0 +1,112 @@
+"""Two hosts and the link between them, which breaks in the middle of a transfer: members in namespaces, over `http`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.integration.conftest import SMALL, check
+
+from penstock.testing.fleet import Task, Worker
+
+TOKEN = "a-token-of-this-test"
+CUT_S = 4.0
+NEAR, FAR = "10.77.0.1", "10.77.0.2"
+
+
+def run(*words: str) -> bool:
+    return subprocess.run(words, capture_output=True, timeout=30).returncode == 0
+
+
+class Link:
+    """Two network namespaces on one link; processes there are in PID namespaces of their own, as on two hosts."""
+
+    def __init__(self) -> None:
+        self.names = {NEAR: f"penstock-{os.getpid()}-near", FAR: f"penstock-{os.getpid()}-far"}
+
+    def open(self) -> str:
+        """Why it cannot be; "" if it is."""
+        near, far = self.names.values()
+        words = [
+            ["ip", "netns", "add", near],
+            ["ip", "netns", "add", far],
+            ["ip", "link", "add", "pv0", "netns", near, "type", "veth", "peer", "name", "pv0", "netns", far],
+        ]
+        for address, name in self.names.items():
+            words += [
+                ["ip", "-n", name, "address", "add", f"{address}/24", "dev", "pv0"],
+                ["ip", "-n", name, "link", "set", "lo", "up"],
+                ["ip", "-n", name, "link", "set", "pv0", "up"],
+            ]
+        words.append([*self.on(FAR), "true"])
+        failed = next((" ".join(command) for command in words if not run(*command)), "")
+        return f"namespaces are not permitted: {failed}" if failed else ""
+
+    def on(self, address: str) -> list[str]:
+        """What to put before a command to run it on that host."""
+        return ["ip", "netns", "exec", self.names[address], "unshare", "--pid", "--fork", "--kill-child"]
+
+    def cut(self) -> None:
+        """Every packet is lost; where that cannot be had, the link is down."""
+        near = self.names[NEAR]
+        if not run("tc", "-n", near, "qdisc", "replace", "dev", "pv0", "root", "netem", "loss", "100%"):
+            assert run("ip", "-n", near, "link", "set", "pv0", "down")
+
+    def heal(self) -> None:
+        near = self.names[NEAR]
+        run("tc", "-n", near, "qdisc", "delete", "dev", "pv0", "root")
+        assert run("ip", "-n", near, "link", "set", "pv0", "up")
+
+    def close(self) -> None:
+        for name in self.names.values():
+            run("ip", "netns", "delete", name)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link()
+    try:
+        reason = link.open()
+        if reason:
+            pytest.skip(reason)
+        yield link
+    finally:
+        link.close()
+
+
+def test_a_partition_in_the_middle_of_a_transfer(link: Link, made: Path, truth, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    hub = [sys.executable, "-m", "penstock.cli.main", "hub", "--listen", f"{NEAR}:7070", "--token-file", str(token)]
+
+    def start(stack: ExitStack, address: str, **task: object) -> Worker:
+        join = {"token": TOKEN, "listen": f"{address}:0", **task.pop("join", {})}  # type: ignore[dict-item]
+        environ = {"PENSTOCK_STALL_S": "15"}
+        wanted = Task(hub=f"http://{NEAR}:7070", join=join, environ=environ, constants=SMALL, **task)
+        return stack.enter_context(Worker(wanted, prefix=link.on(address)))
+
+    with ExitStack() as stack:
+        process = subprocess.Popen([*link.on(NEAR), *hub], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        holder = start(stack, NEAR, fallback=str(made), join={"max_bytes_per_s": 2 << 20})
+        check(holder, truth)
+        near = start(stack, NEAR)
+        far, farther = start(stack, FAR), start(stack, FAR, fallback=str(made))
+        far.say_until("joined")
+        farther.say_until("joined")
+        time.sleep(1.0)
+        link.cut()
+        time.sleep(CUT_S)
+        link.heal()
+        check(near, truth)
+        paths = check(far, truth)["paths"] | check(farther, truth)["paths"]
+        assert any(path == f"http <- {holder.said['joined']['member'][:8]}" for path in paths), paths
+        assert far.said["fetched"]["seconds"] > CUT_S  # it was under way
