@@ -175,6 +175,7 @@ class Directory:
             UnknownMember, PlanError: see `beat`.
         """
         holding = request.holding
+        check_holding(holding)  # whoever may ask for this model's identity is given grants for its key
         hello = self._known(request.member)[1].hello
         if holding.num_chunks:
             self._ask(request.member, holding, reads_storage=request.can_read_storage)

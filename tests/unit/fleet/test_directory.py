@@ -379,3 +379,14 @@ def test_status_says_all_of_each(bench, hub) -> None:
     assert (only.member, only.rack, only.age_s, only.silent_s) == ("w", "r7", 4.0, 1.0)
     assert [member.member for member in hub.status().members] == ["idle", "w"]
     assert hub.counts["hellos"] == 2
+
+
+@pytest.mark.parametrize("num_chunks", [0, 100])
+def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, num_chunks) -> None:
+    """A token for some models would open all."""
+    bench.join(hub, "holder", "reader")
+    bench.beat(hub, "holder", holding(WHOLE))
+    other = msgspec.structs.replace(IDENTITY, model="allowed")
+    asked = msgspec.structs.replace(holding(num_chunks=num_chunks), identity=other)
+    with pytest.raises(PlanError, match="key"):
+        hub.flight(FlightRequest(member="reader", holding=asked))
