@@ -236,20 +236,27 @@ class HubClient:
         last: Exception
         while True:
             left_s = max(0.05, deadline - time.monotonic())
+            attempt_s = min(left_s, ATTEMPT_S)
             url = self._line.reach()
+            http = self._client(url)
             try:
-                answer = self._client(url).request(
-                    method, path, content=content, timeout=min(left_s, ATTEMPT_S), headers=self._headers
-                )
+                answer = http.request(method, path, content=content, timeout=attempt_s, headers=self._headers)
                 self._line.reached()
                 if answer.status_code != 503:
                     return self._answered(answer, gives, url)
                 last = HubUnavailable(_fault(answer).error, uri=url)
             except httpx.HTTPError as error:
                 last = error
-                silent = isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
-                self._drop(url)
+                # At the end of the deadline there is no time left to tell a silent hub from a busy one.
+                had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
+                silent = had_time and isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
+                self._drop(http)
                 self._line.failed(url, silent=silent)
+            except RuntimeError as error:
+                if not http.is_closed:
+                    raise
+                last = error  # another thread's failure closed it
+                self._drop(http)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 raise HubUnavailable(
                     f"the hub did not answer within {self._timeout_s:g} s: {last or type(last).__name__}", uri=url
@@ -303,13 +310,12 @@ class HubClient:
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=30.0)
         return httpx.Client(base_url=url, verify=verify, limits=limits, trust_env=False)
 
-    def _drop(self, url: str) -> None:
+    def _drop(self, http: httpx.Client) -> None:
+        """Connect anew next time; a thread that failed by an earlier client does not close the one made since."""
         with self._lock:
-            http = self._http
-            if http is None or http[0] != url:
-                return
-            self._http = None
-        http[1].close()
+            if self._http is not None and self._http[1] is http:
+                self._http = None
+        http.close()
 
 
 def _fault(answer: httpx.Response) -> Fault:

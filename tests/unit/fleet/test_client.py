@@ -1,11 +1,13 @@
-"""Certificates of a hub's client come from the environment where a caller gives none."""
+"""A hub's client: certificates of the environment, connections that are gone, and what counts as silence."""
+
+import time
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, HubUnavailable
 from penstock.fleet.client import HubClient
 
-pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx")
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
@@ -16,3 +18,64 @@ def test_a_certificate_of_the_environment_is_used(name: str, monkeypatch, tmp_pa
         pytest.raises(ConfigError, match="certificate"),
     ):
         hub.status()
+
+
+class _Told:
+    """A line that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.silent: list[bool] = []
+
+    def reach(self) -> str:
+        return "http://127.0.0.1:1"
+
+    def reached(self) -> None: ...
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        self.silent.append(silent)
+
+    def close(self) -> None: ...
+
+
+def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(monkeypatch) -> None:
+    """Else the thread that beats would end by httpx' RuntimeError, and the member be forgotten."""
+    hub = HubClient(_Told(), timeout_s=0.3)
+    open_client = hub._open
+
+    def dropped(url: str) -> object:
+        client = open_client(url)
+        client.close()
+        return client
+
+    monkeypatch.setattr(hub, "_open", dropped)
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+
+
+def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch) -> None:
+    """It would be passed over, and lose what it knows."""
+    line = _Told()
+
+    def slow(request: object) -> None:
+        time.sleep(0.05)
+        kind = httpx.ConnectError if len(line.silent) < 2 else httpx.ReadTimeout
+        raise kind("", request=request)
+
+    hub = HubClient(line, timeout_s=0.2)
+    monkeypatch.setattr(hub, "_open", lambda url: httpx.Client(transport=httpx.MockTransport(slow), base_url=url))
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+    assert len(line.silent) > 2 and not any(line.silent)
+
+
+def test_a_hub_that_takes_a_question_and_never_answers_is_silent(monkeypatch) -> None:
+    line = _Told()
+
+    def mute(request: object) -> None:
+        raise httpx.ReadTimeout("", request=request)
+
+    hub = HubClient(line, timeout_s=0.2)
+    monkeypatch.setattr(hub, "_open", lambda url: httpx.Client(transport=httpx.MockTransport(mute), base_url=url))
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+    assert line.silent[0]
