@@ -127,15 +127,27 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
 
 
+_UCX = {
+    # What they say of failures, our errors say.
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "FATAL",
+    # Fewer and larger turns of the threads that serve TCP: 0.95 of a 10 Gb/s link instead of 0.5 to 0.9, and half the
+    # holder's processor time. Source: benchmarks/results/cpu2_202611/hosts.md.
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_TCP_SNDBUF": "8m",
+    "UCX_TCP_RCVBUF": "8m",
+}
+
+
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """For the time of starting NIXL: quiet logs, UCX's transports, and no RDMA modules where there is no RDMA device.
+    """For the time of starting NIXL: quiet logs, TCP in large pieces, UCX's transports, no RDMA modules without RDMA.
 
     Those modules, where Debian's ibverbs-providers are installed, crash the process when it exits. What the user has
     set stays as it is, except that `tls` wins.
     """
-    quiet = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # what they say of failures, our errors say
-    wanted = {name: os.environ.get(name, level) for name, level in quiet.items()}
+    wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
     if not any(Path("/sys/class/infiniband").glob("*")):
         wanted["UCX_MODULES"] = os.environ.get("UCX_MODULES", "^ib,rdmacm")
     if tls:
