@@ -11,13 +11,10 @@ import logging
 import os
 import random
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from penstock.engine.ticket import Ticket
 from penstock.errors import (
@@ -33,6 +30,7 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.door import Door
 from penstock.fleet.grants import GrantChecker
 from penstock.fleet.holding import Holding
+from penstock.fleet.home import Home
 from penstock.fleet.messages import (
     Beat,
     ClaimReply,
@@ -85,7 +83,7 @@ class Member:
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
     ) -> None:
-        self.id, self.host = secrets.token_hex(16), host_id()
+        self.id, self.host, self._pid = secrets.token_hex(16), host_id(), os.getpid()
         self._hub, self.token, self._stall_s, self._min_gb_per_s = hub, token, stall_s, min_gb_per_s
         self._holdings: dict[str, Holding] = {}
         self._lock = threading.Lock()
@@ -93,12 +91,12 @@ class Member:
         self._beat_now, self._closing = threading.Event(), threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # 0700
+        self._home = Home()
         try:
             beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
             self.links: Links = open_links(only=transports, listen=beside, token=token)
             self.door = Door(
-                self._directory / "door.sock",
+                self._home.path / "door.sock",
                 self._check_grant,
                 listen=listen,
                 token=token,
@@ -135,8 +133,11 @@ class Member:
         """Register it, let others read it, tell the hub at once."""
         holding.register(self.links)
         with self._lock:
+            before = self._holdings.get(holding.key)
             self._holdings[holding.key] = holding
         self.door.show(holding)
+        if before is not None and before is not holding:
+            before.close()  # the same weights in other memory
         self.beat_now()
 
     def hide(self, holding: Holding, drain_s: float) -> None:
@@ -145,7 +146,8 @@ class Member:
         self.beat_now()
         self.door.drain(holding.key, drain_s)
         with self._lock:
-            self._holdings.pop(holding.key, None)
+            if self._holdings.get(holding.key) is holding:
+                del self._holdings[holding.key]
         holding.close()
 
     @property
@@ -211,10 +213,11 @@ class Member:
         self._told(lambda: found.append(self._hub.flight(request)))
         return found[0]
 
-    def claim(self, holding: Holding) -> ClaimReply:
-        """What to read from storage. HubUnavailable when it is away."""
+    def claim(self, holding: Holding, *, ask: bool = True) -> ClaimReply:
+        """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""
         found: list[ClaimReply] = []
-        self._told(lambda: found.append(self._hub.claim(ClaimRequest(member=self.id, holding=holding.status()))))
+        request = ClaimRequest(member=self.id, holding=holding.status(), ask=ask)
+        self._told(lambda: found.append(self._hub.claim(request)))
         return found[0]
 
     def complain(self, of: str, key: str, error: PenstockError) -> None:
@@ -238,8 +241,11 @@ class Member:
     # -- the end
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Give no new leases, wait for readers at most `drain_s`, tell the hub, end. Idempotent."""
-        if self._closing.is_set():
+        """Give no new leases, wait for readers at most `drain_s`, tell the hub, end. Idempotent.
+
+        Does nothing in a forked child: the member is its parent.
+        """
+        if self._closing.is_set() or self._pid != os.getpid():
             return
         for holding in self.holdings:
             holding.become("draining")
@@ -260,7 +266,7 @@ class Member:
         if hasattr(self, "links"):
             self.links.close()
         self._hub.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._home.close()
 
     def __enter__(self) -> Member:
         return self
