@@ -180,7 +180,7 @@ class Discovery:
                     member=self._member.id,
                     key=held.key,
                     same_host=near,
-                    stall_s=self._settings.stall_s,
+                    stall_s=self._settings.stall_s / 4,  # others can say it, too
                     token=self._member.token,
                 ) as peer:
                     peer.lease()

@@ -164,7 +164,14 @@ class Fetch:
             except PenstockError as error:
                 self._hub_says = error.message  # known upstreams stay in use
                 self._is_hub_away = isinstance(error, HubUnavailable)
-            self._ask_now.wait(wait_s)
+            if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
+                self._ask_now.wait(wait_s * 3 / 4)
+
+    def _is_idle(self) -> bool:
+        """Whether nobody that is followed has anything for us now: then others are asked for sooner."""
+        with self._lock:
+            missing = ~self._holding.have
+            return not (self._flying.any() or any((one.has & missing).any() for one in self._following))
 
     def _follow(self, upstreams: Sequence[Upstream]) -> None:
         """Follow those the hub named, in its order; those it no longer names are left in use, last."""

@@ -51,6 +51,7 @@ try:
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.routing import Match, Route
 except ImportError as error:
     raise MissingExtra("the hub needs FastAPI", hint="pip install 'penstock[hub]'") from error
@@ -274,6 +275,8 @@ async def _body(request: Request) -> bytes:
                 parts.append(part)
     except TimeoutError as error:
         raise _Refused(408, f"the body took more than {BODY_S} s") from error
+    except ClientDisconnect as error:
+        raise _Refused(400, "the caller is gone") from error
     return b"".join(parts)
 
 

@@ -16,6 +16,7 @@ import torch
 from penstock.digest.leaf import LEAF_BYTES, headers_revision, name_order
 from penstock.errors import FormatError, PlanError
 from penstock.fleet.identity import layout_digest
+from penstock.fleet.messages import prepare
 from penstock.loader.tensor import dtype_of
 from penstock.plan.chunks import CHUNK_BYTES, ChunkTable, chunk_table
 from penstock.types import DType, Manifest, TensorTable, bits_to_bytes
@@ -55,6 +56,9 @@ class TableMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+
+prepare(TableMessage)
 
 
 def describe(line: Line) -> TableMessage:

@@ -249,3 +249,12 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""
     max_bytes_per_s: Count = 0
     """See `Lease`: the share now, which shrinks and grows with the number of readers."""
+
+
+def prepare(*kinds: type[msgspec.Struct]) -> None:
+    """Have msgspec look at these types now: it crashes where two threads decode a type that is new to it (0.21)."""
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
+
+
+prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))

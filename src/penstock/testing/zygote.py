@@ -10,6 +10,7 @@ Not here: what workers do (`testing.fleet`).
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -176,6 +177,7 @@ def _child(asked: dict[str, Any], stdin: int, stdout: int) -> NoReturn:
         os.close(stdout)
         os.environ.update(asked["environ"])
         random.seed()
+        faulthandler.enable()
         module, _, name = asked["function"].partition(":")
         code = getattr(importlib.import_module(module), name)(asked["argument"])
         sys.stdout.flush()
