@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.executors import Executor
+from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import HubUnavailable, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
@@ -73,6 +73,9 @@ class Outcome:
 class Fetch:
     """One running fetch. A context manager: leaving it ends every thread, and nothing writes to the holding after.
 
+    Attributes:
+        is_touched: whether a byte may have been written to the holding's memory, verified or not.
+
     Args:
         member: who fetches.
         holding: registered, filling.
@@ -85,7 +88,7 @@ class Fetch:
         self, member: Member, holding: Holding, *, storage: StoragePart | None, stall_s: float, trace: Trace
     ) -> None:
         self._member, self._holding, self._storage, self.stall_s = member, holding, storage, stall_s
-        self.outcome = Outcome()
+        self.outcome, self.is_touched = Outcome(), False
         self._flying = np.zeros(holding.line.chunks.num_chunks, bool)
         self._claimed = np.zeros(holding.line.chunks.num_chunks, bool)
         self._following: list[Following] = []
@@ -137,15 +140,15 @@ class Fetch:
     def _stalled(self) -> PenstockError:
         left = int((~self._holding.have).sum())
         tried = "; ".join(self.outcome.faults[-4:]) or "no member has them"
-        storage = "no fallback was given" if self._storage is None else f"storage: {self._hub_says}"
+        storage = "storage" if self._storage is not None else "no fallback was given; the hub"
         kind = SourceUnavailable if not self._following else SourceStalled
         return kind(
-            f"no progress for {self.stall_s} s with {left} chunks missing: {tried}; {storage}",
+            f"no progress for {self.stall_s} s with {left} chunks missing: {tried}; {storage}: {self._hub_says}",
             hint="see `penstock why` for what each holder lacks; give fallback= to read storage",
         )
 
     def _start(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -157,9 +160,12 @@ class Fetch:
             self._ask_now.clear()
             self._drop_failed()
             try:
-                reply = self._member.flight(self._holding, can_read_storage=self._storage is not None)
+                reads = self._storage is not None and not self._is_storage_out
+                reply = self._member.flight(self._holding, can_read_storage=reads)
                 wait_s = reply.ask_again_s
                 self._is_hub_away = self._is_alone = False
+                if self._storage is None:
+                    self._hub_says = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_says = error.message  # known upstreams stay in use
@@ -222,6 +228,12 @@ class Fetch:
             except PenstockError as error:
                 self._hub_says = error.message
             self._closing.wait(wait_s)
+        while self._is_storage_out and not self._closing.is_set():
+            try:
+                self._member.claim(self._holding, ask=False)  # others read what this one was given
+                return
+            except PenstockError:
+                self._closing.wait(0.5)
 
     def _should_go_alone(self) -> bool:
         """Whether the hub is away for so long that storage is read without its word, rather than nothing at all."""

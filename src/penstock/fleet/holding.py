@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.digest.leaf import leaf_digests
-from penstock.errors import IntegrityError
+from penstock.errors import FormatError, IntegrityError
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply, State
@@ -60,6 +60,37 @@ def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Plac
             regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
         row_region[row], row_offset[row] = at[base], address - base
     return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+
+
+def column(raw: bytes, kind: str) -> I64:
+    """Numbers that a peer sent, little endian. FormatError where the bytes are no whole number of them."""
+    if len(raw) % np.dtype(kind).itemsize:
+        raise FormatError(f"a column of {len(raw)} bytes")
+    return np.frombuffer(raw, kind).astype(np.int64)
+
+
+def located(line: Line, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
+    """Per row of the line a peer's region and the offset in it; both mean nothing for a row of no bytes.
+
+    Args:
+        line: ours.
+        where: what the peer says.
+        room: bytes of each of its regions.
+
+    Raises:
+        FormatError: a row lies outside, or it says another number of rows.
+    """
+    region, offset = column(where.row_region, "<i4"), column(where.row_offset, "<i8")
+    nbytes = line.table.nbytes
+    fits = len(region) == len(offset) == len(nbytes)
+    if fits and len(nbytes):
+        held = nbytes > 0
+        of, at = region[held], offset[held]
+        fits = bool(((of >= 0) & (of < len(room))).all())
+        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[held])).all())
+    if not fits:
+        raise FormatError("a peer's map does not fit the line")
+    return region, offset
 
 
 def device_id(device: torch.device) -> str:
@@ -112,6 +143,7 @@ class Holding:
         self._told_by: list[str] = []
         self._told: I64 = np.full(line.chunks.num_chunks, -1)
         self._handles: list[dict[str, Handle]] = []
+        self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
@@ -122,8 +154,16 @@ class Holding:
 
     def register(self, links: Links) -> None:
         """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
-        if not self._handles:
-            self._handles = [links.register(memory) for memory in self.place.regions]
+        if self._handles:
+            return
+        made: list[dict[str, Handle]] = []
+        try:
+            for memory in self.place.regions:
+                made.append(links.register(memory))
+        except BaseException:
+            _close(made)
+            raise
+        self._handles = made
 
     def handles(self, region: int) -> dict[str, Handle]:
         """Our registrations of a region, by transport."""
@@ -161,8 +201,10 @@ class Holding:
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor.
-            padding = ALIGN_BYTES - 1 if isinstance(self.place.regions[ours].owner, Arena) else 0
+            # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor, and
+            # where chunks are as small as that, another chunk.
+            is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
+            padding = ALIGN_BYTES - 1 if is_ours else 0
             found[theirs, ours] = segments.joined(padding_bytes=padding)
         return found
 
@@ -272,9 +314,7 @@ class Holding:
             self.generation += 1
             handles, self._handles, self.state = self._handles, [], "draining"
             self.changed.notify_all()
-        for one in handles:
-            for handle in one.values():
-                handle.close()
+        _close(handles)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
         """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
@@ -317,3 +357,9 @@ class Holding:
                 gb_per_s=self.gb_per_s,
                 kept=self.kept,
             )
+
+
+def _close(handles: Sequence[dict[str, Handle]]) -> None:
+    for one in handles:
+        for handle in one.values():
+            handle.close()

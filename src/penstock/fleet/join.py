@@ -94,10 +94,9 @@ class Fleet:
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
             phases.enter("move")
+            running = Fetch(self.member, holding, storage=storage, stall_s=self._settings.stall_s, trace=record)
             try:
-                with Fetch(
-                    self.member, holding, storage=storage, stall_s=self._settings.stall_s, trace=record
-                ) as running:
+                with running:
                     outcome = running.run()
                 phases.enter("commit")
                 if storage is not None:
@@ -105,7 +104,9 @@ class Fleet:
             except BaseException as error:
                 self.member.hide(holding, 0.0)
                 if isinstance(error, PenstockError) and made is None:
-                    error.mutated = error.mutated or bool(holding.have.any())
+                    # Storage writes before it hands chunks on.
+                    is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
+                    error.mutated = error.mutated or is_touched
                 raise
             holding.become("whole")
             self.member.beat_now()

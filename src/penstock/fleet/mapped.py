@@ -15,13 +15,13 @@ import torch
 
 from penstock.digest.leaf import revision as root_revision
 from penstock.errors import ConfigError, FormatError, IntegrityError
-from penstock.fleet.holding import Holding
+from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply
 from penstock.loader.tensor import as_tensors
 from penstock.transport.descriptor import decode
 from penstock.transport.region import Region, map_region
-from penstock.types import I64, U64
+from penstock.types import U64
 
 NEAREST = ("shm", "cuda_ipc")
 """Transports whose memory can be mapped."""
@@ -29,8 +29,7 @@ NEAREST = ("shm", "cuda_ipc")
 
 def leaves_in(line: Line, log: LogReply) -> U64:
     """The keeper's digests, in the order of the line. FormatError unless there is one for every leaf."""
-    chunks = np.frombuffer(log.chunks, "<u4").astype(np.int64)
-    given = np.frombuffer(log.leaves, "<u8").astype(np.uint64)
+    chunks, given = column(log.chunks, "<u4"), column(log.leaves, "<u8").view(np.uint64)
     count = line.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
@@ -53,27 +52,11 @@ def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
     return regions
 
 
-def _columns(line: Line, where: HoldingMap, regions: Sequence[Region]) -> tuple[I64, I64]:
-    """Each row's region and offset, checked to lie inside."""
-    region = np.frombuffer(where.row_region, "<i4").astype(np.int64)
-    offset = np.frombuffer(where.row_offset, "<i8").astype(np.int64)
-    nbytes = line.table.nbytes
-    fits = len(region) == len(offset) == len(nbytes)
-    if fits and len(nbytes):
-        room = np.array([one.nbytes for one in regions] + [0], np.int64)
-        held = nbytes > 0
-        fits = bool(((region[held] >= 0) & (region[held] < len(regions))).all())
-        fits = fits and bool(((offset >= 0) & (offset <= room[region] - nbytes))[held].all())
-    if not fits:
-        raise FormatError("a keeper's map does not fit its table")
-    return region, offset
-
-
 def tensors_in(
     line: Line, where: HoldingMap, regions: Sequence[Region]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
-    region_of, offset_of = _columns(line, where, regions)
+    region_of, offset_of = located(line, where, [one.nbytes for one in regions])
     table = line.table
     made: dict[int, torch.Tensor] = {}
     rows = [torch.empty(0, dtype=torch.uint8)] * len(table)

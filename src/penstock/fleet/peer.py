@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import threading
 from types import TracebackType
@@ -56,18 +57,23 @@ class Peer:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._lease: Lease | None = None
         self._ending, self._is_ending = threading.Lock(), False
-        self._connection = self._connect(same_host, stall_s)
+        self._same_host, self._stall_s = same_host, stall_s
+        self._connection: http.client.HTTPConnection | None = None
 
-    def _connect(self, same_host: bool, stall_s: float) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         for door in self.upstream.doors:
-            url = urlsplit(door)
-            if url.scheme == "unix" and same_host:
-                return _UnixConnection(url.path, stall_s)
-            if url.scheme == "http" and url.hostname:
-                return http.client.HTTPConnection(url.hostname, url.port, timeout=stall_s)
-            if url.scheme == "https" and url.hostname:
-                return http.client.HTTPSConnection(url.hostname, url.port, timeout=stall_s)
-        raise PeerLost(f"member {self.upstream.member} has no door to be reached from here: {self.upstream.doors}")
+            try:
+                url = urlsplit(door)
+                host, port = url.hostname, url.port
+            except ValueError:
+                continue  # it says what it likes
+            if url.scheme == "unix" and self._same_host and os.path.exists(url.path):  # containers share no /tmp
+                return _UnixConnection(url.path, self._stall_s)
+            if url.scheme == "http" and host:
+                return http.client.HTTPConnection(host, port, timeout=self._stall_s)
+            if url.scheme == "https" and host:
+                return http.client.HTTPSConnection(host, port, timeout=self._stall_s)
+        raise PeerLost(f"it has no door to be reached from here: {', '.join(self.upstream.doors)}", uri=self._uri())
 
     def lease(self, *, attach: bool = False) -> Lease:
         """The right to read; with `attach`, to use the memory itself, which a keeper keeps for as long.
@@ -109,6 +115,8 @@ class Peer:
         raise self._refusal(code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = self._connect()
         try:
             self._connection.request(verb, path, body, self._headers)
             response = self._connection.getresponse()
@@ -117,7 +125,7 @@ class Peer:
         except TimeoutError as error:
             self._connection.close()
             raise SourceStalled("its door does not answer", uri=self._uri()) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             self._connection.close()
             raise PeerLost(f"its door is gone: {error}", uri=self._uri()) from error
 
@@ -139,7 +147,7 @@ class Peer:
     def interrupt(self) -> None:
         """End a request under way in another thread; it raises PeerLost there. The goodbye of `close` is left alone."""
         with self._ending:
-            waiting = None if self._is_ending else self._connection.sock
+            waiting = None if self._is_ending or self._connection is None else self._connection.sock
             if waiting is not None:
                 with contextlib.suppress(OSError):  # it has just ended by itself
                     waiting.shutdown(socket.SHUT_RDWR)
@@ -148,21 +156,23 @@ class Peer:
         """Give the lease back, if the door still listens. Idempotent."""
         with self._ending:
             self._is_ending = True
-        self._connection.close()  # it may have been interrupted
-        lease, self._lease = self._lease, None
-        if lease is not None and not self._release(lease):
-            self._release(lease)  # the connection was of an interrupted request; else it expires there
-        self._connection.close()
+        connection, lease = self._connection, self._lease
+        self._lease = None
+        if connection is not None:
+            connection.close()  # it may have been interrupted
+            if lease is not None and not self._release(connection, lease):
+                self._release(connection, lease)  # it was of an interrupted request; else it expires there
+            connection.close()
 
-    def _release(self, lease: Lease) -> bool:
+    def _release(self, connection: http.client.HTTPConnection, lease: Lease) -> bool:
         """Whether there is no use in asking again."""
         try:
-            self._connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
-            self._connection.getresponse().read()
+            connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
+            connection.getresponse().read()
         except TimeoutError:
             return True
         except (OSError, http.client.HTTPException):
-            self._connection.close()
+            connection.close()
             return False
         return True
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.engine.executors import Pending
-from penstock.errors import PenstockError
+from penstock.errors import Cancelled, DestinationError, PenstockError
 from penstock.fleet.part import StoragePart
 from penstock.fleet.upstream import Following
 from penstock.types import I64, U64
@@ -37,9 +37,9 @@ class PeerStep:
         one, fetch, begun = self._one, self._fetch, time.monotonic()
         try:
             self._read()
-        except PenstockError as error:
-            if error.blame != "source":
-                raise
+        except (Cancelled, DestinationError):
+            raise
+        except PenstockError as error:  # also what keeps its memory from ours: others, or storage, may do
             one.fail(error)
             fetch.lost(self._chunks)
         else:
@@ -57,11 +57,14 @@ class PeerStep:
                 posted.append((transport, transport.post_read(into, descriptor, segments)))
         except PenstockError as error:
             failed = error
+            self._fetch.is_touched |= error.mutated
         for transport, pending in posted:
             try:
                 transport.wait(pending, stall_s=self._fetch.stall_s)
             except PenstockError as error:
                 failed = failed or error
+                self._fetch.is_touched |= error.mutated
+            self._fetch.is_touched |= pending.moved_bytes > 0
         if failed is not None:
             raise failed
 
@@ -88,6 +91,7 @@ class PartStep:
         fetch, left = self._fetch, set(self._chunks.tolist())
         try:
             for chunks in self._storage.read(self._chunks):
+                fetch.is_touched = True
                 left -= set(chunks.tolist())
                 fetch.got(chunks, None, f"storage {self._storage.uri}", None)
                 if fetch.ticket.done:

@@ -11,13 +11,14 @@ import time
 
 import numpy as np
 
+from penstock.engine.executors import guarded
 from penstock.engine.ticket import Ticket
 from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
-from penstock.fleet.holding import Holding
+from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
 from penstock.transport.choose import Links
-from penstock.transport.descriptor import Descriptor
+from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.protocol import Handle, Segments, Transport
 from penstock.types import GB, I64, U64
 
@@ -88,7 +89,7 @@ class Following:
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
-        self.thread = threading.Thread(target=self._follow, name="penstock-follow", daemon=True)
+        self.thread = threading.Thread(target=guarded, args=(ticket, self._follow), name="penstock-follow", daemon=True)
         self.thread.start()
 
     @property
@@ -120,7 +121,7 @@ class Following:
         return True
 
     def reads(self, chunks: I64) -> list[_Read]:
-        """What to post for these chunks, transport by transport. PlanError when nothing reaches a region."""
+        """What to post for these chunks, transport by transport."""
         found = []
         for pair, segments in self._holding.segments(chunks, self._row_region, self._row_offset).items():
             found.append((*self._transports[pair], segments))
@@ -176,21 +177,18 @@ class Following:
                 self.fail(error)
 
     def _connect(self, found: HoldingMap) -> None:
-        """Hold its map to our line, and choose a transport for each pair of regions."""
+        """Hold its map to our line, and choose a transport for each pair of regions.
+
+        Raises:
+            PlanError: it cuts the line another way, or no transport reaches it. FormatError: the map does not fit.
+        """
         chunks, ours = self._holding.line.chunks, self._holding.place
         same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
         if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
             raise PlanError(f"its chunks are cut another way: {same}")
-        region, offset = np.frombuffer(found.row_region, "<i4"), np.frombuffer(found.row_offset, "<i8")
-        rows = len(self._holding.rows)
-        if (
-            len(region) != rows
-            or len(offset) != rows
-            or (rows and not -1 <= region.min() <= region.max() < len(found.regions))
-        ):
-            raise FormatError("its map does not fit the line", uri=f"penstock:{self.upstream.member}")
-        self._row_region, self._row_offset = region.astype(np.int64), offset.astype(np.int64)
-        held = self._row_region >= 0
+        room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in found.regions]
+        self._row_region, self._row_offset = region, _ = located(self._holding.line, found, room)
+        held = ours.row_region >= 0
         for theirs, mine in sorted(set(zip(region[held].tolist(), ours.row_region[held].tolist(), strict=True))):
             handles = self._holding.handles(mine)
             transport, descriptor, why = self._links.choose(
@@ -207,9 +205,9 @@ class Following:
             self._cap = reply.max_bytes_per_s
             if reply.generation != self._generation:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
-            chunks = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
+            chunks = column(reply.chunks, "<u4")
             if len(chunks):
-                self._learn(chunks, np.frombuffer(reply.leaves, "<u8").astype(np.uint64))
+                self._learn(chunks, column(reply.leaves, "<u8").view(np.uint64))
             if reply.state == "whole" or len(chunks):
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
@@ -252,5 +250,6 @@ class _Pace:
         return max(self._before, self._nbytes / max(now - self._since, PROBE_S / 2))
 
     def _turn(self, now: float) -> None:
-        if now - self._since >= PROBE_S:
-            self._before, self._since, self._nbytes = self._nbytes / (now - self._since), now, 0
+        passed_s = now - self._since  # looked at once: another thread may turn it meanwhile
+        if passed_s >= PROBE_S:
+            self._before, self._since, self._nbytes = self._nbytes / passed_s, now, 0

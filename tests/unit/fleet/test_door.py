@@ -129,7 +129,7 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Ho
         silent.listen()
         gone.addresses = [f"unix://{tmp_path}/silent.sock"]
         reader = peer(gone, holding.key)
-        reader._connection.timeout = 0.2
+        reader._stall_s = 0.2
         with pytest.raises(SourceStalled):
             reader.lease()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.errors import IntegrityError
+from penstock.errors import ConfigError, IntegrityError
 from penstock.fleet.holding import Holding, place_of
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, line_of_tensors, tabulate
@@ -121,3 +121,41 @@ def test_the_canary_sings_while_the_bytes_are_those_verified() -> None:
     assert all(holding.canary(chance) is None for _ in range(10))
     holding.rows[0][5] ^= 1
     assert {holding.canary(chance) for _ in range(40)} == {None, 0}
+
+
+def test_no_chunk_is_written_over_where_chunks_are_as_small_as_gaps_between_tensors() -> None:
+    """The peer may not have it yet: what it would give there is not verified by anybody."""
+    nbytes = [1100, 1024]
+    arena = Arena.allocate(4096)
+    rows = [arena.bytes_at(at, n) for at, n in zip(arena.place(nbytes), nbytes, strict=True)]
+    table = tabulate(["a", "b"], [DType.U8] * 2, [(n,) for n in nbytes])
+    line = Line.of(table, leaf_bytes=1024, chunk_bytes=1024)
+    assert line.chunks.nbytes.tolist() == [1024, 76, 1024]
+    holding = Holding(Identity(model="m"), line, rows, arenas=[arena])
+    found = holding.segments(np.array([0, 2]), holding.place.row_region, holding.place.row_offset)[0, 0]
+    assert found.dst.tolist() == [0, 1536] and found.nbytes.tolist() == [1024, 1024]
+
+
+def test_where_one_region_cannot_be_registered_none_is() -> None:
+    """Registrations that nobody knows of would take the page's room until the process leaves."""
+    made: list[str] = []
+    closed: list[str] = []
+
+    class Made:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            made.append(name)
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    class TwoOnly:
+        def register(self, memory: object) -> dict[str, Made]:
+            if len(made) == 2:
+                raise ConfigError("the page is full")
+            return {"shm": Made(f"h{len(made)}")}
+
+    holding = make(3)
+    with pytest.raises(ConfigError):
+        holding.register(TwoOnly())
+    assert closed == made == ["h0", "h1"] and not holding.map().regions

@@ -1,0 +1,204 @@
+"""Members that cannot be reached, or say what cannot be: a fetch goes on without them and names them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.cli.manifest import manifest
+from penstock.errors import ConfigError, IntegrityError, PenstockError, SourceUnavailable
+from penstock.fleet import part
+from penstock.fleet.client import HubClient
+from penstock.fleet.holding import Holding
+from penstock.fleet.messages import Beat, Hello, HoldingMap, LogReply
+from penstock.storage.safetensors import write_file
+from penstock.transport.shm import ShmTransport
+from penstock.types import I64, MIB, DType
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "6")
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.fleet.claims.MIN_PIECE_BYTES", MIB)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.arange(i, i + 40000, dtype=torch.int32) for i in range(4)}
+
+
+def whole(fleet: ps.Fleet) -> Holding:
+    return fleet.member.holdings[0]
+
+
+@pytest.mark.parametrize("door", ["unix:///none", "http://[::1", "http://h:99999", "http://a..b:80"])
+def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_storage(
+    made: Path, truth, door: str
+) -> None:
+    with HubClient.connect(None) as hub:  # hosts it, so that nobody's going takes what it knows along
+        with ps.join("m") as first:
+            first.fetch({}, fallback=str(made))
+            held = whole(first).status()
+        hub.hello(Hello(member="aaaa", host="elsewhere", doors=(door,)))
+        hub.beat("aaaa", Beat(holdings=(held,)))
+        found: dict[str, torch.Tensor] = {}
+        with ps.join("m") as second:
+            report = second.fetch(found, fallback=str(made))
+    assert_same(found, truth)
+    assert report.storage_bytes == report.nbytes
+    assert any("aaaa" in fault and "door" in fault for fault in report.faults), report.faults
+
+
+Lie = Callable[[HoldingMap], HoldingMap]
+
+
+def _replaced(**changes: object) -> Lie:
+    return lambda found: msgspec.structs.replace(found, **changes)
+
+
+LIES: dict[str, Lie] = {
+    "a region that is not there": lambda m: _replaced(row_region=np.full(4, -1, "<i4").tobytes())(m),
+    "one past the end": lambda m: _replaced(row_region=np.full(4, 9, "<i4").tobytes())(m),
+    "past the region": lambda m: _replaced(row_offset=np.full(4, 1 << 40, "<i8").tobytes())(m),
+    "before it": lambda m: _replaced(row_offset=np.full(4, -8, "<i8").tobytes())(m),
+    "half a number": lambda m: _replaced(row_offset=b"123")(m),
+    "no regions": lambda m: _replaced(regions=())(m),
+    "regions of no transport": lambda m: _replaced(regions=({},) * len(m.regions))(m),
+    "no descriptor": lambda m: _replaced(regions=({"http": b"x", "shm": b"x"},) * len(m.regions))(m),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_map_that_cannot_be_is_the_peers_fault(lie: str) -> None:
+    with ps.join("m") as bad, ps.join("m") as good:
+        ours = weights()
+        bad.offer(ours)
+        holding = whole(bad)
+        honest = holding.map
+        vars(holding)["map"] = lambda: LIES[lie](honest())
+        good.offer({name: tensor.clone() for name, tensor in ours.items()})
+        found: dict[str, torch.Tensor] = {}
+        with ps.join("m") as reader:
+            report = reader.fetch(found)
+        assert_same(found, ours)
+        assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
+
+
+@pytest.mark.parametrize("change", [{"chunks": b"123"}, {"leaves": b"123"}, {"leaves": b""}])
+def test_a_log_that_cannot_be_is_the_peers_fault(change: dict[str, bytes]) -> None:
+    with ps.join("m") as bad, ps.join("m") as good:
+        ours = weights()
+        bad.offer(ours)
+        holding = whole(bad)
+        honest = holding.log_after
+
+        def lie(serial: int, wait_s: float) -> LogReply:
+            return msgspec.structs.replace(honest(serial, wait_s), **change)
+
+        vars(holding)["log_after"] = lie
+        good.offer({name: tensor.clone() for name, tensor in ours.items()})
+        found: dict[str, torch.Tensor] = {}
+        with ps.join("m") as reader:
+            reader.fetch(found)
+        assert_same(found, ours)
+
+
+def test_memory_that_a_transport_turns_out_not_to_reach_is_taken_from_storage(
+    made: Path, truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two GPUs that cannot reach each other: the driver says so at the first read."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("these devices cannot reach each other's memory")
+
+    with ps.join("m") as first:
+        first.fetch({}, fallback=str(made))
+        monkeypatch.setattr(ShmTransport, "post_read", refuse)
+        found: dict[str, torch.Tensor] = {}
+        with ps.join("m", transports=["shm"]) as second:
+            report = second.fetch(found, fallback=str(made))
+        assert_same(found, truth)
+        assert report.storage_bytes == report.nbytes and any("cannot reach" in one for one in report.faults)
+
+
+def test_a_target_that_wrong_bytes_were_written_to_is_touched(tmp_path: Path) -> None:
+    """Of one chunk, so that nothing is verified before it is found to be wrong."""
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"t": (DType.U8, (1000,), memoryview(bytes(range(250)) * 4))}, {})
+    manifest(str(path))
+    with path.open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"?")
+    target = {"t": torch.zeros(1000, dtype=torch.uint8)}
+    with ps.join("m") as fleet, pytest.raises(IntegrityError) as caught:
+        fleet.fetch(target, fallback=str(path))
+    assert caught.value.mutated and target["t"].any()
+
+
+def test_a_target_that_nothing_was_written_to_is_not_touched() -> None:
+    with ps.join("m") as fleet, pytest.raises(PenstockError) as caught:
+        fleet.fetch(weights(), wait_s=0.2)
+    assert not caught.value.mutated
+
+
+def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
+    made: Path, truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets on by what members give it, so that it would keep its claim for as long."""
+    monkeypatch.setattr("penstock.fleet.claims.CLAIM_STALL_S", 60.0)
+    read, reads = part.StoragePart.read, list[part.StoragePart]()
+
+    def read_badly(self: part.StoragePart, chunks: I64) -> Iterator[I64]:
+        if self not in reads:
+            reads.append(self)
+        if self is not reads[0]:
+            raise SourceUnavailable("the disk is gone")
+        for some in read(self, chunks):
+            time.sleep(0.05)
+            yield some
+
+    monkeypatch.setattr(part.StoragePart, "read", read_badly)
+    with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
+        got: dict[str, torch.Tensor] = {}
+        going = pool.submit(first.fetch, got, fallback=str(made))
+        while not (first.member.holdings and whole(first).have.any()):
+            time.sleep(0.01)
+        found: dict[str, torch.Tensor] = {}
+        report = second.fetch(found, fallback=str(made))
+        going.result()
+    assert len(reads) == 2 and any("disk" in fault for fault in report.faults)
+    assert_same(found, truth)
+    assert_same(got, truth)
+
+
+def test_a_forked_child_does_not_say_good_bye_for_its_parent() -> None:
+    with ps.join("m") as fleet:
+        fleet.offer(weights())
+        pid = os.fork()
+        if not pid:
+            try:
+                fleet.leave()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        with HubClient.connect(None) as hub:
+            assert [one.member for one in hub.status("m").members] == [fleet.member.id]
+
+
+def test_weights_that_are_fetched_again_into_other_memory_leave_no_registration(made: Path) -> None:
+    with ps.join("m") as fleet:
+        fleet.fetch({}, fallback=str(made))
+        before = whole(fleet)
+        fleet.fetch({}, fallback=str(made))
+        assert whole(fleet) is not before and not before.map().regions
