@@ -1,7 +1,7 @@
 """Two hundred fleets, each of which loses a process at a random moment: nobody hangs, no wrong byte, storage read once.
 
 A drill is all that its seed says: who is lost, how (SIGKILL, or SIGSTOP: alive but silent), when, by which transport
-the bytes move, whether there is a manifest. `test_drills[17]` runs the ten of seeds 170 to 179.
+the bytes move, whether there is a manifest. `test_drills[7]` runs the twenty of seeds 140 to 159.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from penstock.testing.fleet import Task, Worker, digests
 from penstock.testing.redis_server import RedisServer
 from penstock.testing.zygote import Forked, Zygote
 
-NUM_BATCHES, BATCH = 20, 10
-AT_ONCE = 4
+NUM_BATCHES, BATCH = 10, 20
+AT_ONCE = 6
 DONE_S = 60.0
 """A drill takes two seconds, or some more where somebody falls silent: far below this."""
 HASTY = SMALL | {
     "penstock.fleet.client.ATTEMPT_S": 1.0,
+    "penstock.fleet.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
     "penstock.fleet.local.BEAT_S": 0.25,
     "penstock.fleet.local.TTL_S": 2.0,
     "penstock.fleet.claims.CLAIM_STALL_S": 3.0,
@@ -87,7 +88,7 @@ class Drill:
         values = {
             "listen": f"unix://{self.directory}/hub.sock",
             "fresh": self.hub is None,
-            "beat_s": 0.25,
+            "beat_s": 0.5,
             "ttl_s": 2.0,
             "redis": self.redis.url if self.redis is not None else None,
             "constants": HASTY,
