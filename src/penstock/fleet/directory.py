@@ -40,6 +40,8 @@ from penstock.fleet.view import HELD, KNOWN, Held, Known, Look, Reading, View, s
 
 COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
+ANNOUNCE_S = 1.0
+"""Over a beat: members that found the hub away look again within half of this."""
 WRONG_BYTES_TTL_S = 600.0
 """Wrong bytes are a fault of memory or of a link: not soon over."""
 REFUSED_TTL_S = 3.0
@@ -111,7 +113,7 @@ class Directory:
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
         elif not self._fresh:
-            self.store.write("hub/quiet", b"1", ttl_s=1.5 * self.beat_s)
+            self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + ANNOUNCE_S))
         self._fresh = False
 
     def hello(self, hello: Hello) -> Welcome:
