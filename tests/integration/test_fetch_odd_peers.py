@@ -12,14 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.truth import assert_same
 
 import penstock as ps
 from penstock.cli.manifest import manifest
-from penstock.errors import ConfigError, IntegrityError, PenstockError, SourceUnavailable
+from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
 from penstock.fleet import part
 from penstock.fleet.client import HubClient
 from penstock.fleet.holding import Holding
+from penstock.fleet.line import line_of_tensors
 from penstock.fleet.messages import Beat, Hello, HoldingMap, LogReply
 from penstock.storage.safetensors import write_file
 from penstock.transport.shm import ShmTransport
@@ -202,3 +204,45 @@ def test_weights_that_are_fetched_again_into_other_memory_leave_no_registration(
         before = whole(fleet)
         fleet.fetch({}, fallback=str(made))
         assert whole(fleet) is not before and not before.map().regions
+
+
+def test_weights_that_are_not_of_the_revision_they_are_offered_as_are_not_committed() -> None:
+    """Their digests and their bytes agree: only the revision tells."""
+    with ps.join("m") as bad, ps.join("m") as reader:
+        bad.offer(weights(), revision=f"w1-{'0' * 64}")
+        found: dict[str, torch.Tensor] = {}
+        with pytest.raises(IntegrityError, match="revision"):
+            reader.fetch(found)
+        assert not found and not reader.member.holdings
+
+
+def test_tensors_that_are_not_of_the_layout_they_are_held_as_are_not_taken() -> None:
+    with ps.join("m") as bad, ps.join("m") as reader:
+        bad.offer(weights())
+        other = {f"x{name}": tensor for name, tensor in weights().items()}
+        whole(bad).line = line_of_tensors(other)[0]
+        with pytest.raises(FormatError, match="layout"):
+            reader.fetch({}, wait_s=0.1)
+
+
+def test_storage_of_another_revision_than_is_asked_for_is_not_read(sealed: Path) -> None:
+    with ps.join("m", revision=f"w1-{'0' * 64}") as fleet, pytest.raises(IntegrityError, match="revision"):
+        fleet.fetch({}, fallback=str(sealed))
+
+
+def test_a_module_with_tied_weights_serves_others_that_have_no_way_to_storage(tmp_path: Path) -> None:
+    """It holds a part of what the manifest's revision names."""
+    both = {"a": torch.arange(100.0), "b": torch.arange(100.0)}
+    save_file(both, tmp_path / "model.safetensors")
+    manifest(str(tmp_path))
+
+    def tied() -> dict[str, torch.Tensor]:
+        one = torch.zeros(100)
+        return {"a": one, "b": one}
+
+    target, copy = tied(), tied()
+    with ps.join("m") as first, ps.join("m") as second:
+        first.fetch(target, fallback=str(tmp_path))
+        second.fetch(copy)
+    assert_same(target, both)
+    assert_same(copy, both)

@@ -114,7 +114,7 @@ def test_a_tensor_of_many_chunks_and_three_thousand_of_a_few_bytes(host: Host, t
         ("dtype", {"dtype": "F16"}),
         ("parallel", {"parallel": {"tp": "1/2"}}),
         ("post_processing", {"post_processing": "fused-qkv"}),
-        ("revision", {"revision": "w1-other"}),
+        ("revision", {"revision": "other"}),
     ],
 )
 def test_what_differs_is_not_exchanged_and_is_named(host: Host, made: Path, truth, field: str, other: dict) -> None:
@@ -185,7 +185,7 @@ def test_the_order_of_the_bytes_does_not_depend_on_the_files(host: Host, tmp_pat
         for i, names in enumerate(np.array_split(sorted(tensors), count)):
             save_file({str(n): tensors[str(n)] for n in names}, tmp_path / name / f"part-{i}.safetensors")
     manifests = {}
-    with ps.join("m", revision="w1-same") as one, ps.join("m", revision="w1-same") as other:
+    with ps.join("m", revision="same") as one, ps.join("m", revision="same") as other:
         for fleet, name in ((one, "one"), (other, "four")):
             manifests[name] = weights = {}
             report = fleet.fetch(weights, fallback=sorted((tmp_path / name).glob("*.safetensors")))

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from penstock.config import Settings
-from penstock.errors import NotFound, PeerLost, PenstockError, SourceError
+from penstock.digest.leaf import revision as root_revision
+from penstock.errors import FormatError, IntegrityError, NotFound, PeerLost, PenstockError, SourceError
 from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, described, line_of_tensors, revision_of
@@ -117,16 +118,25 @@ class Discovery:
         line = Line.of(table, leaf_bytes=manifest.leaf_bytes)
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         at = np.fromiter(map(row_of.__getitem__, line.table.names), np.int64, len(line.table))
-        revision = self._identity.revision or revision_of(manifest)
+        leaves = leaves_of(manifest, at)
+        revision = revision_of(manifest)
+        if leaves is not None:
+            asked = self._identity.revision
+            if asked.startswith("w1-") and asked != revision:
+                raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
+            if len(line.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
+                revision = root_revision(line.table, manifest.leaf_bytes, leaves)
         flat = None
         if rows is not None:
             _, flat = line_of_tensors(rows)
         return Found(
-            identity=msgspec.structs.replace(self._identity, revision=revision, layout=line.layout),
+            identity=msgspec.structs.replace(
+                self._identity, revision=self._identity.revision or revision, layout=line.layout
+            ),
             line=line,
             rows=flat,
             device=session.options.device,
-            leaves=leaves_of(manifest, at),
+            leaves=leaves,
             session=session,
         )
 
@@ -184,7 +194,10 @@ class Discovery:
                     token=self._member.token,
                 ) as peer:
                     peer.lease()
-                    return described(peer.table())
+                    line = described(peer.table())
+                    if line.layout != held.identity.layout:
+                        raise FormatError("its tensors are not those of its layout", uri=f"penstock:{upstream.member}")
+                    return line
             except PenstockError as error:
                 last = error
         raise last

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.digest.leaf import leaf_digests
+from penstock.digest.leaf import leaf_digests, revision
 from penstock.errors import FormatError, IntegrityError
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line
@@ -279,6 +279,16 @@ class Holding:
             self._log.append(chunks)
             self._num_logged += len(chunks)
             self.changed.notify_all()
+
+    def root(self) -> str:
+        """The `w1-` revision of all digests: what is held, once it is whole."""
+        return revision(self.line.table, self.line.chunks.leaf_bytes, self.leaves)
+
+    def check_revision(self) -> None:
+        """Hold the digests to the revision, where that is their root. IntegrityError if they are another's."""
+        named, found = self.identity.revision, self.root()
+        if named.startswith("w1-") and found != named:
+            raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
 
     def canary(self, chance: random.Random) -> int | None:
         """Digest one verified chunk again, any; its number if its bytes are no longer those that were verified."""

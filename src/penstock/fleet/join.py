@@ -99,6 +99,8 @@ class Fleet:
                 with running:
                     outcome = running.run()
                 phases.enter("commit")
+                if not holding.has_manifest:
+                    holding.check_revision()
                 if storage is not None:
                     storage.check_unchanged()
             except BaseException as error:
@@ -230,6 +232,7 @@ def join(
         engine=engine,
         device_capability=device_capability,
     )
+    cap = parse_bytes(max_bytes_per_s)
     member = Member(
         # A question must be given up well before a fetch gives up for want of an answer.
         HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
@@ -237,7 +240,7 @@ def join(
         rack=rack,
         listen=listen,
         transports=transports,
-        max_bytes_per_s=parse_bytes(max_bytes_per_s),
+        max_bytes_per_s=cap,
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.digest.leaf import revision as root_revision
 from penstock.fleet.fetch import Outcome
 from penstock.fleet.holding import Holding
 from penstock.types import GB
@@ -62,12 +61,11 @@ class FetchReport:
 
 def report_of(holding: Holding, outcome: Outcome, *, storage_bytes: int, phases: dict[str, float]) -> FetchReport:
     """The report of a fetch that ended well."""
-    chunks = holding.line.chunks
     against = "the manifest's digests" if holding.has_manifest else "digests made by who had the bytes first"
     return FetchReport(
         model=holding.identity.model,
         key=holding.key,
-        revision=root_revision(holding.line.table, chunks.leaf_bytes, holding.leaves),
+        revision=holding.root(),
         num_tensors=len(holding.line.table),
         nbytes=holding.line.nbytes,
         storage_bytes=storage_bytes,
