@@ -39,6 +39,8 @@ MAX_WAIT_S = 5.0
 """Longest a log request waits for news."""
 IDLE_S = 30.0
 """A connection without a request for this long is closed."""
+MAX_CONNECTIONS = 512
+"""At once, of each socket; far above a holder's readers. Who has no token yet holds a thread, but no more than that."""
 LEASE_TTL_S = 15.0
 """A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
 WILDCARD = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
@@ -86,7 +88,8 @@ class Door:
         self._servers: list[socketserver.BaseServer] = []
         self.addresses: list[str] = []
         try:
-            self._start(_UnixServer(str(path), _handler(self, None)), f"unix://{path}")
+            self._open(str(path), lambda: _UnixServer(str(path), _handler(self, None)))
+            self.addresses.append(f"unix://{path}")
             if listen is not None:
                 self._listen(listen, token)
         except BaseException:
@@ -103,16 +106,17 @@ class Door:
             raise ConfigError(message, hint="give a token, or listen on 127.0.0.1")
         if not port.isdigit():
             raise ConfigError(f"{listen!r} is not host:port")
-        try:
-            server = _TcpServer((host, int(port)), _handler(self, token))
-        except OSError as error:
-            raise ConfigError(f"the door cannot be opened at {listen}: {error}") from error
-        self._start(server, f"http://{host}:{server.server_address[1]}")
+        server = self._open(listen, lambda: _TcpServer((host, int(port)), _handler(self, token)))
+        self.addresses.append(f"http://{host}:{server.server_address[1]}")
 
-    def _start(self, server: socketserver.BaseServer, address: str) -> None:
+    def _open(self, where: str, bind: Callable[[], socketserver.TCPServer]) -> socketserver.TCPServer:
+        try:
+            server = bind()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"the door cannot be opened at {where}: {error}") from error
         self._servers.append(server)
-        self.addresses.append(address)
         threading.Thread(target=server.serve_forever, args=(0.1,), name="penstock-door", daemon=True).start()
+        return server
 
     def show(self, holding: Holding) -> None:
         """Let readers ask for this holding; it must be registered."""
@@ -210,6 +214,27 @@ class Door:
 class _Server(socketserver.ThreadingMixIn):
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *args: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A thread a connection, while there is room; more are turned away."""
+        if not self._room.acquire(blocking=False):
+            raise ConnectionAbortedError("no room for another connection")
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See socketserver."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is the reader's business; there is nobody here to tell."""

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -198,3 +200,34 @@ def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: Door, h
         reader.interrupt()
         ended.join()
         assert door.num_readers(holding.key) == 0
+
+
+def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Door(tmp_path / ("long" * 40) / "door.sock", allow)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Door(tmp_path / "door.sock", allow, listen="127.0.0.1:99999")
+
+
+def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.door.MAX_CONNECTIONS", 1)
+    door = Door(tmp_path / "door.sock", allow)
+    first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
+    with first, more:
+        for one in (first, more):
+            one.settimeout(5.0)
+            one.connect(str(tmp_path / "door.sock"))
+        first.sendall(ask)
+        assert b"204" in first.recv(999)
+        assert more.recv(999) == b""
+        first.close()
+        deadline = time.monotonic() + 5.0
+        found = b""
+        while b"204" not in found and time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX) as late, contextlib.suppress(OSError):
+                late.connect(str(tmp_path / "door.sock"))
+                late.sendall(ask)
+                found = late.recv(999)
+        assert b"204" in found
+    door.close()
