@@ -8,6 +8,7 @@ Not here: keeping (`keeper`), mapping (`transport.region`), the lease's life (`r
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import weakref
@@ -230,7 +231,8 @@ class _Search:
                 except (*_PASSING, ConfigError) as error:
                     last = error
         finally:
-            self._hub.leave(self._member)
+            with contextlib.suppress(PenstockError):  # it is forgotten soon
+                self._hub.leave(self._member)
         assert last is not None
         raise last
 

@@ -54,6 +54,9 @@ class Links:
                 self.transports[name] = makers[name]()
             except (ConfigError, MissingExtra) as error:
                 self.refused[name] = str(error.message)
+            except BaseException:
+                self.close()
+                raise
 
     def register(self, memory: Memory) -> dict[str, Handle]:
         """Register with every transport that can reach this memory.

@@ -60,9 +60,11 @@ class FdDoor:
                     continue  # the asker, who sees the connection end, or is gone, is told by its own side
 
     def _answer(self, peer: socket.socket) -> None:
+        if _credentials(peer)[1] != os.geteuid():
+            return  # not waited for: others' questions would wait, too
         peer.settimeout(TIMEOUT_S)
         asked = peer.recv(_ASK.size)
-        if _credentials(peer)[1] != os.geteuid() or len(asked) != _ASK.size:
+        if len(asked) != _ASK.size:
             return
         held: list[int] = []
         try:

@@ -293,7 +293,7 @@ class _Carrier:
             self._wire = Wire(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
         except ssl.SSLError as error:
             raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
             raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
         return self._wire
 
