@@ -1,7 +1,8 @@
-"""Where a box's bytes lie inside a tensor stored row-major.
+"""Where a box's bytes lie inside a tensor stored row-major, and how one rank's memory holds boxes of many tensors.
 
 In: a shape, a `Box`, an element width. Out: `Runs`, the byte runs of the box in the order of its own row-major bytes.
-Not here: files and chunks (`schedule`), holdings of several ranks (`intersect`).
+In: a rank's declarations. Out: a `Layout`, what it holds or wants, as columns over the few `Form`s its rows share.
+Not here: files and chunks (`schedule`), what two layouts have in common (`intersect`).
 
     shape (4, 6), box rows 1..3, columns 2..5 of 2-byte elements:
     runs of 6 bytes, 2 rows, pitch 12, from offset 16
@@ -13,9 +14,16 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 
 from penstock.errors import PlanError
-from penstock.types import I64, Box
+from penstock.plan.columns import encode
+from penstock.types import I64, Box, DType
+
+MAX_DIMS = 8
+"""Most dims of a form. The corners of a box are 2^dims rows of the coverage proof; no checkpoint we know has over 5."""
+MAX_ELEMENTS = 1 << 48
+"""Most elements of a tensor: with MAX_DIMS and 64-bit elements, every offset in bits stays below 2^62."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -106,3 +114,111 @@ def box_nbytes(box: Box, bits: int) -> int:
     if total % 8:
         raise PlanError(f"box [{box.start}, {box.stop}) of {bits}-bit elements does not fill whole bytes")
     return total // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a box of some tensor lies in memory: everything about a row of a layout but its name and its place.
+
+    A rank has 70,000 rows and about twenty forms.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    strides: tuple[int, ...] | None = None
+    """Elements between neighbours of each dim in the rank's memory; None: the box is packed row-major. Kept as 0 where
+    the box has no neighbours, so that equal memory is an equal form."""
+    tag: str = ""
+    """What was done to the values (`fp8-block128`); only equal tags are exchanged."""
+
+    def __post_init__(self) -> None:
+        extents = self.box.shape
+        strides = self.strides
+        if strides is None:
+            strides = tuple(math.prod(extents[d + 1 :]) for d in range(len(extents)))
+        if len(strides) == len(extents):
+            alone = self.box.num_elements == 0
+            strides = tuple(0 if alone or n == 1 else step for n, step in zip(extents, strides, strict=True))
+        object.__setattr__(self, "strides", strides)
+
+    @property
+    def spec(self) -> str:
+        """What both sides must agree on, for people."""
+        return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first of the box in memory to past the last."""
+        assert self.strides is not None
+        if not self.box.num_elements:
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.box.shape, self.strides, strict=True))
+        return -(-(last + 1) * self.dtype.bits // 8)
+
+    def fault(self) -> str | None:
+        """Why it is not the form of a box in memory; None where it is."""
+        assert self.strides is not None
+        box, shape = self.box, self.shape
+        if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):
+            return f"shape {shape} has over {MAX_DIMS} dims, over {MAX_ELEMENTS} elements, or a negative dim"
+        if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
+            return f"box [{box.start}, {box.stop}) lies outside shape {shape}"
+        if len(self.strides) != len(shape):
+            return f"{len(self.strides)} strides for {len(shape)} dims"
+        reach = 0
+        for step, extent in sorted(zip(self.strides, box.shape, strict=True)):
+            if extent < 2 or not box.num_elements:
+                continue
+            if step <= reach:
+                return f"strides {self.strides} of extents {box.shape} overlap"
+            reach += (extent - 1) * step
+        return f"strides {self.strides} reach too far" if reach >= MAX_ELEMENTS else None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """What one rank holds, or wants: row i is the box `forms[form[i]]` of tensor `names[i]`, at `offset[i]`.
+
+    A tensor may have several rows (a strided shard), and a box several places (tied weights made twice).
+    """
+
+    member: str
+    """Who: a process life's id; a new life has a new one."""
+    address: str = ""
+    """Stands for its registrations, e.g. a digest of their descriptors: changes whenever they do."""
+    regions: tuple[int, ...]
+    """Bytes of each registration; offsets count from the first byte of the first, as if they lay end to end."""
+    forms: tuple[Form, ...]
+    names: tuple[str, ...]
+    form: I64
+    offset: I64
+
+    def check(self) -> None:
+        """Raise PlanError, naming the first offender, unless every row lies in one region and every form is sound."""
+        if not len(self.names) == len(self.form) == len(self.offset):
+            raise PlanError(
+                f"{self.member}: {len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
+            )
+        if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
+            raise PlanError(f"{self.member}: regions of {self.regions} bytes")
+        for form in self.forms:
+            if fault := form.fault():
+                raise PlanError(f"{self.member}: {fault}")
+        if not len(self.names):
+            return
+        outside = (self.form < 0) | (self.form >= len(self.forms)) | (self.offset < 0)
+        if not outside.any():
+            span = np.array([form.span_bytes for form in self.forms], np.int64)[self.form]
+            stop = np.cumsum(np.array((*self.regions, 0), np.int64))
+            region = np.searchsorted(stop[:-1], self.offset, side="right")
+            outside = (span > 0) & ((self.offset >= stop[-1]) | (span > stop[region] - self.offset))
+        if outside.any():
+            i = int(outside.argmax())
+            where = f"form {self.form[i]} at {self.offset[i]}"
+            raise PlanError(f"{self.member}: {where} lies outside its regions or forms", tensor=self.names[i])
+
+    def digest(self) -> str:
+        """Of all of it, member and address included: 32 hex digits."""
+        return str(blake3(encode(self)).hexdigest(length=16))

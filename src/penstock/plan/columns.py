@@ -1,0 +1,41 @@
+"""Values of columns as bytes: msgpack, each int64 column as its little-endian bytes.
+
+In: a frozen dataclass of plain values and `I64` columns, or bytes that claim to be one. Out: the other.
+Not here: what the numbers must satisfy (each value's own `check`).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock.errors import FormatError
+from penstock.types import I64
+
+T = TypeVar("T")
+
+
+def encode(value: object) -> bytes:
+    """The value as bytes; equal values give equal bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_to_bytes)
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """A value of `kind`. FormatError where the bytes are none; its numbers are not checked yet."""
+    try:
+        return msgspec.msgpack.decode(raw, type=kind, dec_hook=_to_column)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"these bytes are no {kind.__name__}: {error}") from error
+
+
+def _to_bytes(column: object) -> bytes:
+    assert isinstance(column, np.ndarray) and column.dtype == np.int64
+    return column.astype("<i8", copy=False).tobytes()
+
+
+def _to_column(kind: type, raw: object) -> I64:
+    if not isinstance(raw, bytes) or len(raw) % 8:
+        raise ValueError("a column is bytes, eight a number")
+    return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
