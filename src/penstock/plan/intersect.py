@@ -1,0 +1,313 @@
+"""Held boxes x wanted boxes of the same tensors -> pieces, each wanted element in exactly one; and pieces as bytes.
+
+In: forms, and per kind of tensor those it is held in and those it is wanted in. Out: `Pieces`, proven; `Strips`.
+Not here: which tensors are of a kind (`match`), which of several holders gives a piece (`balance`).
+
+    held      wanted     pieces    The proof: each box puts signs on its corners, (-1)^(dims at their stop). Where the
+    +--+--+   +-----+   +--+--+    signs of the pieces sum to the wanted box's own at every point and nowhere else,
+    |a |b |   |     |   |a |b |    each of its elements is in one piece and no other is in any: a function is known by
+    +--+--+   +-----+   +--+--+    its mixed differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.plan.layout import Form
+from penstock.types import I64, Box
+
+_PAIRS_AT_ONCE = 1 << 18
+"""Pairs of held and wanted box compared in one go: tens of MiB, however many there are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Boxes:
+    """Boxes as columns [num_boxes, num_dims]; those of fewer dims are padded with `[0, 1)`."""
+
+    start: I64
+    stop: I64
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> Boxes:
+        """These boxes, of at least one dim."""
+        num_dims = max((len(box.start) for box in boxes), default=1) or 1
+        start = np.zeros((len(boxes), num_dims), np.int64)
+        stop = np.ones((len(boxes), num_dims), np.int64)
+        for i, box in enumerate(boxes):
+            start[i, : len(box.start)], stop[i, : len(box.stop)] = box.start, box.stop
+        return cls(start=start, stop=stop)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, rows: I64) -> Boxes:
+        return Boxes(start=self.start[rows], stop=self.stop[rows])
+
+    def box(self, i: int) -> Box:
+        """One of them, padded as it is."""
+        return Box(start=tuple(self.start[i].tolist()), stop=tuple(self.stop[i].tolist()))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Groups:
+    """Runs of values: group g is `values[first[g]:first[g + 1]]`."""
+
+    first: I64
+    values: I64
+
+    @property
+    def counts(self) -> I64:
+        """Values of each group."""
+        return np.diff(self.first)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pieces:
+    """What each wanted box takes from each held one; sorted by `want`."""
+
+    want: I64
+    """Index among all wanted forms of all kinds."""
+    held: I64
+    """Index among all held forms of all kinds."""
+    boxes: Boxes
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Strips:
+    """Pieces as bytes: strip i is `num_rows` runs of `run_bytes`, `src_pitch` apart there and `dst_pitch` here.
+
+    `src` and `dst` count from where the held and the wanted box begin.
+    """
+
+    piece: I64
+    src: I64
+    dst: I64
+    run_bytes: I64
+    num_rows: I64
+    src_pitch: I64
+    dst_pitch: I64
+
+
+def spread(first: I64, counts: I64) -> I64:
+    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
+    return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+
+
+def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Pieces, dict[int, Box]]:
+    """Pieces that cover each wanted box, and the first hole of each that the held ones do not cover.
+
+    Args:
+        forms: of both sides.
+        held: per kind the forms it is held in. Where they overlap, the larger gives.
+        wanted: per kind the forms it is wanted in.
+
+    Cost: held x wanted forms of each kind, in bounded memory.
+    """
+    boxes = Boxes.of([form.box for form in forms])
+    kind = np.repeat(np.arange(len(wanted.first) - 1), wanted.counts)
+    counts = held.counts[kind]
+    parts: list[Pieces] = []
+    holes: dict[int, Box] = {}
+    for first, stop in _blocks(counts):
+        num = counts[first:stop]
+        want = np.repeat(np.arange(first, stop), num)
+        source = spread(held.first[kind[first:stop]], num)
+        theirs, mine = boxes[held.values[source]], boxes[wanted.values[want]]
+        cut = Boxes(start=np.maximum(theirs.start, mine.start), stop=np.minimum(theirs.stop, mine.stop))
+        some = np.flatnonzero((cut.stop > cut.start).all(axis=1))
+        found = Pieces(want=want[some], held=source[some], boxes=cut[some])
+        bad = uncovered(boxes[wanted.values[first:stop]], found.want - first, found.boxes) + first
+        parts.append(found if not len(bad) else _untangle(found, bad, boxes[wanted.values[bad]], holes))
+    return _joined(parts, boxes.start.shape[1]), holes
+
+
+def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
+    """The wanted boxes whose pieces (those with `of` their index) do not hold each element exactly once; sorted."""
+    extent = wanted.stop - wanted.start + 1
+    steps = np.ones_like(extent)
+    steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
+    owner = np.concatenate((of, np.arange(len(wanted))))
+    base = wanted.start[owner]
+    low = (np.concatenate((pieces.start, wanted.start)) - base) * steps[owner]
+    high = (np.concatenate((pieces.stop, wanted.stop)) - base) * steps[owner]
+    points = np.zeros((1, len(owner)), np.int64)
+    signs = np.ones((1, len(owner)), np.int64)
+    signs[:, len(of) :] = -1
+    for d in range(low.shape[1]):
+        points = np.concatenate((points + low[:, d], points + high[:, d]))
+        signs = np.concatenate((signs, -signs))
+    owners, flat, sign = np.tile(owner, len(points)), points.reshape(-1), signs.reshape(-1)
+    order = np.lexsort((flat, owners))
+    owners, flat, sign = owners[order], flat[order], sign[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (owners[1:] != owners[:-1]) | (flat[1:] != flat[:-1])
+    heads = np.flatnonzero(new)
+    # A piece outside its box might share a point with one inside, by wrapping round: that is a fault of its own.
+    outside = ((pieces.start < wanted.start[of]) | (pieces.stop > wanted.stop[of])).any(axis=1)
+    sums = np.add.reduceat(sign, heads) if len(heads) else sign
+    return np.unique(np.concatenate((owners[heads[sums != 0]], of[outside])))
+
+
+def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
+    """Raise PlanError, naming the first hole or overlap, unless each element of each wanted box is in one piece."""
+    bad = uncovered(wanted, of, pieces)
+    if not len(bad):
+        return
+    want = wanted.box(int(bad[0]))
+    mine = [pieces.box(int(i)) for i in np.flatnonzero(of == bad[0])]
+    what, where = _fault(want, mine)
+    raise PlanError(f"wanted box {bad[0]} {show(want)}: {what} {show(where)}")
+
+
+def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> Strips:
+    """Where the bytes of these boxes lie in both memories: as few strips as dims that do not fold into others allow.
+
+    Raises:
+        PlanError: a box cuts a byte that packed elements share.
+    """
+    all_boxes = Boxes.of([form.box for form in forms])
+    bits = np.array([form.dtype.bits for form in forms], np.int64)
+    steps = np.zeros_like(all_boxes.start)
+    for i, form in enumerate(forms):
+        assert form.strides is not None
+        steps[i, : len(form.strides)] = form.strides
+    steps *= bits[:, None]
+    theirs, mine = steps[held_form], steps[want_form]
+    src = ((boxes.start - all_boxes.start[held_form]) * theirs).sum(axis=1)
+    dst = ((boxes.start - all_boxes.start[want_form]) * mine).sum(axis=1)
+    extent, near, far = _levels(bits[held_form], boxes.stop - boxes.start, theirs, mine)
+    # Levels beyond a run and its rows are written out.
+    counts = extent[:, 2:].prod(axis=1)
+    piece = np.repeat(np.arange(len(src)), counts)
+    turn = spread(np.zeros(len(src), np.int64), counts)
+    src, dst = src[piece], dst[piece]
+    for level in range(2, extent.shape[1]):
+        digit = turn % extent[piece, level]
+        turn //= extent[piece, level]
+        src, dst = src + digit * near[piece, level], dst + digit * far[piece, level]
+    columns = (src, dst, extent[piece, 0], near[piece, 1], far[piece, 1])
+    broken = np.any([column % 8 != 0 for column in columns], axis=0)
+    if broken.any():
+        i = int(piece[broken.argmax()])
+        raise PlanError(f"{show(boxes.box(i))} of {forms[int(want_form[i])].spec} cuts inside a byte")
+    src, dst, run, src_pitch, dst_pitch = (column // 8 for column in columns)
+    rows = extent[piece, 1]
+    return Strips(piece=piece, src=src, dst=dst, run_bytes=run, num_rows=rows, src_pitch=src_pitch, dst_pitch=dst_pitch)
+
+
+def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]:
+    """Dims as levels, the fastest of the destination first, each folded into the one below where both memories allow.
+
+    Level 0 is the run, in bits; levels that are not there have extent 1 and step 0.
+    """
+    order = np.argsort(far, axis=1, kind="stable")
+    extent, near, far = (np.take_along_axis(column, order, axis=1) for column in (extent, near, far))
+    num, num_dims = extent.shape
+    levels = np.ones((num, num_dims + 2), np.int64)
+    steps_near, steps_far = np.zeros_like(levels), np.zeros_like(levels)
+    levels[:, 0] = bits
+    steps_near[:, 0] = steps_far[:, 0] = 1
+    top = np.zeros(num, np.int64)
+    rows = np.arange(num)
+    for d in range(num_dims):
+        active = extent[:, d] > 1
+        length = levels[rows, top]
+        fold = active & (near[:, d] == length * steps_near[rows, top]) & (far[:, d] == length * steps_far[rows, top])
+        top += active & ~fold
+        levels[rows, top] = np.where(fold, length * extent[:, d], np.where(active, extent[:, d], length))
+        push = np.flatnonzero(active & ~fold)
+        steps_near[push, top[push]] = near[push, d]
+        steps_far[push, top[push]] = far[push, d]
+    return levels, steps_near, steps_far
+
+
+def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of at most `_PAIRS_AT_ONCE` together, or one row."""
+    stop = np.cumsum(counts)
+    at = 0
+    while at < len(counts):
+        before = int(stop[at] - counts[at])
+        end = max(at + 1, int(np.searchsorted(stop, before + _PAIRS_AT_ONCE, side="right")))
+        yield at, end
+        at = end
+
+
+def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> Pieces:
+    """The same, but the bad wants' pieces cut until they do not overlap, the largest first; what is left is a hole."""
+    keep = np.flatnonzero(~np.isin(found.want, bad))
+    want, held, new = found.want[keep].tolist(), found.held[keep].tolist(), []
+    for row, target in enumerate(bad.tolist()):
+        mine = np.flatnonzero(found.want == target)
+        volume = (found.boxes.stop[mine] - found.boxes.start[mine]).prod(axis=1)
+        left = [wanted.box(row)]
+        for i in mine[np.argsort(-volume, kind="stable")].tolist():
+            piece = found.boxes.box(i)
+            new += [common for rest in left if (common := _common(rest, piece)) is not None]
+            added = len(new) - (len(want) - len(keep))
+            want += [target] * added
+            held += [int(found.held[i])] * added
+            left = [part for rest in left for part in _minus(rest, piece)]
+        if left:
+            holes[target] = left[0]
+    apart = Boxes.of(new) if new else found.boxes[np.zeros(0, np.int64)]
+    whole = found.boxes[keep]
+    wants = np.array(want, np.int64)
+    order = np.argsort(wants, kind="stable")
+    cut = Boxes(start=np.concatenate((whole.start, apart.start)), stop=np.concatenate((whole.stop, apart.stop)))
+    return Pieces(want=wants[order], held=np.array(held, np.int64)[order], boxes=cut[order])
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    start = tuple(map(max, a.start, b.start))
+    stop = tuple(map(min, a.stop, b.stop))
+    return Box(start=start, stop=stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
+
+
+def _minus(a: Box, b: Box) -> Iterator[Box]:
+    """`a` without `b`, as boxes."""
+    common = _common(a, b)
+    if common is None:
+        yield a
+        return
+    start, stop = list(a.start), list(a.stop)
+    for d in range(len(start)):
+        if start[d] < common.start[d]:
+            yield Box(start=tuple(start), stop=(*stop[:d], common.start[d], *stop[d + 1 :]))
+        if common.stop[d] < stop[d]:
+            yield Box(start=(*start[:d], common.stop[d], *start[d + 1 :]), stop=tuple(stop))
+        start[d], stop[d] = common.start[d], common.stop[d]
+
+
+def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
+    """What is wrong with pieces that are known not to be right."""
+    left = [want]
+    for i, piece in enumerate(pieces):
+        stray = next(_minus(piece, want), None)
+        if stray is not None:
+            return "piece outside it", stray
+        again = next((common for other in pieces[:i] if (common := _common(piece, other)) is not None), None)
+        if again is not None:
+            return "twice", again
+        left = [part for rest in left for part in _minus(rest, piece)]
+    return "nobody has", left[0]
+
+
+def _joined(parts: Sequence[Pieces], num_dims: int) -> Pieces:
+    none = np.zeros((0, num_dims), np.int64)
+    return Pieces(
+        want=np.concatenate([none[:, 0], *(part.want for part in parts)]),
+        held=np.concatenate([none[:, 0], *(part.held for part in parts)]),
+        boxes=Boxes(
+            start=np.concatenate([none, *(part.boxes.start for part in parts)]),
+            stop=np.concatenate([none, *(part.boxes.stop for part in parts)]),
+        ),
+    )
+
+
+def show(box: Box) -> str:
+    """A box for people, as an index of its tensor."""
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + ")"
