@@ -1,0 +1,24 @@
+"""The planner's benchmark runs, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("more", [[], ["--whole-experts", "--scale", "2"]])
+def test_it_runs(more: list[str]) -> None:
+    small = ["--layers", "3", "--experts", "32", "--trainers", "16", "--receivers", "8", "--shards", "8"]
+    command = [sys.executable, "-m", "benchmarks.bench_plan", *small, "--rounds", "1", "--json", *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["tensors"] == 3 + 3 * 12 + 2 * 2 + 2 * 32 * 3
+    assert told["segments"] >= told["most_segments_of_a_receiver"] > 0
+    assert 0 < told["plan_s"] < 60 and 1 <= told["most_given_over_mean"] < 2
