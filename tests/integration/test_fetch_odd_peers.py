@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -246,3 +247,32 @@ def test_a_module_with_tied_weights_serves_others_that_have_no_way_to_storage(tm
         second.fetch(copy)
     assert_same(target, both)
     assert_same(copy, both)
+
+
+def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_was_given(
+    made: Path, truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and its storage is given up no sooner than they would give up waiting for it."""
+    monkeypatch.setattr("penstock.fleet.claims.CLAIM_STALL_S", 60.0)
+    read, reads, over = part.StoragePart.read, list[part.StoragePart](), threading.Event()
+
+    def hang(self: part.StoragePart, chunks: I64) -> Iterator[I64]:
+        reads.append(self)
+        for some in read(self, chunks):
+            yield some
+            if self is reads[0]:
+                over.wait(30.0)
+
+    monkeypatch.setattr(part.StoragePart, "read", hang)
+    with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
+        going = pool.submit(first.fetch, {}, fallback=str(made))
+        while not (first.member.holdings and whole(first).have.any()):
+            time.sleep(0.01)
+        found: dict[str, torch.Tensor] = {}
+        try:
+            report = second.fetch(found, fallback=str(made))
+        finally:
+            over.set()
+        going.result()
+    assert_same(found, truth)
+    assert any("without a claim" in fault for fault in report.faults), report.faults

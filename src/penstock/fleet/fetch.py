@@ -19,7 +19,7 @@ import numpy as np
 from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
-from penstock.errors import HubUnavailable, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.errors import IntegrityError, PenstockError, SourceStalled, SourceUnavailable
 from penstock.fleet.holding import Holding
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Upstream
@@ -35,7 +35,7 @@ READS_OF_ONE = 2
 TURN_S = 0.05
 """Longest pause between looks at what can be assigned; news end it, and so does a capped upstream's next turn."""
 ALONE_CHUNKS = 16
-"""Chunks read at once without a claim, while the hub is away: 256 MiB, so that the hub is soon asked again."""
+"""Chunks read at once without a claim: 256 MiB, so that the hub is soon asked again."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
@@ -105,7 +105,7 @@ class Fetch:
         self._is_storage_out = False
         self._hub_says = "not asked yet"
         self._silent_s = 0.0
-        self._is_hub_away = self._is_alone = False
+        self._is_alone = False
         self._threads: list[threading.Thread] = []
 
     def run(self) -> Outcome:
@@ -163,13 +163,12 @@ class Fetch:
                 reads = self._storage is not None and not self._is_storage_out
                 reply = self._member.flight(self._holding, can_read_storage=reads)
                 wait_s = reply.ask_again_s
-                self._is_hub_away = self._is_alone = False
+                self._is_alone = False
                 if self._storage is None:
                     self._hub_says = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_says = error.message  # known upstreams stay in use
-                self._is_hub_away = isinstance(error, HubUnavailable)
             if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
                 self._ask_now.wait(wait_s * 3 / 4)
 
@@ -236,8 +235,11 @@ class Fetch:
                 self._closing.wait(0.5)
 
     def _should_go_alone(self) -> bool:
-        """Whether the hub is away for so long that storage is read without its word, rather than nothing at all."""
-        if self._is_hub_away and not self._is_alone and self._silent_s > self.stall_s / 2:
+        """Whether nothing came for so long that storage is read without the hub's word, rather than nothing at all.
+
+        The hub is away, or a member that was given what is missing lives and does not get on with it.
+        """
+        if not self._is_alone and self._silent_s > self.stall_s / 2:
             self._is_alone = True
             self.outcome.faults.append(f"hub: {self._hub_says}; storage is read without a claim")
         return self._is_alone

@@ -6,6 +6,7 @@ Not here: which chunks (`fetch`, by the hub's claims), how they are read (`engin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
 """Chunks handed on together, 64 MiB: others get the first of a claim while the rest is read."""
+HAND_ON_S = 1.0
+"""What waited for so long for the others is handed on alone, so that slow storage is seen to get on."""
 
 
 class StoragePart:
@@ -69,16 +72,16 @@ class StoragePart:
             place = CudaPlace(self._session.options.device, nbytes, flat)
         left = np.bincount(owner, minlength=len(chunks))
         ready: list[int] = []
-        run = self._session.begin(plan, place)
+        handed, run = time.monotonic(), self._session.begin(plan, place)
         try:
             for slab in run.slabs():
                 of = int(owner[order[slab]])
                 left[of] -= 1
                 if left[of] == 0:
                     ready.append(of)
-                if len(ready) >= AT_ONCE:
+                if ready and (len(ready) >= AT_ONCE or time.monotonic() - handed > HAND_ON_S):
                     yield chunks[ready]
-                    ready = []
+                    ready, handed = [], time.monotonic()
             if ready:
                 yield chunks[ready]
         finally:
