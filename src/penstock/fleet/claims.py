@@ -62,11 +62,6 @@ def mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
     return found
 
 
-def ranges_of(chunks: Bools) -> Ranges:
-    """The reverse of `mask`."""
-    return to_ranges(np.flatnonzero(chunks))
-
-
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
     """Sorted, apart, inside; the number of chunks.
 

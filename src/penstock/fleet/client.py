@@ -50,7 +50,6 @@ ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
 _MAX_PAUSE_S = 0.5
 _MAX_CONNECTIONS = 16
-_MAX_ANSWER_BYTES = 256 << 20
 T = TypeVar("T")
 _FAULT = msgspec.json.Decoder(Fault)
 _ERRORS: dict[int, type[PenstockError]] = {

@@ -307,17 +307,6 @@ class Holding:
             self.state = state
             self.changed.notify_all()
 
-    def fence(self) -> None:
-        """Before the memory is changed or given up: readers' descriptors go stale, nothing is had any more."""
-        with self.changed:
-            self.generation += 1
-            for handles in self._handles:
-                for handle in handles.values():
-                    handle.fence()
-            self.have[:], self._told[:] = False, -1
-            self._log, self._num_logged, self.state = [], 0, "filling"
-            self.changed.notify_all()
-
     def close(self) -> None:
         """Readers' descriptors go stale, the registrations end. The tensors stay the caller's. Idempotent."""
         with self.changed:

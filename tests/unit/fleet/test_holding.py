@@ -84,16 +84,6 @@ def test_without_a_manifest_all_who_say_a_digest_must_agree() -> None:
         holding.hear(chunks, leaves + np.array([1, 0, 0, 0], np.uint64), "member c")
     with pytest.raises(IntegrityError, match="member a and storage say different digests of chunk 1"):
         holding.hear(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
-    holding.fence()
-    holding.hear(chunks, leaves + 1, "member d")
-
-
-def test_a_fence_forgets_all_and_begins_a_generation() -> None:
-    holding = make()
-    gain(holding, 0, 1)
-    holding.fence()
-    reply = holding.log_after(0, 0.0)
-    assert reply.generation == 1 and reply.serial == 0 and not holding.have.any()
 
 
 def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
