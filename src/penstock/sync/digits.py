@@ -1,0 +1,292 @@
+"""Copies between strided tensors, written in digits: which run of which dim goes to which run of which dim.
+
+In: two strided views of one extent, each of a tensor of known shape and strides. Out: `DigitMap`s, cut until both ends
+are boxes; their restriction to a box, and one after the other.
+Not here: what is copied, and the tensors of torch (`record`). No torch.
+
+    W [heads * 4, n] viewed as [heads, 4, n], transposed to P [4, heads * n]: three digits
+    (heads: dim 0 step 4 -> dim 1 step n)  (4: dim 0 step 1 -> dim 0 step 1)  (n: dim 1 step 1 -> dim 1 step 1)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.types import Box
+
+MAX_BOXES = 1 << 14
+"""Most boxes one copy is cut into: more are moved faster by the fallback. DeepSeek-V3's 128 heads make 128."""
+
+Digit = tuple[int, int, int, int, int]
+"""Extent, source dim, source step, target dim, target step. Source dim -1, step 0: the same element again."""
+
+
+class NotBoxes(Exception):
+    """This copy is not one between a few boxes; the message says why. Never leaves the room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigitMap:
+    """For all values of all digits, one element copied: at start plus the sum of value times step, at either end."""
+
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
+    digits: tuple[Digit, ...]
+
+    def source_box(self) -> Box:
+        """What is read, once `boxes` has cut the map."""
+        return _box(self.source_start, ((n, dim) for n, dim, _, _, _ in self.digits))
+
+    def target_box(self) -> Box:
+        """What is written, once `boxes` has cut the map."""
+        return _box(self.target_start, ((n, dim) for n, _, _, dim, _ in self.digits))
+
+    def flipped(self) -> DigitMap:
+        """The map of the same elements the other way."""
+        digits = tuple((n, td, ts, sd, ss) for n, sd, ss, td, ts in self.digits)
+        return DigitMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
+
+    def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The source box's row-major shape by digits, and the permutation of those that the target box is made of."""
+        merged: list[Digit] = []
+        for n, sd, ss, td, ts in sorted(self.digits, key=lambda digit: (digit[1], -digit[2])):
+            if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
+                merged[-1] = (merged[-1][0] * n, sd, ss, td, ts)
+            else:
+                merged.append((n, sd, ss, td, ts))
+        permutation = sorted(range(len(merged)), key=lambda i: (merged[i][3], -merged[i][4]))
+        return tuple(digit[0] for digit in merged), tuple(permutation)
+
+
+def _box(start: tuple[int, ...], runs: Iterator[tuple[int, int]]) -> Box:
+    extent = [1] * len(start)
+    for n, dim in runs:
+        extent[dim] *= n
+    return Box(start=start, stop=tuple(a + n for a, n in zip(start, extent, strict=True)))
+
+
+class Grid:
+    """A tensor's shape and strides: where an element offset lies in it. Not for tensors without elements."""
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.shape, self.strides = tuple(shape), tuple(strides)
+        wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
+        self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
+
+    def _start(self, offset: int) -> tuple[int, ...]:
+        start, rest = [0] * len(self.shape), offset
+        for dim in self._outer_first:
+            if self.strides[dim] < 1:
+                raise NotBoxes("a tensor that repeats its own elements")
+            start[dim], rest = divmod(rest, self.strides[dim])
+        if rest or any(a >= n for a, n in zip(start, self.shape, strict=True)):
+            raise NotBoxes("a view that begins outside the tensor")
+        return tuple(start)
+
+    def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
+        """Where a view of `dims` (extent, stride) lies: its first element, and each dim's digits, the outer first.
+
+        Raises:
+            NotBoxes: a dim of the view steps across dims of the tensor unevenly.
+        """
+        start = self._start(offset)
+        placed = [self._split(extent, stride, start) for extent, stride in dims]
+        last = list(start)
+        for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
+            if dim >= 0:
+                last[dim] += step * (n - 1)
+        if any(a >= n for a, n in zip(last, self.shape, strict=True)):
+            raise NotBoxes("a view that runs on from one row into the next")
+        return start, placed
+
+    def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
+        if extent == 1:
+            return []
+        if stride == 0:
+            return [(extent, -1, 0, 0, 0)]
+        level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
+        if level is None:
+            raise NotBoxes("a view that steps inside an element")
+        inner: list[Digit] = []
+        while True:
+            dim = self._outer_first[level]
+            step, uneven = divmod(stride, self.strides[dim])
+            if not uneven and start[dim] + step * (extent - 1) < self.shape[dim]:
+                return [(extent, dim, step, 0, 0), *inner] if extent > 1 else inner
+            count, rest = divmod(self.shape[dim], max(step, 1))
+            outer = self._outer_first[level - 1] if level else dim
+            dense = level and self.strides[outer] == self.strides[dim] * self.shape[dim]
+            if uneven or rest or not count or not dense or extent % count:
+                raise NotBoxes("a view that steps unevenly across rows")
+            inner.insert(0, (count, dim, step, 0, 0))
+            extent, stride, level = extent // count, stride * count, level - 1
+
+
+def between(
+    source: Grid,
+    source_offset: int,
+    source_strides: Sequence[int],
+    target: Grid,
+    target_offset: int,
+    target_strides: Sequence[int],
+    shape: Sequence[int],
+) -> DigitMap:
+    """The copy of a view of `source` to a view of `target`, both of `shape`; offsets and strides in elements.
+
+    Raises:
+        NotBoxes: a view steps unevenly.
+    """
+    source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
+    halves: list[tuple[Digit, int]] = []
+    for digits, stride in zip(placed, target_strides, strict=True):
+        below = 1
+        for digit in reversed(digits):
+            halves.append((digit, stride * below))
+            below *= digit[0]
+    target_start, ends = target.place(target_offset, [(digit[0], stride) for digit, stride in halves])
+    found: list[Digit] = []
+    for ((_, dim, step, _, _), _), parts in zip(halves, ends, strict=True):
+        below = 1
+        for n, target_dim, target_step, _, _ in reversed(parts):
+            found.append((n, dim, step * below, target_dim, target_step))
+            below *= n
+    return DigitMap(source_start=source_start, target_start=target_start, digits=tuple(found))
+
+
+def boxes(whole: DigitMap) -> list[DigitMap]:
+    """The map cut into such as take one box to one box.
+
+    Raises:
+        NotBoxes: they are more than `MAX_BOXES`.
+    """
+    loops: set[int] = set()
+    while True:
+        gaps = _gaps(whole.digits, loops)
+        if not gaps:
+            break
+        loops |= gaps
+    if not loops:
+        return [whole]
+    kept = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
+    turned = [whole.digits[i] for i in sorted(loops)]
+    if (count := math.prod(digit[0] for digit in turned)) > MAX_BOXES:
+        raise NotBoxes(f"a copy of {count} separate boxes")
+    found = []
+    for values in itertools.product(*(range(digit[0]) for digit in turned)):
+        source, target = list(whole.source_start), list(whole.target_start)
+        for value, (_, source_dim, source_step, target_dim, target_step) in zip(values, turned, strict=True):
+            if source_dim >= 0:
+                source[source_dim] += value * source_step
+            target[target_dim] += value * target_step
+        found.append(DigitMap(source_start=tuple(source), target_start=tuple(target), digits=kept))
+    return found
+
+
+def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
+    """Digits that leave gaps in a dim of either end, `loops` left out of account."""
+    found: set[int] = set()
+    for dim_at in (1, 3):
+        run: dict[int, int] = {}
+        for i in sorted(range(len(digits)), key=lambda i: digits[i][dim_at + 1]):
+            dim, step = digits[i][dim_at], digits[i][dim_at + 1]
+            if i in loops or i in found:
+                continue
+            if dim < 0 or step != run.get(dim, 1):
+                found.add(i)
+            else:
+                run[dim] = step * digits[i][0]
+    return found
+
+
+def meet(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None if nothing."""
+    start = tuple(map(max, one.start, other.start))
+    stop = tuple(map(min, one.stop, other.stop))
+    return Box(start=start, stop=stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def restrict(whole: DigitMap, box: Box) -> list[DigitMap]:
+    """The part of a map of boxes that writes into `box`, which lies inside its target: one map, or some more where the
+    box cuts a digit that others lie below."""
+    found = [whole]
+    for dim in range(len(box.start)):
+        at, stop = box.start[dim], box.stop[dim]
+        found = [part for old in found for part in _restrict_dim(old, dim, at, stop)]
+    return found
+
+
+def _restrict_dim(whole: DigitMap, dim: int, start: int, stop: int) -> Iterator[DigitMap]:
+    mine = sorted((digit for digit in whole.digits if digit[3] == dim), key=lambda digit: -digit[4])
+    first = whole.target_start[dim]
+    if (start, stop) == (first, first + math.prod(digit[0] for digit in mine)):
+        yield whole
+        return
+    others = tuple(digit for digit in whole.digits if digit[3] != dim)
+    for cuts in _cut([digit[0] for digit in mine], start - first, stop - first):
+        source, target, kept = list(whole.source_start), list(whole.target_start), list(others)
+        for (skip, extent), (_, source_dim, source_step, _, target_step) in zip(cuts, mine, strict=True):
+            source[source_dim] += skip * source_step
+            target[dim] += skip * target_step
+            if extent > 1:
+                kept.append((extent, source_dim, source_step, dim, target_step))
+        yield DigitMap(source_start=tuple(source), target_start=tuple(target), digits=tuple(kept))
+
+
+def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
+    """The numbers [start, stop) as products of digit ranges (first, count)."""
+    if not extents:
+        yield []
+        return
+    below = math.prod(extents[1:])
+    edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
+    for low, high in itertools.pairwise(sorted(edges)):
+        if low % below == 0 and high % below == 0:
+            yield [(low // below, (high - low) // below), *((0, extent) for extent in extents[1:])]
+            continue
+        digit = low // below
+        for rest in _cut(extents[1:], low - digit * below, high - digit * below):
+            yield [(digit, 1), *rest]
+
+
+def chain(first: DigitMap, then: DigitMap) -> Iterator[DigitMap]:
+    """`first`, and `then` of what it wrote: maps from the source of the one to the target of the other, not yet boxes.
+
+    Raises:
+        NotBoxes: their digits do not divide each other.
+    """
+    shared = meet(first.target_box(), then.source_box())
+    if shared is None:
+        return
+    for reader in restrict(then.flipped(), shared):
+        for writer in restrict(first, reader.target_box()):
+            if writer.target_box() == reader.target_box():
+                yield _joined(writer, reader)
+            else:
+                yield from chain(writer, reader.flipped())
+
+
+def _joined(writer: DigitMap, reader: DigitMap) -> DigitMap:
+    """Both of one target box: from the writer's source to the reader's."""
+    found: list[Digit] = []
+    for dim in range(len(writer.target_start)):
+        left, right = _below(writer, dim), _below(reader, dim)
+        while left and right:
+            (n, d, s), (m, e, t) = left.pop(), right.pop()
+            common = min(n, m)
+            if n % common or m % common:
+                raise NotBoxes("reshapes that do not divide each other")
+            found.append((common, d, s, e, t))
+            if n > common:
+                left.append((n // common, d, s * common))
+            if m > common:
+                right.append((m // common, e, t * common))
+    return DigitMap(source_start=writer.source_start, target_start=reader.source_start, digits=tuple(found))
+
+
+def _below(one: DigitMap, dim: int) -> list[tuple[int, int, int]]:
+    """Extent, source dim and source step of the digits of one target dim, the outer first."""
+    mine = sorted((digit for digit in one.digits if digit[3] == dim), key=lambda digit: -digit[4])
+    return [digit[:3] for digit in mine]
