@@ -331,7 +331,9 @@ class Fetch:
         if len(wrong):
             message = f"chunk {int(wrong[0])} differs from its digest"
             if giver is None:
-                raise IntegrityError(f"{message} in storage", uri=path, hint="fetch the files anew")
+                bad = IntegrityError(f"{message} in storage", uri=path, hint="fetch the files anew")
+                self.storage_failed(bad, chunks)
+                return
             giver.fail(IntegrityError(message, uri=f"penstock:{giver.upstream.member}"))
             self.lost(chunks)
             return

@@ -101,8 +101,8 @@ class Fleet:
                 phases.enter("commit")
                 if not holding.has_manifest:
                     holding.check_revision()
-                if storage is not None:
-                    storage.check_unchanged()
+                if storage is not None and storage.nbytes and not holding.has_manifest:
+                    storage.check_unchanged()  # with a manifest each byte was compared with what it should be
             except BaseException as error:
                 self.member.hide(holding, 0.0)
                 if isinstance(error, PenstockError) and made is None:

@@ -178,9 +178,9 @@ class Member:
             self._beat_now.clear()
             if self._closing.is_set():
                 return
+            self._sing()
+            self.links.sweep()
             try:
-                self._sing()
-                self.links.sweep()
                 self._told(lambda: self._hub.beat(self.id, self._state()))
             except PenstockError:
                 # The hub is away; what is known stays usable, and the next beat tells all again.

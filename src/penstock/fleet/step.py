@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.engine.executors import Pending
-from penstock.errors import Cancelled, DestinationError, PenstockError
+from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.fleet.part import StoragePart
 from penstock.fleet.upstream import Following
 from penstock.types import I64, U64
 
 if TYPE_CHECKING:
     from penstock.fleet.fetch import Fetch
+
+CANNOT_RECALL = frozenset({"cuda_ipc"})
+"""Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
+written over chunks read again and verified, so the fetch ends."""
 
 
 class PeerStep:
@@ -61,6 +65,10 @@ class PeerStep:
         for transport, pending in posted:
             try:
                 transport.wait(pending, stall_s=self._fetch.stall_s)
+            except SourceStalled as error:
+                if transport.name in CANNOT_RECALL:
+                    raise DestinationError(f"{error.message}, and may still arrive", mutated=True) from error
+                failed = failed or error
             except PenstockError as error:
                 failed = failed or error
                 self._fetch.is_touched |= error.mutated
