@@ -22,8 +22,8 @@ from penstock.plan.intersect import Groups
 from penstock.types import I64, MIB
 
 BUCKET_BYTES = 256 * MIB
-"""Most bytes a receiver takes in one bucket, but for a larger tensor: 5 ms at 50 GB/s, fifty times the cost of asking
-each of 256 sources for its part. Source: docs/design/004-sync.md."""
+"""Most bytes a receiver takes in one bucket, but for a larger tensor: 5 ms at 50 GB/s, and two buckets a layer where
+128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/004-sync.md."""
 
 _LAYER = re.compile(r"\.(\d+)\.")
 

@@ -49,6 +49,27 @@ class Part:
     src_pitch: I64
     dst_pitch: I64
 
+    def check(self, *, src_nbytes: Sequence[int], dst_nbytes: int) -> None:
+        """Raise PlanError unless it keeps to memories of these sizes: a part may come from another process."""
+        columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
+        first, num = self.bucket_first, len(self.source)
+        if len(src_nbytes) != len(self.sources) or any(len(column) != num for column in columns):
+            raise PlanError(f"{self.receiver}: a part of uneven columns, or of {len(self.sources)} sources")
+        if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
+            raise PlanError(f"{self.receiver}: buckets that are not its {num} segments in order")
+        wrong = (self.source < 0) | (self.source >= len(self.sources)) | (self.num_rows < 1) | (self.run_bytes < 1)
+        sizes = np.append(np.array(src_nbytes, np.int64), 0)[np.where(wrong, -1, self.source)]
+        ends = ((self.src, self.src_pitch, sizes), (self.dst, self.dst_pitch, np.full(num, dst_nbytes)))
+        for offset, pitch, room in ends:
+            wrong |= (offset < 0) | (pitch < 0) | (self.run_bytes > room) | (offset > room - self.run_bytes)
+            # By division: the product of a hostile pitch and rows could wrap.
+            wrong |= (self.num_rows - 1 > (room - self.run_bytes - offset) // np.maximum(pitch, 1)) & (
+                self.num_rows > 1
+            )
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise PlanError(f"{self.receiver}: segment {i} lies outside its memories or sources")
+
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""

@@ -87,6 +87,9 @@ def prove_by_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[L
     memories = [fill(one, tensors) for one in holdings]
     for r, want in enumerate(wants):
         part = plan.part(r)
+        heard = decode(encode(part), Part)
+        heard.check(src_nbytes=[sum(one.regions) for one in holdings], dst_nbytes=sum(want.regions))
+        assert encode(heard) == encode(part)
         mine, times = carry_out(part, memories, sum(want.regions))
         expected = fill(want, tensors)
         assert (mine == expected).all()
@@ -345,3 +348,34 @@ def test_nobody_or_nothing_is_a_plan_too() -> None:
     assert plan_sync([], []).explain().startswith("0 tensors, 0 sources -> 0 receivers, 0 bytes")
     plan = plan_sync([layout("t", [whole("w", (0, 4))])], [layout("e", [whole("w", (0, 4))]), layout("f", [])])
     assert plan.nbytes == 0 and plan.part(0).nbytes == plan.part(1).nbytes == 0 and plan.num_tensors == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"src": np.array([-1, 12])},
+        {"src": np.array([0, 25])},
+        {"dst": np.array([0, 61])},
+        {"dst_pitch": np.array([1 << 62, 24])},
+        {"src_pitch": np.array([12, -1])},
+        {"num_rows": np.array([0, 2])},
+        {"num_rows": np.array([2, 1 << 61])},
+        {"run_bytes": np.array([0, 12])},
+        {"run_bytes": np.array([12, (1 << 63) - 1])},
+        {"source": np.array([0, 2])},
+        {"source": np.array([-1, 0])},
+        {"bucket_first": np.array([0, 1])},
+        {"bucket_first": np.array([0, 3, 2])},
+        {"bucket_first": np.array([1, 2])},
+        {"bucket_first": np.zeros(0, np.int64)},
+        {"row": np.array([0])},
+        {"sources": ("t0",)},
+    ],
+)
+def test_a_part_that_leaves_its_memories_is_refused(wrong: dict[str, object]) -> None:
+    holdings = [layout(f"t{r}", [sharded("w", (4, 12), 0, r, 2)]) for r in range(2)]
+    part = plan_sync(holdings, [layout("e", [sharded("w", (4, 12), 1, 0, 2)])]).part(0)
+    sizes = {"src_nbytes": [48, 48], "dst_nbytes": 48}
+    part.check(**sizes)
+    with pytest.raises(PlanError, match="e: "):
+        replace(part, **wrong).check(**sizes)
