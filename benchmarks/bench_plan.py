@@ -137,22 +137,25 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     told = side("trainer", model, num_trainers, trains), side("engine", model, num_receivers, infers)
     del model
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    times: dict[str, list[float]] = {name: [] for name in ("decode_s", "key_s", "plan_s", "parts_s")}
+    times: dict[str, list[float]] = {name: [] for name in ("decode_s", "key_s", "plan_s", "plan_cpu_s", "parts_s")}
     for _ in range(args.rounds):
         start = time.perf_counter()
         holdings, wants = ([decode(raw, Layout) for raw in one] for one in told)
         decoded = time.perf_counter()
         plan_key(holdings, wants)
         keyed = time.perf_counter()
+        used = time.process_time()
         plan = plan_sync(holdings, wants)
-        planned = time.perf_counter()
+        planned, used = time.perf_counter(), time.process_time() - used
         num_segments = max_segments = 0
         for r in range(num_receivers):
             part = plan.part(r)
             num_segments += len(part.row)
             max_segments = max(max_segments, len(part.row))
         done = time.perf_counter()
-        for name, took in zip(times, (decoded - start, keyed - decoded, planned - keyed, done - planned), strict=True):
+        for name, took in zip(
+            times, (decoded - start, keyed - decoded, planned - keyed, used, done - planned), strict=True
+        ):
             times[name].append(took)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     links = plan.link_bytes()
@@ -165,6 +168,8 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "buckets": plan.num_buckets,
         "gb": round(plan.nbytes / 1e9, 1),
         "told_mb": round(sum(map(len, (*told[0], *told[1]))) / 1e6, 1),
+        "patterns": len(plan.strip_first) - 1,
+        "strips": len(plan.strip_run),
         "plan_mb": round(len(encode(plan)) / 1e6, 1),
         "peak_mib": round(peak * 1024 / MIB),
         "layouts_mib": round(before * 1024 / MIB),
