@@ -1,6 +1,7 @@
 """transformers models filled through Penstock: `load_pretrained`, for `from_pretrained` of a path or an object store.
 
-In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's.
+In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's; of a
+live model, `weights_loader`: its own loading, in place.
 Not here: hubs, quantisers, device maps over several devices, adapters.
 
     checkpoint fits the model tensor by tensor:        empty model on the device -> load_into
@@ -14,7 +15,7 @@ import copy
 import importlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from penstock.storage.manifest import open_weights
 if TYPE_CHECKING:
     import torch
 
+    from penstock.sync.layout import Load
     from penstock.types import TensorTable
 
 _logger = logging.getLogger(__name__)
@@ -83,6 +85,40 @@ def load_pretrained(
 
             model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
+
+
+def weights_loader(model: Any) -> Load:
+    """A transformers model's own loading, as the function that `sync.record` records and that fills a live model.
+
+    Experts are merged, names changed and values cast as from_pretrained does for this class; all is copied into the
+    parameters the model has, whose addresses stay.
+
+    Raises:
+        MissingExtra: transformers 5 is not installed.
+
+    Cost: when it runs with real tensors, a second copy of those given, until it returns.
+    """
+    _check_version()
+    from transformers import conversion_mapping, core_model_loading, modeling_utils
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        import torch
+
+        held = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
+        mapping = conversion_mapping.get_model_conversion_mapping(model)
+        config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
+        try:
+            core_model_loading.convert_and_load_state_dict_in_model(model, dict(weights), config)
+        finally:
+            made = [(old, group[name]) for group, saved in held for name, old in saved.items()]
+            for group, saved in held:
+                group.update(saved)
+        with torch.no_grad():
+            for old, new in made:
+                if old is not None and new is not old:
+                    old.copy_(new)
+
+    return load
 
 
 def _filled(
