@@ -142,15 +142,23 @@ def _config_of(directory: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("tp_rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("which", CONFIGS)
-def test_vllms_own_loading(which: str, tmp_path: Any, vllm_config: Callable[[Any], Any]) -> None:
+def test_vllms_own_loading(
+    which: str, tp_rank: int, tp: int, tmp_path: Any, vllm_config: Callable[[Any], Any], monkeypatch: Any
+) -> None:
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    # A rank of several, alone: loading asks the group for its numbers only.
+    monkeypatch.setattr(get_tp_group(), "world_size", tp)
+    monkeypatch.setattr(get_tp_group(), "rank_in_group", tp_rank)
     tensors = saved(make(CONFIGS[which]()), tmp_path)
 
     def empty() -> Any:
         config = vllm_config(tmp_path)  # it keeps the layers of one model by name
+        config.parallel_config.tensor_parallel_size = tp
         with set_current_vllm_config(config), torch.device("cpu"):
             model = initialize_model(vllm_config=config)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -165,6 +173,8 @@ def test_vllms_own_loading(which: str, tmp_path: Any, vllm_config: Callable[[Any
     # Scales of a quantised KV cache, which vLLM sets itself where a checkpoint has none.
     assert all(name.endswith("_scale") for name in recording.unfilled)
     assert set(recording.unused) <= {"lm_head.weight"}
+    kept = {record.target: record for record in recording.records if record.target.endswith("down_proj.weight")}
+    assert all(one.source_box.shape[1] * tp == recording.shapes[one.source][1] for one in kept.values())
     fill(recording, tensors, live)
     true.load_weights(iter(tensors.items()))
     assert_same(live, true)

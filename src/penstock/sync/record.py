@@ -45,7 +45,7 @@ def record(
 
     A tensor whose values the loader reads (`item`, a comparison) is left out and the loader run again without it: the
     fallback for it is the loader. The loader's effects on anything but tensors of the model stay.
-    Order: nothing else may use the model meanwhile. Threads of the loader are followed where they use the tensors given.
+    Order: nothing else may use the model meanwhile; the loader's threads are followed where they use the tensors given.
     Cost: no memory of the tensors' sizes; some 50 us of Python per operator that the loader calls.
     """
     run = load or _own_loader(model)
