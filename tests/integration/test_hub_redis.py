@@ -63,6 +63,9 @@ def test_each_chunk_is_given_once(hubs) -> None:
     members = [f"m{number}" for number in range(6)]
     for member in members:
         hello(hubs[0], member)
+    while "the hub is new" in hubs[0].claim(ClaimRequest(member="m0", holding=holding(), ask=True)).why:
+        time.sleep(0.1)
+    hubs[0].claim(ClaimRequest(member="m0", holding=holding(), ask=False))
     given: dict[str, list[int]] = {member: [] for member in members}
 
     def read(number: int) -> None:
