@@ -55,8 +55,17 @@ storage-servers: $(READY)
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
 	@scripts/setup_redis.sh || echo "redis could not be set up here: its tests are skipped" >&2
 
+PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
+
+# Tests between processes wait more than they compute: the others run beside them, and print after them.
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
-	@$(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS) $(TESTS)
+ifeq ($(TESTS)$(strip $(ARGS)),tests)
+	@mkdir -p .cache; $(PYTEST) tests --ignore=tests/integration --ignore=tests/conformance > .cache/tests.log 2>&1 & \
+	others=$$!; status=0; $(PYTEST) tests/integration tests/conformance || status=$$?; \
+	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
+else
+	@$(PYTEST) $(TESTS)
+endif
 
 check: $(READY)  ## format, lint, types, layering, sizes
 	@$(PY) -m ruff format --check .
