@@ -172,7 +172,7 @@ def test_a_target_in_place_that_was_touched_says_so(host: Host, made: Path, trut
         host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
         holder.kill()
 
-    monkeypatch.setenv("PENSTOCK_STALL_S", "1.5")
+    monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     killing = threading.Thread(target=kill)
     killing.start()
     targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
