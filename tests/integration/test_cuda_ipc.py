@@ -21,6 +21,7 @@ from penstock.errors import (
     ConfigError,
     DestinationError,
     DeviceOutOfMemory,
+    FormatError,
     PeerLost,
     PenstockError,
     SourceStalled,
@@ -31,6 +32,7 @@ from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_driver, cuda_ipc, fd_door
 from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.cuda_memory import CudaPayload, map_peer
 from penstock.transport.protocol import Memory
 
 NBYTES = 5_000_011
@@ -158,6 +160,27 @@ def test_memory_of_an_abandoned_read_is_kept_until_the_device_is_done(reader, ho
     reader.read(holder.descriptor)
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["before it is mapped", "once it is mapped"])
+def test_a_descriptor_that_reaches_past_the_memory(reader, holder, is_mapped: bool) -> None:
+    if is_mapped:
+        reader.read(holder.descriptor)
+    far = holder.lie(4 * NBYTES)
+    with pytest.raises(FormatError) as caught:
+        reader.post(far, [(3 * NBYTES, 0, NBYTES)])
+    assert not caught.value.mutated
+    holder.lie(NBYTES)
+    assert reader.read(holder.descriptor) == pattern(NBYTES)
+
+
+def test_more_pieces_than_there_can_be(reader) -> None:
+    with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
+        for runs in (((1 << 59, 1),), ((1 << 20, 1), (1, 1)), ()):
+            payload = {**msgspec.msgpack.decode(holder.descriptor.payload), "pieces": runs}
+            lie = msgspec.structs.replace(holder.descriptor, payload=msgspec.msgpack.encode(payload))
+            with pytest.raises(FormatError):
+                map_peer(reader.driver, 0, lie, msgspec.msgpack.decode(lie.payload, type=CudaPayload))
 
 
 def test_memory_that_cannot_be_shared(reader) -> None:

@@ -125,6 +125,15 @@ def test_a_part_of_an_arena_is_all_that_can_be_read(reader) -> None:
     holder.close()
 
 
+def test_a_descriptor_that_reaches_past_memory_mapped_before(reader, holder) -> None:
+    read(reader, holder.descriptor)
+    far = holder.lie(4 * NBYTES)
+    with pytest.raises(FormatError):
+        read(reader, far, [(3 * NBYTES, 0, NBYTES)])
+    holder.lie(NBYTES)
+    assert read(reader, holder.descriptor) == pattern(NBYTES)
+
+
 def test_only_arenas_are_registered(reader) -> None:
     transport, _ = reader
     with pytest.raises(ConfigError, match="arena"):

@@ -80,6 +80,8 @@ class FakeCuda(CudaDriver):
         piece = self._piece_at(address)
         if piece is not None:
             return piece[:2]
+        if address in self._opened:
+            return address, self._opened[address]
         mapped = self._allocation(address)
         return mapped.address, len(mapped)
 

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -25,6 +26,7 @@ from penstock.memory.arena import Arena
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.descriptor import Descriptor, decode, encode
+from penstock.transport.endpoint import PagedHandle
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
 
@@ -110,7 +112,7 @@ class HolderProcess:
         return decode(bytes.fromhex(line))
 
     def ask(self, line: str) -> Descriptor:
-        """Have it do something: `fence SEED`, or `close`. Returns its descriptor afterwards."""
+        """Have it do something: `fence SEED`, `lie NBYTES`, or `close`. Returns its descriptor afterwards."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -119,6 +121,11 @@ class HolderProcess:
     def fence(self, seed: int) -> Descriptor:
         """Begin a generation and fill it with the pattern of another seed."""
         self.descriptor = self.ask(f"fence {seed}")
+        return self.descriptor
+
+    def lie(self, nbytes: int) -> Descriptor:
+        """Begin a generation that is said to have so many bytes, whatever there is."""
+        self.descriptor = self.ask(f"lie {nbytes}")
         return self.descriptor
 
     def __enter__(self) -> HolderProcess:
@@ -146,6 +153,10 @@ def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
         if word == "fence":
             handle.fence()
             fill(memory, int(rest[0]))
+        elif word == "lie":
+            assert isinstance(handle, PagedHandle)
+            handle.memory = replace(memory, nbytes=int(rest[0]))
+            handle.fence()
         else:
             handle.close()
         print(encode(handle.descriptor).hex(), flush=True)  # noqa: T201

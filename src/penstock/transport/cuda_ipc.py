@@ -166,6 +166,7 @@ class CudaIpcTransport:
 
         Raises:
             ConfigError: also if our device cannot reach the peer's.
+            FormatError: the descriptor reaches past the memory that it names.
             DestinationError: the driver refuses.
         """
         mine = self._endpoint.check_mine(into, source)
@@ -179,8 +180,9 @@ class CudaIpcTransport:
             mapped = self._map(claim, payload, device) if len(rows.nbytes) else None
             read = CudaRead(mine, claim, mapped, int(rows.nbytes.sum()))
             if mapped is not None:
+                base = mapped.at(payload.offset, source)
                 try:
-                    self._queue(read, rows, mapped.address + payload.offset, device)
+                    self._queue(read, rows, base, device)
                 except PenstockError as error:
                     error.mutated = bool(read.events)
                     raise
@@ -206,7 +208,7 @@ class CudaIpcTransport:
             if source.device != f"cuda:{device}":
                 with self._driver.entered(device):
                     self._driver.enable_peer(_ordinal(source.device))
-            return Mapped(payload.address - payload.offset, keep=ours)
+            return Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
         found = self._mapped.get(claim, device)
         if found is None:
             try:

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.errors import ConfigError, DestinationError, PenstockError
+from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, CudaDriver
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.fd_door import receive_fds
@@ -27,6 +27,8 @@ from penstock.transport.protocol import Memory
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
 _MAX_RUNS = 4096
+_MAX_PIECES = 1 << 20
+"""File descriptors of one registration that are asked for: 20 TiB of torch's pieces."""
 
 
 class CudaPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,8 +108,15 @@ class Shared:
 class Mapped:
     """A peer's memory at an address of ours, for one device, until nobody holds this any more."""
 
-    def __init__(self, address: int, keep: object = None) -> None:
-        self.address, self.keep = address, keep
+    def __init__(self, address: int, nbytes: int, keep: object = None) -> None:
+        self.address, self.nbytes, self.keep = address, nbytes, keep
+
+    def at(self, offset: int, source: Descriptor) -> int:
+        """Where a registration is. FormatError if what was mapped does not hold it: a peer may say what it likes."""
+        if offset + source.nbytes > self.nbytes:
+            message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.nbytes}"
+            raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
+        return self.address + offset
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
@@ -116,21 +125,29 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
     Raises:
         ConfigError: the devices cannot reach each other's memory.
         DestinationError: the driver refuses, or there is no address space.
+        FormatError: the payload contradicts itself.
         PeerLost, StaleDescriptor, SourceStalled: as `fd_door.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
     with driver.entered(device):
-        found = Mapped(driver.ipc_open(payload.handle))
+        address = driver.ipc_open(payload.handle)
+        try:
+            base, nbytes = driver.address_range(address)
+        except PenstockError:
+            driver.ipc_close(address)
+            raise
+    found = Mapped(address, base + nbytes - address)
     _when_gone(found, _close, driver, device, found.address)
     return found
 
 
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
+    uri = f"{source.transport}:{source.endpoint}"
+    if not 0 < payload.num_pieces <= _MAX_PIECES:
+        raise FormatError(f"device memory in {payload.num_pieces} pieces", uri=uri)
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
-    total, at, uri = sum(lengths), 0, f"{source.transport}:{source.endpoint}"
-    if payload.offset + source.nbytes > total:
-        raise DestinationError(f"pieces of {total} bytes do not hold {source.nbytes} from {payload.offset}", uri=uri)
+    total, at = sum(lengths), 0
     with driver.entered(device):
         base = driver.reserve(total)
         try:
@@ -142,7 +159,7 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
         except PenstockError:
             driver.unmap(base, at, total)
             raise
-    found = Mapped(base)
+    found = Mapped(base, total)
     _when_gone(found, _unmap, driver, device, base, total)
     return found
 

@@ -9,19 +9,17 @@ Host memory is mapped privately: what is written here is seen here only. Device 
 from __future__ import annotations
 
 import mmap
-import os
 
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, StaleDescriptor
-from penstock.memory.memfd import open_peer
+from penstock.errors import ConfigError
 from penstock.transport.cuda_driver import CudaDriver, load_driver
 from penstock.transport.cuda_memory import CudaPayload, Mapped, map_peer
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, decode_payload, handle_here
 from penstock.transport.page import PageAddress, PeerPage
-from penstock.transport.shm import ShmPayload
+from penstock.transport.shm import ShmPayload, open_payload
 
 _NORESERVE = 0x4000
 """No room is set aside for pages that may be written: none are meant to be. Source: Linux, mman-common.h."""
@@ -87,6 +85,7 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
     Raises:
         ConfigError: another host or PID namespace, or another transport.
         PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
+        FormatError: the descriptor is malformed, or reaches past the memory that it names.
         DestinationError, PermissionDenied: this system does not let us.
     """
     if source.transport == "shm":
@@ -104,17 +103,12 @@ def _claim(source: Descriptor, address: PageAddress) -> Claim:
 
 def _map_host(source: Descriptor) -> Region:
     payload = decode_payload(source, _SHM)
-    uri = f"{source.transport}:{source.endpoint}"
     claim = _claim(source, payload.page)
-    fd = open_peer(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
-    try:
-        if os.fstat(fd).st_ino != payload.inode:
-            raise StaleDescriptor("the peer has closed that memory", uri=uri)
-        owner = HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:
-        raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error
-    finally:
-        os.close(fd)
+
+    def mapping(fd: int) -> HostBytes:
+        return HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+    owner = open_payload(source, payload, mapping)
     claim.check()  # so that what was opened was still the peer's
     address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
     return Region(claim, "cpu", address, source.nbytes, owner, payload.offset)
@@ -126,9 +120,9 @@ def _map_device(source: Descriptor, device: int, driver: CudaDriver | None) -> R
     claim = _claim(source, payload.page)
     ours = handle_here(source)
     if ours is not None:
-        mapped = Mapped(payload.address - payload.offset, keep=ours)
+        mapped = Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
     else:
         mapped = map_peer(driver, device, source, payload)
         claim.check()
-    address = mapped.address + payload.offset
+    address = mapped.at(payload.offset, source)
     return Region(claim, f"cuda:{device}", address, source.nbytes, DeviceBytes(mapped, address, source.nbytes), 0)

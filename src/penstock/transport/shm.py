@@ -12,12 +12,13 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload
@@ -31,6 +32,7 @@ PIECE_BYTES = 8 * MIB
 Source: benchmarks/results/cpu2_202611/transport.md.
 """
 
+T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
@@ -49,17 +51,24 @@ _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 class _Mapped:
     """A peer's memfd, mapped read-only until nobody holds this any more."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.array = np.frombuffer(mapped, np.uint8)
+    def __init__(self, fd: int) -> None:
+        self.array = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
         self.address = int(self.array.ctypes.data)
+
+    def at(self, offset: int, source: Descriptor) -> int:
+        """Where a registration is. FormatError if what was mapped does not hold it: a peer may say what it likes."""
+        if offset + source.nbytes > self.array.nbytes:
+            message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.array.nbytes}"
+            raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
+        return self.address + offset
 
 
 class ShmRead:
     """See `Pending`."""
 
-    def __init__(self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, segments: Segments) -> None:
+    def __init__(self, into: PagedHandle, claim: Claim, source: _Mapped, base: int, segments: Segments) -> None:
         self._lock = threading.Lock()
-        self._work: tuple[PagedHandle, Claim, _Mapped, int, Segments] | None = (into, claim, source, offset, segments)
+        self._work: tuple[PagedHandle, Claim, _Mapped, int, Segments] | None = (into, claim, source, base, segments)
         self._error: PenstockError | None = None
         self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
 
@@ -76,9 +85,9 @@ class ShmRead:
             if self._error is not None:
                 raise self._error
 
-    def _copy(self, into: PagedHandle, claim: Claim, source: _Mapped, offset: int, rows: Segments) -> None:
+    def _copy(self, into: PagedHandle, claim: Claim, _: _Mapped, base: int, rows: Segments) -> None:
         memmove, unlooked = ctypes.memmove, PIECE_BYTES
-        srcs, dsts = (rows.src + (source.address + offset)).tolist(), (rows.dst + into.memory.address).tolist()
+        srcs, dsts = (rows.src + base).tolist(), (rows.dst + into.memory.address).tolist()
         for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
             at = 0
             while at < nbytes:
@@ -120,7 +129,7 @@ class ShmTransport:
         return self._endpoint.register(memory, describe, keep=mapping)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> ShmRead:
-        """See `Transport.post_read`."""
+        """See `Transport.post_read`. FormatError: the descriptor reaches past the memory that it names."""
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         payload = decode_payload(source, _DECODER)
@@ -128,10 +137,10 @@ class ShmTransport:
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
             if mapped is None:
-                mapped = _open(source, payload)
+                mapped = open_payload(source, payload, _Mapped)
                 claim.check()  # so that the number that was opened was still the holder's memfd
                 self._mapped.put(claim, mapped)
-        return ShmRead(mine, claim, mapped, payload.offset, segments.joined())
+        return ShmRead(mine, claim, mapped, mapped.at(payload.offset, source), segments.joined())
 
     def sweep(self) -> None:
         """Let go of memory of peers that are gone or gave it up. A read that meets that does so itself."""
@@ -153,13 +162,19 @@ class ShmTransport:
         self._mapped.clear()
 
 
-def _open(source: Descriptor, payload: ShmPayload) -> _Mapped:
+def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int], T]) -> T:
+    """A mapping of the memfd that a descriptor names, made of its file descriptor.
+
+    Raises:
+        StaleDescriptor: it is another memfd by now.
+        PeerLost, PermissionDenied, DestinationError: as `memfd.open_peer`.
+    """
     uri = f"{source.transport}:{source.endpoint}"
     fd = open_peer(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
     try:
         if os.fstat(fd).st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed that memory", uri=uri)
-        return _Mapped(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+        return mapping(fd)
     except (OSError, ValueError) as error:
         raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error
     finally:
