@@ -1,0 +1,252 @@
+"""A conversion cut into tasks: which rows of which tensors make which bytes of the output.
+
+In: an operation's recipes, sizes. Out: the output's tensors in files, `Tasks` as columns: all before a byte is read.
+Not here: what an operation computes (`jobs`), who runs a task (`placement`).
+
+    recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
+                                                         small recipes batched; those that need a tensor whole go first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.types import I64, MIB, Box, DType, TensorTable, bits_to_bytes
+
+TASK_BYTES = 64 * MIB
+"""Bytes in and out of one task. Reason: 1 ms of a PCIe 5 link, so that a thousand a second cost the scheduler a few
+per cent of a core, and a slow worker's last task is short beside any job that needs several workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A tensor without its bytes."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Packed row-major. PlanError where elements do not fill whole bytes."""
+        return _nbytes(self.shape, self.dtype, self.name)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
+    try:
+        return bits_to_bytes(math.prod(shape), dtype)
+    except ValueError as error:
+        raise PlanError(str(error), tensor=name) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What a recipe needs of a source's tensor.
+
+    For rows `[a, b)` of the recipe: the box's rows `[a - at, b - at)`, as far as it has them; where `at` is None, all.
+    """
+
+    source: int
+    spec: Spec
+    box: Box
+    at: int | None = 0
+
+    def taken(self, start: int, stop: int) -> Box | None:
+        """The box that these rows of the recipe need; None: nothing of it."""
+        if self.at is None or not self.box.start:
+            return self.box
+        low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
+        if low >= high:
+            return None
+        first = self.box.start[0]
+        return Box(start=(first + low, *self.box.start[1:]), stop=(first + high, *self.box.stop[1:]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a recipe gives: rows `[a, b)` of it are rows `[a / per, b / per)`, rounded outwards, of this tensor.
+
+    `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full.
+    """
+
+    spec: Spec
+    per: int = 1
+
+    def rows(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows of the tensor that these rows of the recipe give."""
+        return start // self.per, -(-stop // self.per)
+
+    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes of the tensor that these rows of the recipe give."""
+        shape = self.spec.shape or (1,)
+        row = _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
+        first, last = self.rows(start, stop)
+        return first * row, last * row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Outputs that are made together, and what of.
+
+    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once.
+    """
+
+    outputs: tuple[Output, ...]
+    inputs: tuple[Input, ...]
+    num_rows: int
+    align: int = 1
+
+    def nbytes(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes that these rows take of all inputs, and give."""
+        taken = 0
+        for one in self.inputs:
+            if (box := one.taken(start, stop)) is not None:
+                taken += -(-box.num_elements * one.spec.dtype.bits // 8)
+        given = (out.byte_range(start, stop) for out in self.outputs)
+        return taken, sum(last - first for first, last in given)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tasks:
+    """Task t is entries `first[t]:first[t + 1]`: rows `[start, stop)` of a recipe each."""
+
+    first: I64
+    recipe: I64
+    start: I64
+    stop: I64
+    in_bytes: I64
+    """Per task."""
+    out_bytes: I64
+
+    def __len__(self) -> int:
+        return len(self.in_bytes)
+
+    @property
+    def cost(self) -> I64:
+        """Bytes in and out, of each task."""
+        return self.in_bytes + self.out_bytes
+
+    def entries(self, task: int) -> Iterator[tuple[int, int, int]]:
+        """Recipe, start and stop of each entry of a task."""
+        at = slice(int(self.first[task]), int(self.first[task + 1]))
+        yield from zip(self.recipe[at].tolist(), self.start[at].tolist(), self.stop[at].tolist(), strict=True)
+
+
+def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: int = 1) -> Tasks:
+    """Cut recipes into tasks of about `task_bytes` in and out.
+
+    Args:
+        recipes: in the order in which their inputs lie in storage.
+        task_bytes: what a task aims at; none of several rows is above it by more than its alignment.
+        leaf_bytes: cuts fall on multiples of it in the first output where that costs at most a task as large again.
+
+    Returns:
+        Tasks in the recipes' order, but for those of over `task_bytes`, which come first, the largest of all before.
+    """
+    whole: list[tuple[int, list[tuple[int, int, int]], int, int]] = []
+    rest: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    batch: list[tuple[int, int, int]] = []
+    batch_in = batch_out = 0
+    for index, recipe in enumerate(recipes):
+        taken, given = recipe.nbytes(0, recipe.num_rows)
+        if taken + given <= task_bytes // 2:
+            if batch and batch_in + batch_out + taken + given > task_bytes:
+                rest.append((batch, batch_in, batch_out))
+                batch, batch_in, batch_out = [], 0, 0
+            batch.append((index, 0, recipe.num_rows))
+            batch_in, batch_out = batch_in + taken, batch_out + given
+            continue
+        for start, stop in _cuts(recipe, taken + given, task_bytes, leaf_bytes):
+            taken, given = recipe.nbytes(start, stop)
+            if taken + given > 2 * task_bytes:
+                whole.append((taken + given, [(index, start, stop)], taken, given))
+            else:
+                rest.append(([(index, start, stop)], taken, given))
+    if batch:
+        rest.append((batch, batch_in, batch_out))
+    whole.sort(key=lambda one: -one[0])
+    made = [(entries, taken, given) for _, entries, taken, given in whole] + rest
+    flat = np.array([entry for entries, _, _ in made for entry in entries], np.int64).reshape(-1, 3)
+    return Tasks(
+        first=np.cumsum([0, *(len(entries) for entries, _, _ in made)], dtype=np.int64),
+        recipe=flat[:, 0],
+        start=flat[:, 1],
+        stop=flat[:, 2],
+        in_bytes=np.array([taken for _, taken, _ in made], np.int64),
+        out_bytes=np.array([given for _, _, given in made], np.int64),
+    )
+
+
+def _cuts(recipe: Recipe, nbytes: int, task_bytes: int, leaf_bytes: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of nearly equal size."""
+    if not recipe.align or recipe.num_rows <= recipe.align:
+        yield 0, recipe.num_rows
+        return
+    row_bytes = nbytes / recipe.num_rows
+    unit = recipe.align
+    out_row = recipe.outputs[0].byte_range(0, recipe.align)[1]
+    on_leaf = unit * (leaf_bytes // math.gcd(leaf_bytes, out_row)) if out_row else unit
+    if on_leaf * row_bytes <= task_bytes:
+        unit = on_leaf
+    units = -(-recipe.num_rows // unit)
+    count = min(units, -(-nbytes // task_bytes))
+    bounds = [min(units * i // count * unit, recipe.num_rows) for i in range(count + 1)]
+    yield from ((a, b) for a, b in pairwise(bounds) if a < b)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class OutputFiles:
+    """The output's tensors in files. Offsets in `table` are of the bodies: from the end of the header."""
+
+    table: TensorTable
+    body_nbytes: tuple[int, ...]
+    """Per file."""
+
+
+ALIGN_BYTES = 8
+"""Of tensors in a file: the largest element. Source: safetensors README, "Format": writers align by sorting dtypes."""
+
+
+def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
+    """Put tensors into files of at most `shard_bytes` (one tensor may be more), in the order given.
+
+    In a file wider elements come first, so that all are aligned without gaps, as the format's own writer does.
+
+    Raises:
+        PlanError: two tensors of one name, or elements that do not fill whole bytes.
+    """
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise PlanError("the operation gives two tensors of one name", tensor=twice)
+    files: list[list[int]] = [[]]
+    filled = 0
+    for i, spec in enumerate(specs):
+        if files[-1] and filled + spec.nbytes > shard_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(i)
+        filled += spec.nbytes
+    file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
+    bodies = []
+    for index, rows in enumerate(files):
+        at = 0
+        for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
+            file_index[i], offset[i] = index, at
+            at += specs[i].nbytes
+        bodies.append(at)
+    table = TensorTable(
+        names=tuple(names),
+        dtypes=tuple(spec.dtype for spec in specs),
+        shapes=tuple(spec.shape for spec in specs),
+        file_index=file_index,
+        offset=offset,
+        nbytes=np.array([spec.nbytes for spec in specs], np.int64),
+    )
+    return OutputFiles(table=table, body_nbytes=tuple(bodies))

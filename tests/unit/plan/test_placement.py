@@ -1,0 +1,244 @@
+"""Placement: every task ends once, whatever workers do; a slow or dead one costs little."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.plan.placement import DEPTH, Placement
+
+
+def play(
+    placement: Placement,
+    cost: list[int],
+    pace: dict[str, float],
+    *,
+    dies: dict[str, float] | None = None,
+    slows: dict[str, tuple[float, float]] | None = None,
+) -> float:
+    """Run a job: workers carry out what they are given one after another, until they die; seconds until all is done.
+
+    `slows`: from this time on, so many times slower.
+    """
+    sequence = itertools.count()
+    events: list[tuple[float, int, str, int, int]] = []
+    queue: dict[str, list[int]] = {name: [] for name in pace}
+    turn = dict.fromkeys(pace, 0)
+    ended: set[int] = set()
+    for name in pace:
+        placement.join(name, 0.0)
+    for name, at in (dies or {}).items():
+        heapq.heappush(events, (at, next(sequence), name, -1, 0))
+    now = 0.0
+
+    def rate(name: str) -> float:
+        at, times = (slows or {}).get(name, (float("inf"), 1.0))
+        return pace[name] / (times if now >= at else 1.0)
+
+    def begin(name: str) -> None:
+        if queue[name]:
+            heapq.heappush(
+                events, (now + cost[queue[name][0]] / rate(name), next(sequence), name, queue[name][0], turn[name])
+            )
+
+    def revoke(taken: tuple[tuple[str, int], ...]) -> None:
+        for name, task in taken:
+            if name in queue and task in queue[name]:
+                was_first = queue[name][0] == task
+                queue[name].remove(task)
+                if was_first:
+                    turn[name] += 1
+                    begin(name)
+
+    def feed() -> None:
+        for name in list(queue):
+            got = placement.next(name, now)
+            revoke(got.revoked)
+            idle = not queue[name]
+            queue[name].extend(got.tasks)
+            if idle:
+                begin(name)
+
+    feed()
+    while not placement.is_done:
+        if not events or events[0][0] > now + 1.0:
+            now += 1.0  # whoever is idle asks again
+            feed()
+            continue
+        now, _, name, task, at_turn = heapq.heappop(events)
+        if name not in queue or (task >= 0 and at_turn != turn[name]):
+            continue
+        if task < 0:
+            placement.lost(name)
+            del queue[name]
+        else:
+            queue[name].remove(task)
+            turn[name] += 1
+            outcome = placement.done(name, task, now)
+            assert outcome.first == (task not in ended)
+            ended.add(task)
+            revoke(outcome.revoked)
+            begin(name)
+        feed()
+    assert ended == set(range(len(cost)))
+    return now
+
+
+COSTS = [100] * 400
+FOUR = {f"w{i}": 100.0 for i in range(4)}
+
+
+def test_equal_workers_end_together():
+    assert play(Placement(COSTS), COSTS, FOUR) == pytest.approx(100.0)
+
+
+def test_a_worker_slowed_five_times_costs_a_fifth_of_the_ideal_at_most():
+    slow = {"w0": 20.0, "w1": 100.0, "w2": 100.0, "w3": 100.0}
+    ideal = sum(COSTS) / sum(slow.values())
+    assert play(Placement(COSTS), COSTS, slow) <= 1.05 * ideal
+
+
+def test_a_worker_that_slows_in_the_middle_loses_its_queue():
+    ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 320
+    placement = Placement(COSTS)
+    assert play(placement, COSTS, FOUR, slows={"w2": (50.0, 5.0)}) <= 1.1 * ideal
+    assert placement.num_stolen or placement.num_twice
+
+
+def test_a_worker_that_stands_still_at_the_end_is_overtaken():
+    placement = Placement(COSTS)
+    assert play(placement, COSTS, FOUR, slows={"w2": (98.5, 1e6)}) <= 105.0
+    assert placement.num_twice >= 1
+
+
+def test_what_a_dead_worker_had_is_run_by_others():
+    ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 300
+    assert play(Placement(COSTS), COSTS, FOUR, dies={"w1": 50.0}) <= 1.05 * ideal
+
+
+def test_a_large_task_among_small_ones_does_not_keep_the_others():
+    costs = [4000] + [10] * 1200
+    assert play(Placement(costs), costs, FOUR) <= 1.05 * sum(costs) / 400
+
+
+def test_tasks_go_where_their_bytes_are():
+    placement = Placement([10] * 40)
+    placement.join("a", 0.0, holds=range(20, 40))
+    placement.join("b", 0.0)
+    assert placement.next("a", 0.0).tasks == (20, 21, 22, 23)
+    assert placement.next("b", 0.0).tasks == (0, 1, 2, 3)
+
+
+def test_what_is_kept_for_one_worker_is_stolen_once_the_rest_is_done():
+    placement = Placement([10] * 20)
+    placement.join("a", 0.0, holds=range(20))
+    placement.join("b", 0.0)
+    placement.next("a", 0.0)
+    given_b = placement.next("b", 0.0)
+    assert given_b.tasks == (19, 18, 17, 16)
+    assert given_b.revoked == (("a", 19), ("a", 18), ("a", 17), ("a", 16))
+
+
+def test_a_task_is_run_at_most_twice_at_once():
+    placement = Placement([10])
+    for name in "abc":
+        placement.join(name, 0.0)
+    assert placement.next("a", 0.0).tasks == (0,)
+    assert placement.next("b", 0.0).tasks == ()  # it has only just begun
+    assert placement.next("b", 100.0).tasks == (0,)
+    assert placement.next("c", 1000.0).tasks == ()
+    outcome = placement.done("b", 0, 101.0)
+    assert outcome.first and outcome.revoked == (("a", 0),)
+    assert not placement.done("a", 0, 102.0).first
+    assert placement.is_done
+
+
+def test_the_end_of_a_task_said_by_a_worker_that_was_lost_counts():
+    placement = Placement([10, 10])
+    placement.join("a", 0.0)
+    placement.next("a", 0.0)
+    placement.lost("a")
+    assert placement.done("a", 0, 1.0).first
+    placement.join("b", 1.0)
+    assert placement.next("b", 1.0).tasks == (1,)
+
+
+def test_a_resumed_job_runs_only_what_is_left():
+    placement = Placement([10] * 5, done=[0, 2, 4])
+    placement.join("a", 0.0)
+    assert placement.next("a", 0.0).tasks == (1, 3)
+    assert placement.num_left == 2
+
+
+def test_a_worker_is_given_no_more_than_its_depth_and_joins_once():
+    placement = Placement([1] * 100)
+    placement.join("a", 0.0)
+    assert len(placement.next("a", 0.0).tasks) == DEPTH
+    assert placement.next("a", 0.0).tasks == ()
+    assert len(placement.given("a")) == DEPTH
+    with pytest.raises(PlanError, match="joined twice"):
+        placement.join("a", 1.0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    costs=st.lists(st.integers(0, 1000), min_size=1, max_size=60),
+    paces=st.lists(st.floats(1.0, 1000.0), min_size=1, max_size=6),
+    seed=st.integers(0, 1 << 30),
+)
+def test_all_ends_once_whatever_dies(costs, paces, seed):
+    chance = random.Random(seed)
+    pace = {f"w{i}": p for i, p in enumerate(paces)}
+    costs = [max(1, cost) for cost in costs]
+    dies = {name: chance.uniform(0.0, 50.0) for name in list(pace)[1:] if chance.random() < 0.5}
+    play(Placement(costs, depth=chance.randint(1, 6)), costs, pace, dies=dies)
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 1 << 30))
+def test_any_order_of_calls_keeps_the_books(seed):
+    chance = random.Random(seed)
+    count = chance.randint(1, 30)
+    placement = Placement([chance.randint(1, 9) for _ in range(count)])
+    here: list[str] = []
+    given_to: dict[str, set[int]] = {}
+    gone: list[tuple[str, int]] = []
+    firsts: set[int] = set()
+    for step in range(300):
+        what, now = chance.random(), float(step)
+        if what < 0.15 or not here:
+            name = f"w{step}"
+            placement.join(name, now, holds=chance.sample(range(count), chance.randint(0, count // 2)))
+            here.append(name)
+            given_to[name] = set()
+        elif what < 0.25 and len(here) > 1:
+            name = here.pop(chance.randrange(len(here)))
+            gone += [(name, task) for task in given_to.pop(name)]
+            placement.lost(name)
+        elif what < 0.6:
+            name = chance.choice(here)
+            got = placement.next(name, now)
+            given_to[name].update(got.tasks)
+        else:
+            ends = [(name, task) for name in here for task in given_to[name]] + gone
+            if ends:
+                name, task = chance.choice(ends)
+                first = placement.done(name, task, now).first
+                assert first == (task not in firsts)
+                firsts.add(task)
+        assert placement.num_left == count - len(firsts)
+    now = 1000.0
+    while not placement.is_done:
+        now += 100.0
+        for name in here:
+            placement.next(name, now)
+            for task in placement.given(name):
+                firsts.add(task)
+                placement.done(name, task, now)
+    assert firsts == set(range(count))
