@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, UnknownMember
-from penstock.fleet import explain
+from penstock.fleet import explain, sync_directory
 from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settle, without
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
@@ -36,6 +36,7 @@ from penstock.fleet.messages import (
     WhyRequest,
 )
 from penstock.fleet.store import ABSENT, Entry, Store
+from penstock.fleet.sync_messages import SyncReply, SyncRequest
 from penstock.fleet.view import HELD, KNOWN, Held, Known, Look, Reading, View, status
 
 COMPLAINT_TTL_S = 30.0
@@ -51,8 +52,6 @@ _CLAIMS_TTL_S = 86400.0
 """Since anybody claimed: longer than a piece takes from any storage."""
 _ATTEMPTS = 64
 _MAX_READINGS = 1024
-
-
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
 
@@ -152,6 +151,7 @@ class Directory:
         kept = tuple(key for key in known.keys if key not in keys and self._still_asked(key, member, now))
         for holding in beat.holdings:
             self._hold(known, holding)
+        sync_directory.note(self.store, known.hello, known.since, now, self.ttl_s, beat.syncs)
         if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + kept)):
             self._renew(member, *self._seen(member, now, keys))
 
@@ -249,6 +249,12 @@ class Directory:
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         self.store.write(name, _encode(complaint), ttl_s=ttl_s)
+
+    def sync(self, request: SyncRequest) -> SyncReply:
+        """Who takes part in a sync, with grants for those asked for. UnknownMember: who asks is no member."""
+        self._known(request.member)
+        self.counts["grants"] += len(request.grants)
+        return sync_directory.members(self.store, request, self._grants())
 
     # For people.
 

@@ -15,7 +15,7 @@ from penstock.fleet.identity import Identity
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 MemberId = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$")]
-"""One process life; a new life takes a new one."""
+"""One process life; a new life takes a new one. The digest of a secret that only this life knows: `auth.member_of`."""
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
@@ -26,6 +26,11 @@ Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
 Doors = Annotated[tuple[Word, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
+Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]
+"""Of a publisher's numbering; -1: none yet."""
+Side = Literal["publisher", "subscriber"]
+SyncStanding = Literal["idle", "open", "updating", "dirty"]
+"""`open`: its version can be read of it now. `dirty`: a direct update failed; it serves nobody until it is whole."""
 
 
 # Member -> hub.
@@ -87,10 +92,29 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
 
 
+class SyncState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's part in a sync; the whole truth, told with each beat."""
+
+    name: Word
+    side: Side
+    run: Annotated[str, Meta(max_length=128)] = ""
+    """One life of a group of publishers: the member id of its rank 0. Of a subscriber: whose version it has."""
+    rank: Count = 0
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    layout: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    """Digest of its layout; empty: not known yet."""
+    version: Version = -1
+    state: SyncStanding = "idle"
+    nbytes: Count = 0
+    path: Annotated[str, Meta(max_length=1024)] = ""
+    """Where its version came from and how."""
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Renews a member's lease and says all it holds."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
+    syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
 
 
 class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +190,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     age_s: float
     silent_s: float
     holdings: tuple[HoldingState, ...]
+    syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
 
 

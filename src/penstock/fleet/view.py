@@ -17,6 +17,7 @@ import numpy as np
 from penstock.fleet.claims import Bools
 from penstock.fleet.messages import Complaint, Hello, HoldingState, MemberStatus, Status
 from penstock.fleet.store import Entry, Store
+from penstock.fleet.sync_directory import states_of
 from penstock.plan.relay import DISTRUST, Node, Relay
 
 T = TypeVar("T")
@@ -237,9 +238,14 @@ def status(store: Store, model: str | None, now: float) -> Status:
         if model is None or holding.identity.model == model:
             held.setdefault(name.partition("/")[2], []).append(holding)
     complained = Counter(name.partition("/")[2].partition("~")[0] for name in store.scan("complaint/"))
+    syncs = {
+        name: states
+        for name, found in states_of(store).items()
+        if (states := [state for state in found if model in (None, state.name)])
+    }
     members = []
     for name, entry in sorted(store.scan("member/").items()):
-        if model is not None and name not in held:
+        if model is not None and name not in held and name not in syncs:
             continue
         known = KNOWN.decode(entry.value)
         members.append(
@@ -252,6 +258,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 age_s=max(0.0, now - known.since),
                 silent_s=max(0.0, now - known.seen),
                 holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
+                syncs=tuple(syncs.get(name, ())),
                 complaints=complained[name],
             )
         )

@@ -36,7 +36,7 @@ class PublishReport:
     committed: tuple[str, ...] = ()
     """Subscribers that have the version, whole and verified."""
     late: tuple[str, ...] = ()
-    """Known when it began, and without progress for the stall deadline; they take a later version, or this of a peer."""
+    """Known when it began, and no progress for the stall deadline; they take a later version, or this of a peer."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Subscriber -> why it could not."""
 
@@ -89,8 +89,8 @@ class UpdateReport:
         """A few lines for people."""
         lines = [
             f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s: plan "
-            f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), install {self.install_s:.3f} s, "
-            f"pause {self.pause_s:.3f} s ({self.mode})",
+            f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
+            f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
             self.path,
         ]
         return "\n".join([*lines, *self.why])

@@ -1,0 +1,163 @@
+"""What members of a sync, the hub and each other say: typed values; JSON to the hub, msgpack between members.
+
+In / Out: frozen structs, as in `messages`. Layouts and parts cross as `plan.columns` encodes them.
+Not here: who sends them (`sync`), who answers (`sync_directory`, `sync.routes`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from penstock.fleet.messages import Count, Doors, Key, MemberId, SyncState, Version, Word, prepare
+
+
+def sync_key(name: str) -> str:
+    """What grants for a sync are for: 32 hex digits of its name."""
+    return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
+
+
+# Member -> hub.
+
+
+class SyncRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who takes part in a sync, and grants for some of them."""
+
+    member: MemberId
+    name: Word
+    grants: Annotated[tuple[MemberId, ...], Meta(max_length=65536)] = ()
+
+
+class SyncMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of them."""
+
+    member: MemberId
+    host: Word
+    doors: Doors
+    called: str
+    """For people."""
+    since: float
+    """When it came, by the hub's clock."""
+    seen: float
+    """When the hub last heard of it."""
+    state: SyncState
+    grant: bytes = b""
+    """For the asker, if it asked for one."""
+
+
+class SyncReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of them, the earlier first."""
+
+    members: tuple[SyncMember, ...] = ()
+
+
+# Member -> member, msgpack.
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A member shows its grant, and is listened to until it is silent for the session's time."""
+
+    member: MemberId
+    key: Key
+    grant: bytes
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The right to ask."""
+
+    session: Word
+    ttl_s: float
+
+
+class PartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A receiver asks a planner what to take from whom."""
+
+    version: Version
+    """-1: the newest there is."""
+    digest: Key
+    """Of its layout."""
+    layout: bytes | None = None
+    """The layout itself, where the planner said that it does not know it."""
+    have_key: str = ""
+    """Of the part that it still has."""
+    without: tuple[MemberId, ...] = ()
+    """Sources that it could not read."""
+
+
+class PartReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to take; or that the layout must be told first."""
+
+    version: Version = -1
+    run: str = ""
+    needs_layout: bool = False
+    key: str = ""
+    part: bytes | None = None
+    """None: the one it has."""
+
+
+class TableReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The checkpoint that the publishers hold together."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a publisher is."""
+
+    run: str
+    version: Version
+    is_open: bool
+    """Whether that version can be read now."""
+
+
+class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to read a version that a member holds."""
+
+    version: Version
+    """The one asked for, or else the one that it has now."""
+    is_open: bool
+    generation: Count
+    regions: tuple[dict[str, bytes], ...] = ()
+    """Per region of its layout: transport name -> encoded `Descriptor`."""
+
+
+class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Strips that the asker will read, as columns of little-endian int64."""
+
+    version: Version
+    src: bytes
+    run_bytes: bytes
+    num_rows: bytes
+    src_pitch: bytes
+
+
+class DigestReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Their digests, little-endian uint64."""
+
+    digests: bytes
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a receiver is, told to the planner of its part."""
+
+    version: Version
+    moved_bytes: Count = 0
+    outcome: Literal["", "committed", "failed"] = ""
+    why: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a live version may end, as rank 0 sees it."""
+
+    is_over: bool
+    committed: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    failed: dict[str, str] = {}
+
+
+prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))
