@@ -24,7 +24,7 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import line_of_tensors
 from penstock.fleet.messages import Beat, Hello, HoldingMap, LogReply
-from penstock.storage.safetensors import write_file
+from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
 
@@ -53,14 +53,14 @@ def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_st
         with ps.join("m") as first:
             first.fetch({}, fallback=str(made))
             held = whole(first).status()
-        hub.hello(Hello(member="aaaa", host="elsewhere", doors=(door,)))
-        hub.beat("aaaa", Beat(holdings=(held,)))
+        hub.hello(Hello(member=hub.member, host="elsewhere", doors=(door,)))
+        hub.beat(hub.member, Beat(holdings=(held,)))
         found: dict[str, torch.Tensor] = {}
         with ps.join("m") as second:
             report = second.fetch(found, fallback=str(made))
     assert_same(found, truth)
     assert report.storage_bytes == report.nbytes
-    assert any("aaaa" in fault and "door" in fault for fault in report.faults), report.faults
+    assert any(hub.member[:8] in fault and "door" in fault for fault in report.faults), report.faults
 
 
 Lie = Callable[[HoldingMap], HoldingMap]

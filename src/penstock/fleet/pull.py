@@ -25,7 +25,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.join import Fleet
 from penstock.fleet.report import FetchReport
 from penstock.storage.manifest import Uris, encode, open_weights, sidecar_uri
-from penstock.storage.safetensors import write_file
+from penstock.storage.output import write_file
 from penstock.types import GB, DType, Manifest
 
 SHARD_BYTES = 5 * GB

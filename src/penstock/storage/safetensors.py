@@ -1,7 +1,7 @@
-"""The one reader of safetensors headers and index files, and a plain writer.
+"""The one reader of safetensors headers and index files, and the header as it is written.
 
 In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
-Not here: the bodies (`engine`), sets of files (`manifest`).
+Not here: the bodies (`engine`; `output` writes them), sets of files (`manifest`).
 
     8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
 
@@ -11,21 +11,18 @@ Nothing is allocated from a number of the file before that number was checked ag
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NoReturn
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
-from penstock.errors import DestinationError, DiskFull, FormatError, SourceTruncated
+from penstock.errors import FormatError, SourceTruncated
 from penstock.storage import Source, strict_json
 from penstock.storage.strict_json import clip
 from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
@@ -50,7 +47,6 @@ a shard of a Llama-sized checkpoint has under 1,000. Source: 123 bytes an entry,
 
 _INT64_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _LARGE_BYTES = 16 * MIB
 """Headers from this length on are counted before they are decoded; a shorter one cannot exceed the caps by much."""
 
@@ -338,59 +334,27 @@ def _is_below(shard: str) -> bool:
     return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
 
 
-def write_file(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, tuple[DType, Sequence[int], bytes | bytearray | memoryview]],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file, atomically, readable as the umask says.
-
-    Bodies keep the order of `tensors` where that leaves each aligned to its element; else the widest come first.
+def encode_header(
+    entries: Iterable[tuple[str, DType, Sequence[int], int, int]], metadata: Mapping[str, str] | None, *, uri: str
+) -> bytes:
+    """What a file begins with: the length and the JSON, padded so that the bodies are aligned.
 
     Args:
-        path: replaced if it exists.
-        tensors: name -> (dtype, shape, contiguous bytes of exactly that size).
+        entries: name, dtype, shape, and where the body starts and stops, in bytes from the first body.
         metadata: the file's own `__metadata__`.
+        uri: of the file, for errors.
 
     Raises:
         FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
-        DiskFull, DestinationError: `path` is untouched.
     """
-    views = {name: _bytes_of(data) for name, (_, _, data) in tensors.items()}
-    names = list(tensors)
-    stops = np.cumsum([0, *(views[name].nbytes for name in names)])
-    widths = [max(tensors[name][0].bits // 8, 1) for name in names]
-    if any(int(start) % width for start, width in zip(stops, widths, strict=False)):
-        names.sort(key=lambda name: -tensors[name][0].bits)
-        stops = np.cumsum([0, *(views[name].nbytes for name in names)])
     header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
-    for name, (start, stop) in zip(names, pairwise(stops.tolist()), strict=True):
-        dtype, shape, _ = tensors[name]
+    for name, dtype, shape, start, stop in entries:
         fault = _shape_fault(dtype, tuple(shape))
         if fault is not None or bits_to_bytes(math.prod(shape), dtype) != stop - start:
-            raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=str(path), tensor=name)
+            raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)
         header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
     raw = msgspec.json.encode(header)
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER_BYTES:
-        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=str(path))
-    _replace(Path(path), [memoryview(len(raw).to_bytes(8, "little") + raw), *(views[name] for name in names)])
-
-
-def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast
-
-
-def _replace(path: Path, parts: Sequence[memoryview]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        try:
-            with open(partial, "wb") as file:
-                file.writelines(parts)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        kind = DiskFull if error.errno in _DISK_FULL else DestinationError
-        raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
+        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
+    return len(raw).to_bytes(8, "little") + raw

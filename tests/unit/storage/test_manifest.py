@@ -38,7 +38,7 @@ from penstock.errors import (
 from penstock.storage import MemorySource, digester, manifest, manifest_file, place
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import WeightSet, build, decode, encode, open_weights, sidecar_uri, signature_uri
-from penstock.storage.safetensors import write_file
+from penstock.storage.output import write_file
 from penstock.types import DType, FileEntry, TensorTable
 
 SETTINGS = Settings()

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, DestinationError, FormatError
 from penstock.storage import MemorySource, is_remote, local_path, strict_json
-from penstock.storage.safetensors import Header, parse_index, read_header, write_file
+from penstock.storage.output import write_file
+from penstock.storage.safetensors import Header, parse_index, read_header
 from penstock.types import DType
 
 

@@ -1,0 +1,234 @@
+"""Safetensors files as they are written: one from tensors in memory, or a set whose tensors come in any order.
+
+In: tensors; or a table of tensors that have places, then their bytes, by any thread or process. Out: files that are
+whole when they appear.
+Not here: what is written (`jobs`), the header's text (`safetensors`), objects' uploads (`upload`).
+
+    OutputSet.create -> DST.penstock-KEY/ --write(file, offset, bytes)--> publish: sync, index, rename -> DST/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError, DestinationError, DiskFull
+from penstock.storage.safetensors import encode_header
+from penstock.types import DType, TensorTable
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[DType, Sequence[int], bytes | bytearray | memoryview]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, atomically, readable as the umask says.
+
+    Bodies keep the order of `tensors` where that leaves each aligned to its element; else the widest come first.
+
+    Args:
+        path: replaced if it exists.
+        tensors: name -> (dtype, shape, contiguous bytes of exactly that size).
+        metadata: the file's own `__metadata__`.
+
+    Raises:
+        FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
+        DiskFull, DestinationError: `path` is untouched.
+    """
+    views = {name: _bytes_of(data) for name, (_, _, data) in tensors.items()}
+    names = list(tensors)
+    stops = np.cumsum([0, *(views[name].nbytes for name in names)])
+    widths = [max(tensors[name][0].bits // 8, 1) for name in names]
+    if any(int(start) % width for start, width in zip(stops, widths, strict=False)):
+        names.sort(key=lambda name: -tensors[name][0].bits)
+        stops = np.cumsum([0, *(views[name].nbytes for name in names)])
+    spans = pairwise(stops.tolist())
+    entries = [(name, *tensors[name][:2], start, stop) for name, (start, stop) in zip(names, spans, strict=True)]
+    raw = encode_header(entries, metadata, uri=str(path))
+    _replace(Path(path), [memoryview(raw), *(views[name] for name in names)])
+
+
+class OutputSet:
+    """A directory of safetensors files whose tensors have places before they have bytes; nobody's until `publish`.
+
+    Several processes may hold it open; each byte is written by whoever has it, in any order, once or more.
+
+    Args:
+        directory: where the set grows; made by `create`.
+        table: `file_index` and `offset` (from the first body of the file) say where each tensor goes.
+        body_nbytes: of each file.
+        metadata: of every file.
+
+    Attributes:
+        names: of the files.
+        data_offset: where the bodies of each file begin.
+    """
+
+    def __init__(
+        self, directory: Path, table: TensorTable, body_nbytes: Sequence[int], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        count = len(body_nbytes)
+        self.directory, self.table, self._body_nbytes = directory, table, body_nbytes
+        self.names = file_names(count)
+        order = np.lexsort((table.offset, table.file_index)).tolist()
+        entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
+        for row in order:
+            start = int(table.offset[row])
+            entry = (table.names[row], table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
+            entries[int(table.file_index[row])].append(entry)
+        named = zip(entries, self.names, strict=True)
+        self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
+        self.data_offset = [len(header) for header in self._headers]
+        self._fds: list[int] = []
+
+    @property
+    def file_nbytes(self) -> list[int]:
+        """Size of each file."""
+        return [header + body for header, body in zip(self.data_offset, self._body_nbytes, strict=True)]
+
+    def create(self) -> None:
+        """Make the directory and the files, each with its header and room for its bodies; what is there already stays.
+
+        Raises:
+            DiskFull: there is no room for all of it; what was made is removed.
+        """
+        is_new = not self.directory.exists()
+        try:
+            with _typed(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for name, header, nbytes in zip(self.names, self._headers, self.file_nbytes, strict=True):
+                    fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                    try:
+                        if nbytes > os.fstat(fd).st_size:
+                            os.posix_fallocate(fd, 0, nbytes)
+                        os.pwrite(fd, header, 0)
+                    finally:
+                        os.close(fd)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+
+    def open(self) -> None:
+        """Open the files, which `create` made, here or in another process."""
+        with _typed(self.directory):
+            for name in self.names:
+                self._fds.append(os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC))
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Write bytes, `offset` counting from the file's first body. Any thread. DiskFull, DestinationError."""
+        at = self.data_offset[file] + offset
+        with _typed(self.directory / self.names[file]):
+            while data.nbytes:
+                done = os.pwrite(self._fds[file], data, at)
+                at, data = at + done, data[done:]
+
+    def read(self, file: int, offset: int, into: memoryview) -> None:
+        """Read bytes back, `offset` as in `write`. DestinationError where they are not there."""
+        at = self.data_offset[file] + offset
+        with _typed(self.directory / self.names[file]):
+            while into.nbytes:
+                done = os.preadv(self._fds[file], [into], at)
+                if not done:
+                    raise DestinationError("a file of the output was cut short", uri=str(self.directory))
+                at, into = at + done, into[done:]
+
+    def index(self) -> dict[str, bytes]:
+        """The index file by its name; none for a single file, which needs none."""
+        if len(self.names) == 1:
+            return {}
+        shards = {name: self.names[int(f)] for name, f in zip(self.table.names, self.table.file_index, strict=True)}
+        total = {"total_size": int(self.table.nbytes.sum())}
+        raw = msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": shards}), indent=2)
+        return {"model.safetensors.index.json": raw}
+
+    def sync(self) -> None:
+        """Have the files' bytes on the disk."""
+        with _typed(self.directory):
+            for fd in self._fds:
+                os.fsync(fd)
+
+    def publish(self, into: Path, small: Mapping[str, bytes]) -> None:
+        """Sync all, add small files (index, manifest, configuration) and let it all appear at once as `into`.
+
+        Raises:
+            ConfigError: something is at `into`. DiskFull, DestinationError: nothing appeared.
+        """
+        self.sync()
+        with _typed(self.directory):
+            for name, data in {**self.index(), **small}.items():
+                fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(fd)
+            _sync_directory(self.directory)
+        require_free(into)
+        with _typed(into):
+            os.rename(self.directory, into)
+            _sync_directory(into.parent)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+
+def file_names(count: int) -> list[str]:
+    """As checkpoints' shards are called everywhere."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def require_free(into: Path) -> None:
+    """ConfigError where something is at `into` already; an empty directory is nothing."""
+    if into.is_dir() and not any(into.iterdir()):
+        return
+    if into.exists() or into.is_symlink():
+        raise ConfigError("something is there already", uri=str(into), hint="remove it, or write elsewhere")
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _typed(path: Path) -> Iterator[None]:
+    """The house's error for an OSError of the file system that is written to."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in _DISK_FULL else DestinationError
+        raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
+
+
+def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast
+
+
+def _replace(path: Path, parts: Sequence[memoryview]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with _typed(path):
+        try:
+            with open(partial, "wb") as file:
+                file.writelines(parts)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

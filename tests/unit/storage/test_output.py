@@ -1,0 +1,129 @@
+"""Output sets: bytes in any order, twice, by two holders; whole when they appear, and nothing before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from penstock.errors import ConfigError, DestinationError, DiskFull
+from penstock.plan.tasks import OutputFiles, Spec, lay_out
+from penstock.storage.output import OutputSet, file_names
+from penstock.types import DType
+
+SHAPES = {"a": (7, 5), "b": (3,), "c": (64, 64), "d": (0, 4), "e": ()}
+TENSORS = {name: np.random.default_rng(7).integers(0, 1 << 20, shape, np.int32) for name, shape in SHAPES.items()}
+
+
+def laid_out(shard_bytes: int = 8192) -> OutputFiles:
+    specs = [Spec(name=name, dtype=DType.I32, shape=array.shape) for name, array in TENSORS.items()]
+    return lay_out(specs, shard_bytes=shard_bytes)
+
+
+def made(directory: Path, files: OutputFiles) -> OutputSet:
+    return OutputSet(directory, files.table, files.body_nbytes, {"format": "pt"})
+
+
+def pieces(files: OutputFiles) -> list[tuple[int, int, bytes]]:
+    """Everything to be written: file, offset, at most 1,000 bytes."""
+    found = []
+    for row, name in enumerate(files.table.names):
+        raw, at = TENSORS[name].tobytes(), int(files.table.offset[row])
+        for start in range(0, len(raw), 1000):
+            found.append((int(files.table.file_index[row]), at + start, raw[start : start + 1000]))
+    return found
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 8192, 100])
+def test_any_order_by_two_holders_gives_what_the_format_reads(tmp_path, shard_bytes):
+    files = laid_out(shard_bytes)
+    first, second = made(tmp_path / "growing", files), made(tmp_path / "growing", files)
+    first.create()
+    first.open()
+    second.open()
+    todo = pieces(files) + pieces(files)[::3]
+    random.Random(3).shuffle(todo)
+    for turn, (file, offset, data) in enumerate(todo):
+        (first, second)[turn % 2].write(file, offset, memoryview(data))
+    first.publish(tmp_path / "done", {"config.json": b"{}"})
+    first.close()
+    second.close()
+    assert not (tmp_path / "growing").exists()
+    found = {}
+    for name in file_names(len(files.body_nbytes)):
+        found |= load_file(tmp_path / "done" / name)
+    assert found.keys() == TENSORS.keys()
+    assert all((found[name] == TENSORS[name]).all() for name in found)
+    assert (tmp_path / "done" / "config.json").read_bytes() == b"{}"
+    index = tmp_path / "done" / "model.safetensors.index.json"
+    assert index.exists() == (len(files.body_nbytes) > 1)
+    if index.exists():
+        said = json.loads(index.read_text())
+        assert said["weight_map"].keys() == TENSORS.keys()
+        assert said["metadata"]["total_size"] == sum(array.nbytes for array in TENSORS.values())
+
+
+def test_what_is_there_stays_when_it_is_created_again(tmp_path):
+    files = laid_out()
+    out = made(tmp_path / "growing", files)
+    out.create()
+    out.open()
+    out.write(0, 8, memoryview(b"12345678"))
+    again = made(tmp_path / "growing", files)
+    again.create()
+    again.open()
+    back = bytearray(8)
+    again.read(0, 8, memoryview(back))
+    assert back == b"12345678"
+    out.close()
+    again.close()
+
+
+def test_nothing_appears_where_something_is(tmp_path):
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "other").write_text("mine")
+    out = made(tmp_path / "growing", laid_out())
+    out.create()
+    out.open()
+    with pytest.raises(ConfigError, match="already"):
+        out.publish(tmp_path / "done", {})
+    out.close()
+    assert (tmp_path / "done" / "other").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "done").iterdir()] == ["other"]
+
+
+def test_an_empty_directory_is_no_hindrance(tmp_path):
+    (tmp_path / "done").mkdir()
+    out = made(tmp_path / "growing", laid_out())
+    out.create()
+    out.open()
+    out.publish(tmp_path / "done", {})
+    out.close()
+    assert sorted(path.name for path in (tmp_path / "done").glob("*.safetensors")) == out.names
+
+
+def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull) as caught:
+        made(tmp_path / "growing", laid_out()).create()
+    assert not caught.value.mutated
+    assert not (tmp_path / "growing").exists()
+
+
+def test_a_file_that_was_cut_short_is_said_to_be(tmp_path):
+    out = made(tmp_path / "growing", laid_out())
+    out.create()
+    out.open()
+    os.truncate(tmp_path / "growing" / out.names[0], 20)
+    with pytest.raises(DestinationError, match="cut short"):
+        out.read(0, 0, memoryview(bytearray(8)))
+    out.close()
