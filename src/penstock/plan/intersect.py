@@ -250,7 +250,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
             added = len(new) - (len(want) - len(keep))
             want += [target] * added
             held += [int(found.held[i])] * added
-            left = [part for rest in left for part in _minus(rest, piece)]
+            left = [part for rest in left for part in minus(rest, piece)]
         if left:
             holes[target] = left[0]
     apart = Boxes.of(new) if new else found.boxes[np.zeros(0, np.int64)]
@@ -267,8 +267,8 @@ def _common(a: Box, b: Box) -> Box | None:
     return Box(start=start, stop=stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
 
 
-def _minus(a: Box, b: Box) -> Iterator[Box]:
-    """`a` without `b`, as boxes."""
+def minus(a: Box, b: Box) -> Iterator[Box]:
+    """`a` without `b`, as boxes that do not overlap."""
     common = _common(a, b)
     if common is None:
         yield a
@@ -286,13 +286,13 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
     """What is wrong with pieces that are known not to be right."""
     left = [want]
     for i, piece in enumerate(pieces):
-        stray = next(_minus(piece, want), None)
+        stray = next(minus(piece, want), None)
         if stray is not None:
             return "piece outside it", stray
         again = next((common for other in pieces[:i] if (common := _common(piece, other)) is not None), None)
         if again is not None:
             return "twice", again
-        left = [part for rest in left for part in _minus(rest, piece)]
+        left = [part for rest in left for part in minus(rest, piece)]
     return "nobody has", left[0]
 
 

@@ -48,7 +48,7 @@ def record(
     Order: nothing else may use the model meanwhile; the loader's threads are followed where they use the tensors given.
     Cost: no memory of the tensors' sizes; some 50 us of Python per operator that the loader calls.
     """
-    run = load or _own_loader(model)
+    run = load or own_loader(model)
     left_out: dict[str, str] = {}
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
@@ -67,7 +67,8 @@ def record(
     return _recording(model, table, tape, left_out)
 
 
-def _own_loader(model: torch.nn.Module) -> Load:
+def own_loader(model: torch.nn.Module) -> Load:
+    """What fills a model where the caller gives no loader: its `load_weights`, else `load_state_dict`."""
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""Layouts of whole matrices and random parts between them, for tests: what a part is to do, done naively in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.memory.arena import Arena
+from penstock.plan.layout import Form, Layout, shard_box
+from penstock.plan.sync import Part, plan_sync
+from penstock.sync.held import Held
+from penstock.transport.choose import Links
+from penstock.transport.protocol import Memory
+from penstock.types import Box, DType
+
+
+def arena(nbytes: int) -> Memory:
+    """Memory that every transport of one host reaches."""
+    made = Arena.allocate(max(nbytes, 1))
+    return Memory(address=made.address, nbytes=nbytes, owner=made)
+
+
+def content(memory: Memory) -> np.ndarray:
+    """Its bytes."""
+    assert isinstance(memory.owner, Arena)
+    return memory.owner.bytes_at(0, memory.nbytes).numpy()
+
+
+def layout(member: str, tensors: Sequence[tuple[str, tuple[int, ...], Box]], num_regions: int = 1) -> Layout:
+    """Boxes of float32 tensors packed one after the other, over regions in turn."""
+    forms, sizes, where = [], [0] * num_regions, []
+    for i, (_, shape, box) in enumerate(tensors):
+        form = Form(dtype=DType.F32, shape=shape, box=box)
+        forms.append(form)
+        where.append((i % num_regions, sizes[i % num_regions]))
+        sizes[i % num_regions] += form.span_bytes
+    first = np.cumsum([0, *sizes])
+    return Layout(
+        member=member,
+        regions=tuple(sizes),
+        forms=tuple(forms),
+        names=tuple(name for name, _, _ in tensors),
+        form=np.arange(len(forms)),
+        offset=np.array([first[region] + at for region, at in where], np.int64),
+    )
+
+
+def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: int, num_regions: int) -> list[Layout]:
+    """The layouts of `world_size` ranks, each tensor split over `dim`."""
+    return [
+        layout(
+            f"{side}{rank}",
+            [(f"layers.{i}.w", shape, shard_box(shape, dim, rank, world_size)) for i, shape in enumerate(shapes)],
+            num_regions,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def held(one: Layout, links: Links, seed: int = 0) -> Held:
+    """A rank with random bytes in memory; of no version yet."""
+    memories = [arena(nbytes) for nbytes in one.regions]
+    chance = np.random.default_rng([seed, sum(one.member.encode())])
+    for memory in memories:
+        content(memory)[:] = chance.integers(0, 256, memory.nbytes, np.uint8)
+    return Held(one, memories, links)
+
+
+def naive(part: Part, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
+    """What the receiver's memory is to be, run by run."""
+    for i in range(len(part.source)):
+        for row in range(int(part.num_rows[i])):
+            src = int(part.src[i] + row * part.src_pitch[i])
+            dst = int(part.dst[i] + row * part.dst_pitch[i])
+            run = int(part.run_bytes[i])
+            out[dst : dst + run] = sources[int(part.source[i])][src : src + run]
+    return out
+
+
+def whole(one: Held) -> np.ndarray:
+    """All regions of a rank, end to end."""
+    return np.concatenate([content(memory) for memory in one.regions.memories])
+
+
+def parts(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int) -> list[Part]:
+    """What each receiver does."""
+    plan = plan_sync(holdings, wants, bucket_bytes=bucket_bytes)
+    return [plan.part(i) for i in range(len(wants))]
