@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock.fleet.auth import LIFE_HEADER, member_of
 from penstock.fleet.identity import Identity
 from penstock.fleet.messages import (
     Beat,
@@ -47,7 +49,7 @@ class Asker:
     """One member's connection."""
 
     def __init__(self, host: str, port: int, taken: dict[str, list[float]]) -> None:
-        self._host, self._port, self._taken = host, port, taken
+        self._host, self._port, self._taken, self.life = host, port, taken, secrets.token_hex(16)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, name: str, method: str, path: str, body: object, gives: type | None = None):
@@ -55,7 +57,8 @@ class Asker:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams
         content = msgspec.json.encode(body)
-        head = f"{method} {path} HTTP/1.1\r\nhost: hub\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: hub\r\n{LIFE_HEADER}: {self.life}\r\n"
+        head += f"content-length: {len(content)}\r\n\r\n"
         start = time.perf_counter()
         writer.write(head.encode() + content)
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
@@ -75,7 +78,7 @@ class Member:
     """Acts as a fetching member does, without bytes: chunks come at a rate."""
 
     def __init__(self, number: int, asker: Asker, num_chunks: int) -> None:
-        self.id = f"m{number:04d}-{os.getpid()}-{time.monotonic_ns()}"
+        self.id = member_of(asker.life)
         self.hello = Hello(member=self.id, host=f"host-{number // PER_HOST}", doors=(f"http://10.0.0.1:{number}",))
         self.asker, self.num_chunks = asker, num_chunks
         self.have, self.parent = 0, ""

@@ -49,23 +49,24 @@ def hub(tokens, tmp_path):
 def test_status_and_why(hub, tokens) -> None:
     asked = ["--hub", hub, "--token-file", str(tokens)]
     assert "no member has or wants llama" in penstock("status", "llama", *asked).stdout
-    with HubClient.connect(hub, TOKEN) as client:
-        for member in ("w", "a"):
-            client.hello(Hello(member=member, host="0123456789", doors=("unix:///d",), name=f"{member}:1"))
-        client.beat("w", Beat(holdings=(holding(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
-        client.flight(FlightRequest(member="a", holding=holding(((0, 25),), path="shm <- w")))
-        client.complain(Complaint(member="a", of="w", key=IDENTITY.key(), fault="stalled"))
+    with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:
+        for client, name in ((w, "w:1"), (a, "a:1")):
+            client.hello(Hello(member=client.member, host="0123456789", doors=("unix:///d",), name=name))
+        w.beat(w.member, Beat(holdings=(holding(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
+        a.flight(FlightRequest(member=a.member, holding=holding(((0, 25),), path="shm <- w")))
+        a.complain(Complaint(member=a.member, of=w.member, key=IDENTITY.key(), fault="stalled"))
     done = penstock("status", "llama", *asked)
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines[0][:4] == ["member", "host", "model", "key"]
-    assert lines[1][:2] == ["a", "a:1"] and "25/100" in lines[1] and "(25%)" in lines[1]
-    assert "whole" in lines[2] and "1/8" in lines[2] and "complaints" in lines[2]
+    head, *rows = [line.split() for line in done.stdout.splitlines()]
+    lines = {line[1]: line for line in rows}
+    assert head[:4] == ["member", "host", "model", "key"]
+    assert lines["a:1"][0] == a.member[:8] and "25/100" in lines["a:1"] and "(25%)" in lines["a:1"]
+    assert "whole" in lines["w:1"] and "1/8" in lines["w:1"] and "complaints" in lines["w:1"]
     found = json.loads(penstock("status", "llama", *asked, "--format", "json").stdout)
-    assert [member["member"] for member in found["members"]] == ["a", "w"]
+    assert {member["member"] for member in found["members"]} == {a.member, w.member}
     text = penstock("why", "llama", *asked).stdout
-    assert "a is filling with 25 of 100 chunks" in text and "a complains: stalled" in text
-    assert json.loads(penstock("why", "llama", "--member", "w", *asked, "--format", "json").stdout)["lines"]
+    assert f"{a.member} is filling with 25 of 100 chunks" in text and f"{a.member} complains: stalled" in text
+    assert json.loads(penstock("why", "llama", "--member", w.member, *asked, "--format", "json").stdout)["lines"]
     assert penstock("status", *asked).returncode == 3  # a token for one model
     assert penstock("status", "llama", "--hub", hub).returncode == 3
     watched = subprocess.Popen(

@@ -71,7 +71,9 @@ def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, ma
         held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
         state = held.holdings[0]
         asked = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
-        dead = hub.flight(FlightRequest(member=reader.member.id, holding=asked, source=held.member)).upstreams[0]
+        dead = reader.member.hub.flight(
+            FlightRequest(member=reader.member.id, holding=asked, source=held.member)
+        ).upstreams[0]
         first.kill()
         first.process.wait()
         second = host.start(fallback=str(made), join={"listen": listen, "transports": ["http"]})

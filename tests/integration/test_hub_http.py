@@ -67,25 +67,26 @@ def test_every_question(serve, tmp_path, listen) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
-    with HubClient.connect(url) as hub:
-        welcome = hub.hello(hello("w"))
+    with HubClient.connect(url) as w, HubClient.connect(url) as hub:
+        a = hub.member
+        welcome = w.hello(hello(w.member))
         assert len(welcome.grant_key) == 32 and 1.5 <= welcome.beat_s <= 2.0
-        hub.hello(hello("a"))
-        hub.beat("w", Beat(holdings=(holding(((0, 100),)),)))
-        reply = hub.flight(FlightRequest(member="a", holding=holding()))
-        assert [upstream.member for upstream in reply.upstreams] == ["w"]
-        assert hub.claim(ClaimRequest(member="a", holding=holding())).ranges == ()
-        hub.complain(Complaint(member="a", of="w", key=IDENTITY.key(), fault="stalled", detail="é"))
-        assert hub.claim(ClaimRequest(member="a", holding=holding())).ranges == ((0, 25),)
-        assert [member.member for member in hub.status("llama").members] == ["a", "w"]
+        hub.hello(hello(a))
+        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
+        reply = hub.flight(FlightRequest(member=a, holding=holding()))
+        assert [upstream.member for upstream in reply.upstreams] == [w.member]
+        assert hub.claim(ClaimRequest(member=a, holding=holding())).ranges == ()
+        hub.complain(Complaint(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
+        assert hub.claim(ClaimRequest(member=a, holding=holding())).ranges == ((0, 25),)
+        assert {member.member for member in hub.status("llama").members} == {a, w.member}
         assert hub.why(WhyRequest(model="llama")).lines
-        hub.leave("a")
+        hub.leave(a)
         with pytest.raises(UnknownMember):
-            hub.beat("a", Beat())
+            hub.beat(a, Beat())
         with pytest.raises(PlanError):
-            hub.beat("w", Beat(holdings=(holding(((5, 4),)),)))
+            w.beat(w.member, Beat(holdings=(holding(((5, 4),)),)))
         with pytest.raises(PermissionDenied):
-            hub.hello(hello("a"))
+            hub.hello(hello(a))
     with pytest.raises(HubUnavailable, match="closed"):
         hub.status()
 
@@ -94,24 +95,48 @@ def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) 
     url = serve(auth=guarded)
     for token in (None, "wrong-token-0123456789", TOKEN + "x", TOKEN[:-1]):
         with HubClient.connect(url, token) as hub, pytest.raises(PermissionDenied, match="token"):
-            hub.hello(hello("a"))
+            hub.hello(hello(hub.member))
     assert "event=unauthorized path='/v1/hello'" in caplog.text
     assert httpx.get(f"{url}/metrics", timeout=5).status_code == 401
     assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
     with HubClient.connect(url, TOKEN) as hub:
-        hub.hello(hello("a"))
+        hub.hello(hello(hub.member))
+
+
+def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
+    url = serve(auth=guarded)
+    with HubClient.connect(url, TOKEN) as member, HubClient.connect(url, TOKEN) as other:
+        other.hello(hello(other.member))
+        of = member.member
+        for turn in range(2):  # before the hub knows it, as after a restart, and then
+            for speak in (
+                lambda: other.hello(hello(of)),
+                lambda: other.beat(of, Beat()),
+                lambda: other.leave(of),
+                lambda: other.flight(FlightRequest(member=of, holding=holding())),
+                lambda: other.claim(ClaimRequest(member=of, holding=holding())),
+                lambda: other.complain(Complaint(member=of, of=other.member, key=IDENTITY.key(), fault="wrong bytes")),
+            ):
+                with pytest.raises(PermissionDenied, match="not member"):
+                    speak()
+            if not turn:
+                member.hello(hello(of))
+        member.beat(of, Beat())
+    assert caplog.text.count(f"event=impostor path='/v1/members/{of}' member={of}") == 4
+    answer = httpx.delete(f"{url}/v1/members/{of}", headers={"authorization": f"Bearer {TOKEN}"}, timeout=5)
+    assert answer.status_code == 403
 
 
 def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
     url = serve(auth=guarded)
     other = msgspec.structs.replace(IDENTITY, model="qwen")
     with HubClient.connect(url, LLAMA) as hub:
-        hub.hello(hello("a"))
-        hub.flight(FlightRequest(member="a", holding=holding()))
+        hub.hello(hello(hub.member))
+        hub.flight(FlightRequest(member=hub.member, holding=holding()))
         for ask in (
-            lambda: hub.flight(FlightRequest(member="a", holding=holding(identity=other))),
-            lambda: hub.claim(ClaimRequest(member="a", holding=holding(identity=other))),
-            lambda: hub.beat("a", Beat(holdings=(holding(), holding(identity=other)))),
+            lambda: hub.flight(FlightRequest(member=hub.member, holding=holding(identity=other))),
+            lambda: hub.claim(ClaimRequest(member=hub.member, holding=holding(identity=other))),
+            lambda: hub.beat(hub.member, Beat(holdings=(holding(), holding(identity=other)))),
             lambda: hub.status("qwen"),
             lambda: hub.status(),
             lambda: hub.why(WhyRequest(model="qwen")),
@@ -167,13 +192,13 @@ def test_bodies_have_a_bound_and_a_schema(serve) -> None:
 
 def test_metrics_count_what_happened(serve) -> None:
     url = serve()
-    with HubClient.connect(url) as hub:
-        for member in "wa":
-            hub.hello(hello(member))
-        hub.beat("w", Beat(holdings=(holding(((0, 100),)),)))
-        hub.flight(FlightRequest(member="a", holding=holding(claims=((3, 5),))))
+    with HubClient.connect(url) as w, HubClient.connect(url) as a, HubClient.connect(url) as x:
+        for hub in (w, a):
+            hub.hello(hello(hub.member))
+        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
+        a.flight(FlightRequest(member=a.member, holding=holding(claims=((3, 5),))))
         with pytest.raises(UnknownMember):
-            hub.beat("x", Beat())
+            x.beat(x.member, Beat())
     assert httpx.get(f"{url}/readyz", timeout=5).text == "ok\n"
     page = httpx.get(f"{url}/metrics", timeout=5).text.splitlines()
     assert "penstock_hub_members 2.0" in page
@@ -235,19 +260,19 @@ def test_mutual_tls(serve, tmp_path, monkeypatch) -> None:
         return tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
 
     with HubClient.connect(url, ca_file=ca_file, certificate=own("member")) as hub:
-        hub.hello(hello("a"))
+        hub.hello(hello(hub.member))
     with monkeypatch.context() as environment:
         environment.setenv("PENSTOCK_CA_FILE", str(ca_file))
         environment.setenv("PENSTOCK_CERT_FILE", str(tmp_path / "member.pem"))
         environment.setenv("PENSTOCK_KEY_FILE", str(tmp_path / "member.key"))
         with HubClient.connect(url) as hub:
-            hub.hello(hello("c"))
+            hub.hello(hello(hub.member))
     for certificate in (None, own("stranger")):
         hub = HubClient.connect(url, ca_file=ca_file, certificate=certificate, timeout_s=1)
         with hub, pytest.raises(HubUnavailable):
-            hub.hello(hello("b"))
+            hub.hello(hello(hub.member))
     with HubClient.connect(url, certificate=own("member"), timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
-        hub.hello(hello("b"))
+        hub.hello(hello(hub.member))
     with pytest.raises(ConfigError, match="certificate"):
         serve(auth=Auth(certificate=ca_file, private_key=tmp_path / "hub.key"))
 

@@ -28,7 +28,7 @@ import sys, time
 from penstock.fleet.client import HubClient
 from penstock.fleet.messages import Beat, Hello
 hub = HubClient.connect(None)
-hub.hello(Hello(member="child", host="h", doors=("unix:///c",)))
+hub.hello(Hello(member=hub.member, host="h", doors=("unix:///c",)))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -62,17 +62,16 @@ def line_of(hub: HubClient) -> LocalLine:
     return hub._line
 
 
-def hello(hub: HubClient, member: str) -> None:
-    hub.hello(Hello(member=member, host="h", doors=(f"unix:///{member}",)))
+def hello(hub: HubClient) -> bytes:
+    return hub.hello(Hello(member=hub.member, host="h", doors=("unix:///door",))).grant_key
 
 
 def test_the_first_hosts_and_gives_claims_at_once(place) -> None:
     with HubClient.connect(None) as first, HubClient.connect(None) as second:
         assert line_of(first).hosts and not line_of(second).hosts
-        for hub, member in ((first, "a"), (second, "b")):
-            hello(hub, member)
-        assert first.claim(ClaimRequest(member="a", holding=holding())).ranges
-        assert second.claim(ClaimRequest(member="b", holding=holding())).ranges
+        for hub in (first, second):
+            hello(hub)
+            assert hub.claim(ClaimRequest(member=hub.member, holding=holding())).ranges
         assert [path.stat().st_mode & 0o777 for path in place.glob("*.sock")] == [0o600]
     assert not list(place.glob("*.sock"))
 
@@ -85,8 +84,8 @@ def test_many_that_start_at_once_agree(place) -> None:
     for thread in threads:
         thread.join(60)
     assert len(hubs) == 8 and sum(line_of(hub).hosts for hub in hubs) == 1
-    for number, hub in enumerate(hubs):
-        hello(hub, f"m{number}")
+    for hub in hubs:
+        hello(hub)
     assert len(hubs[3].status().members) == 8
     for hub in hubs:
         hub.close()
@@ -95,10 +94,9 @@ def test_many_that_start_at_once_agree(place) -> None:
 @pytest.mark.parametrize("end", ["killed", "left"])
 def test_another_takes_over_and_waits_for_members_to_announce(place, child, end) -> None:
     with HubClient.connect(None) as a, HubClient.connect(None) as b:
-        for hub, member in ((a, "a"), (b, "b")):
-            hello(hub, member)
+        key = hello(a)
+        hello(b)
         assert not line_of(a).hosts and len(a.status().members) == 3
-        key = a.hello(Hello(member="a", host="h", doors=("unix:///a",))).grant_key
         if end == "killed":
             child.kill()
         else:
@@ -106,18 +104,18 @@ def test_another_takes_over_and_waits_for_members_to_announce(place, child, end)
         child.wait(20)
         start = time.monotonic()
         with pytest.raises(UnknownMember):
-            a.beat("a", Beat())
+            a.beat(a.member, Beat())
         assert time.monotonic() - start < 5
         assert line_of(a).hosts
-        assert a.hello(Hello(member="a", host="h", doors=("unix:///a",))).grant_key == key
-        hello(b, "b")
-        assert [member.member for member in b.status().members] == ["a", "b"]
+        assert hello(a) == key
+        hello(b)
+        assert {member.member for member in b.status().members} == {a.member, b.member}
         # `a` and `b` are other processes to the kernel's locks: two lines of this one.
-        asked = ClaimRequest(member="b", holding=holding())
+        asked = ClaimRequest(member=b.member, holding=holding())
         assert b.claim(asked).ranges == ()
-        b.beat("b", Beat(holdings=(holding(((0, 30),)),)))
+        b.beat(b.member, Beat(holdings=(holding(((0, 30),)),)))
         deadline = time.monotonic() + 10
-        while not (found := a.claim(ClaimRequest(member="a", holding=holding())).ranges):
+        while not (found := a.claim(ClaimRequest(member=a.member, holding=holding())).ranges):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert found[0][0] == 30
@@ -126,18 +124,18 @@ def test_another_takes_over_and_waits_for_members_to_announce(place, child, end)
 def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, child, monkeypatch) -> None:
     monkeypatch.setattr(hub_client, "ATTEMPT_S", 0.5)
     with HubClient.connect(None) as a:
-        hello(a, "a")
+        hello(a)
         child.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(UnknownMember):
-                a.beat("a", Beat())
+                a.beat(a.member, Beat())
             assert line_of(a).hosts
-            hello(a, "a")
+            hello(a)
         finally:
             child.send_signal(signal.SIGCONT)
         with HubClient.connect(None) as late:
-            hello(late, "late")
-            assert [member.member for member in a.status().members] == ["a", "late"]
+            hello(late)
+            assert {member.member for member in a.status().members} == {a.member, late.member}
 
 
 def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:

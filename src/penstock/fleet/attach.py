@@ -9,7 +9,6 @@ Not here: keeping (`keeper`), mapping (`transport.region`), the lease's life (`r
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +213,7 @@ class _Search:
         self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, token: str | None
     ) -> None:
         self._hub, self._model, self._revision, self._device = hub, model, revision, device
-        self._token, self._member, self._stall_s = token, secrets.token_hex(16), Settings.read().stall_s
+        self._token, self._member, self._stall_s = token, hub.member, Settings.read().stall_s
 
     def attach(self, phases: Phases, verify: bool | None) -> Attached:
         """Attach to the first keeper that will do. Raises the last one's reason where none does."""

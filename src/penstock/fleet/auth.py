@@ -6,6 +6,7 @@ Not here: grants between members (`grants`), the sockets (`hub`).
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 from collections.abc import Iterable
@@ -15,7 +16,17 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
+LIFE_HEADER = "Penstock-Life"
+"""Where a caller shows the secret of the member that it speaks for."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+def member_of(life: str) -> str:
+    """The member id of a process life's secret, which alone it shows: an id is spoken for by who can name its secret.
+
+    So every hub can tell, one that has just started too, and no hub keeps a secret.
+    """
+    return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

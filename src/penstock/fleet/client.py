@@ -7,6 +7,7 @@ Not here: what is asked when (`member`), who hosts the hub of one host (`local`)
 from __future__ import annotations
 
 import random
+import secrets
 import ssl
 import threading
 import time
@@ -26,6 +27,7 @@ from penstock.errors import (
     PlanError,
     UnknownMember,
 )
+from penstock.fleet.auth import LIFE_HEADER, member_of
 from penstock.fleet.messages import (
     Beat,
     ClaimReply,
@@ -40,6 +42,7 @@ from penstock.fleet.messages import (
     Why,
     WhyRequest,
 )
+from penstock.fleet.sync_messages import SyncReply, SyncRequest
 
 if TYPE_CHECKING:
     import httpx
@@ -113,6 +116,10 @@ class HubClient:
         ca_file: PEM bundle trusted besides the system's roots.
         certificate: PEM files of our own certificate and key (None: in the same), for a hub that asks for one.
         timeout_s: deadline of a question.
+        life: the secret of the member that this speaks for; None: a new one.
+
+    Attributes:
+        member: whom it can speak for; the one id that the hub takes from it.
     """
 
     def __init__(
@@ -123,9 +130,12 @@ class HubClient:
         ca_file: Path | None = None,
         certificate: tuple[Path, Path | None] | None = None,
         timeout_s: float = TIMEOUT_S,
+        life: str | None = None,
     ) -> None:
         self._line = line
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        life = life or secrets.token_hex(16)
+        self.member = member_of(life)
+        self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
         self._ca_file, self._certificate = ca_file, certificate
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -141,6 +151,7 @@ class HubClient:
         ca_file: Path | None = None,
         certificate: tuple[Path, Path | None] | None = None,
         timeout_s: float = TIMEOUT_S,
+        life: str | None = None,
     ) -> HubClient:
         """A client of the hub at a URL, or with None of this host's and user's own, which the first to ask hosts.
 
@@ -167,7 +178,7 @@ class HubClient:
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file
         ca_file = settings.ca_file if ca_file is None else ca_file
-        client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s)
+        client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         if hub is None:
             line.reach()
         return client
@@ -191,6 +202,10 @@ class HubClient:
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Chunks to read from storage. UnknownMember: see `beat`."""
         return self._ask("POST", "/v1/claim", request, ClaimReply)
+
+    def sync(self, request: SyncRequest) -> SyncReply:
+        """Who takes part in a sync, and grants for some. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/sync", request, SyncReply)
 
     def complain(self, complaint: Complaint) -> None:
         """A source could not be used. UnknownMember: see `beat`."""

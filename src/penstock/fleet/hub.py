@@ -10,6 +10,7 @@ Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown field
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from penstock.errors import (
     PlanError,
     UnknownMember,
 )
-from penstock.fleet.auth import Auth, Caller
+from penstock.fleet.auth import LIFE_HEADER, Auth, Caller, member_of
 from penstock.fleet.directory import Directory
 from penstock.fleet.messages import (
     Beat,
@@ -45,6 +46,7 @@ from penstock.fleet.messages import (
     Word,
 )
 from penstock.fleet.store import MemoryStore
+from penstock.fleet.sync_messages import SyncReply, SyncRequest
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -106,6 +108,16 @@ class _Operation:
     """Models the body is about."""
     answer: Callable[[Directory, str, Any], Any]
     """Of the directory, the parameter in path or query, the body."""
+    speaker: Callable[[str, Any], str] | None = None
+    """Of the parameter and the body: the member spoken for, whose secret the caller must show."""
+
+
+def _in_path(parameter: str, _: Any) -> str:
+    return parameter
+
+
+def _in_body(_: str, body: Any) -> str:
+    return str(body.member)
 
 
 def _flown(request: FlightRequest | ClaimRequest) -> Iterable[str]:
@@ -115,29 +127,40 @@ def _flown(request: FlightRequest | ClaimRequest) -> Iterable[str]:
 OPERATIONS = (
     _Operation(
         name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
+        speaker=_in_body,
         answer=lambda directory, _, body: directory.hello(body),
     ),
     _Operation(
         name="beat", method="PUT", path="/v1/members/{member}", about="A member lives, and holds this.", takes=Beat,
-        models=lambda beat: (holding.identity.model for holding in beat.holdings),
+        speaker=_in_path,
+        models=lambda beat: (
+            *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
+        ),
         answer=lambda directory, member, body: directory.beat(member, body),
     ),
     _Operation(
         name="leave", method="DELETE", path="/v1/members/{member}", about="A member is gone for good.",
+        speaker=_in_path,
         answer=lambda directory, member, _: directory.leave(member),
     ),
     _Operation(
         name="flight", method="POST", path="/v1/flight", about="Whom to take chunks from, with grants.",
-        takes=FlightRequest, gives=FlightReply, models=_flown,
+        takes=FlightRequest, gives=FlightReply, models=_flown, speaker=_in_body,
         answer=lambda directory, _, body: directory.flight(body),
     ),
     _Operation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
-        takes=ClaimRequest, gives=ClaimReply, models=_flown,
+        takes=ClaimRequest, gives=ClaimReply, models=_flown, speaker=_in_body,
         answer=lambda directory, _, body: directory.claim(body),
     ),
     _Operation(
+        name="sync", method="POST", path="/v1/sync", about="Who takes part in a sync, with grants.",
+        takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
+        speaker=_in_body, answer=lambda directory, _, body: directory.sync(body),
+    ),
+    _Operation(
         name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
+        speaker=_in_body,
         answer=lambda directory, _, body: directory.complain(body),
     ),
     _Operation(
@@ -217,6 +240,8 @@ def _endpoint(
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, said)
+            if operation.speaker is not None:
+                _check_life(request, operation.speaker(parameter, said))
             if blocking:
                 found = await run_in_threadpool(operation.answer, directory, parameter, said)
             else:
@@ -248,6 +273,13 @@ def _check_models(operation: _Operation, caller: Caller, parameter: str, said: A
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         raise _Refused(403, f"this token is not for {', '.join(sorted(set(models))) or 'all models'}")
+
+
+def _check_life(request: Request, member: str) -> None:
+    """An answer of 403 unless the caller is the member that it speaks for."""
+    if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
+        audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
+        raise _Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
 
 
 def _parameter(operation: _Operation, request: Request) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import random
-import secrets
 import socket
 import threading
 import time
@@ -40,10 +39,12 @@ from penstock.fleet.messages import (
     FlightRequest,
     Hello,
     LeaseRequest,
+    SyncState,
     Upstream,
     Welcome,
 )
 from penstock.fleet.peer import Peer
+from penstock.fleet.sync_messages import SyncReply, SyncRequest
 from penstock.fleet.upstream import Following
 from penstock.transport.choose import Links, open_links
 from penstock.transport.page import here
@@ -61,7 +62,7 @@ class Member:
     """One process life. A context manager; leaving it leaves the fleet.
 
     Args:
-        hub: the hub; closed by this.
+        hub: the hub; closed by this. It can speak for one member: this.
         token: shown to doors on TCP, and asked for at our own.
         rack: a word that near hosts share.
         listen: `host:port` where other hosts reach this member; None: this host only.
@@ -83,9 +84,10 @@ class Member:
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
     ) -> None:
-        self.id, self.host, self._pid = secrets.token_hex(16), host_id(), os.getpid()
+        self.id, self.host, self._pid = hub.member, host_id(), os.getpid()
         self._hub, self.token, self._stall_s, self._min_gb_per_s = hub, token, stall_s, min_gb_per_s
         self._holdings: dict[str, Holding] = {}
+        self.syncs: list[Callable[[], SyncState]] = []
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now, self._closing = threading.Event(), threading.Event()
@@ -97,7 +99,7 @@ class Member:
             self.links: Links = open_links(only=transports, listen=beside, token=token)
             self.door = Door(
                 self._home.path / "door.sock",
-                self._check_grant,
+                self.check_grant,
                 listen=listen,
                 token=token,
                 max_bytes_per_s=max_bytes_per_s,
@@ -123,7 +125,8 @@ class Member:
             self._grants = GrantChecker(welcome.grant_key, self.id, now=welcome.now)
         return welcome
 
-    def _check_grant(self, request: LeaseRequest) -> None:
+    def check_grant(self, request: LeaseRequest) -> None:
+        """GrantRefused unless the hub signed that the asker may read the key of us; passes once."""
         assert self._grants is not None
         self._grants.check(request.grant, key=request.key, reader=request.member)
 
@@ -195,7 +198,8 @@ class Member:
                 self.hide(holding, 0.0)
 
     def _state(self) -> Beat:
-        return Beat(holdings=tuple(holding.status() for holding in self.holdings))
+        holdings = tuple(holding.status() for holding in self.holdings)
+        return Beat(holdings=holdings, syncs=tuple(state() for state in self.syncs))
 
     def _told(self, call: Callable[[], object]) -> None:
         """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
@@ -218,6 +222,13 @@ class Member:
         found: list[ClaimReply] = []
         request = ClaimRequest(member=self.id, holding=holding.status(), ask=ask)
         self._told(lambda: found.append(self._hub.claim(request)))
+        return found[0]
+
+    def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
+        """Who takes part in a sync, and the right to ask some of them. HubUnavailable when the hub is away."""
+        found: list[SyncReply] = []
+        request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
+        self._told(lambda: found.append(self._hub.sync(request)))
         return found[0]
 
     def complain(self, of: str, key: str, error: PenstockError) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from penstock.fleet.auth import Auth
+from penstock.fleet.auth import LIFE_HEADER, Auth
 from penstock.fleet.directory import Directory
 from penstock.fleet.messages import Fault, MemberId, Word
 
@@ -87,13 +87,19 @@ def _described(operation: _Operation, faults: Mapping[int, str]) -> dict[str, An
         found["responses"][str(status)] = _fault(what)
     if operation.takes is not None:
         found["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+    parameters: list[dict[str, Any]] = []
     if "{member}" in operation.path:
         schema = msgspec.json.schema(MemberId)
-        found["parameters"] = [{"name": "member", "in": "path", "required": True, "schema": schema}]
+        parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
     if operation.name == "status":
         schema = msgspec.json.schema(Word)
-        found["parameters"] = [{"name": "model", "in": "query", "required": False, "schema": schema}]
-    return found
+        parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
+    if operation.speaker is not None:
+        about = "The secret that the member's id is the digest of."
+        parameters.append(
+            {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
+        )
+    return found | ({"parameters": parameters} if parameters else {})
 
 
 def _json(name: str) -> dict[str, Any]:
