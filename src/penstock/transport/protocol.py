@@ -10,9 +10,10 @@ Not here: how they cross (`loopback`), what a peer is given (`descriptor`), whic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import ConfigError, PlanError
 from penstock.transport.descriptor import Descriptor
@@ -78,6 +79,59 @@ class Segments:
         heads = np.flatnonzero(first)
         lasts = np.append(heads[1:], len(rows)) - 1
         return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rectangles:
+    """Equal runs at a pitch, as columns: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of the peer's memory to
+    `dst[i]` of ours, `src_pitch[i]` apart there and `dst_pitch[i]` here.
+
+    Destinations of one read do not overlap.
+    """
+
+    src: I64
+    dst: I64
+    run_bytes: I64
+    num_rows: I64
+    src_pitch: I64
+    dst_pitch: I64
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Rectangles:
+        """Those rows."""
+        return Rectangles(**{name: getattr(self, name)[which] for name in self.__slots__})
+
+    @property
+    def nbytes(self) -> I64:
+        """Bytes of each."""
+        return self.run_bytes * self.num_rows
+
+    def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
+        """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
+        if len({len(getattr(self, name)) for name in self.__slots__}) != 1:
+            raise PlanError("rectangles of uneven columns")
+        outside = (self.run_bytes < 1) | (self.num_rows < 1)
+        for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
+            room = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
+            outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (room < 0) | (pitch < 0)
+            # By division: the product of a hostile pitch and rows could wrap.
+            outside |= (self.num_rows > 1) & (self.num_rows - 1 > room // np.maximum(pitch, 1))
+        if outside.any():
+            i = int(outside.argmax())
+            where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
+            raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
+
+    def segments(self) -> Segments:
+        """The same bytes, a run each; those in one piece at both ends are one run."""
+        whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
+        run = np.where(whole, self.nbytes, self.run_bytes)
+        rows = np.where(whole, 1, self.num_rows)
+        at = np.repeat(np.arange(len(rows)), rows)
+        turn = np.arange(len(at)) - np.repeat(np.cumsum(rows) - rows, rows)
+        src, dst = self.src[at] + turn * self.src_pitch[at], self.dst[at] + turn * self.dst_pitch[at]
+        return Segments(src=src, dst=dst, nbytes=run[at])
 
 
 class Handle(Protocol):
@@ -157,4 +211,13 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close every handle, free everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Striding(Protocol):
+    """A transport that reads rectangles without a table of their runs, of which there may be millions."""
+
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> Pending:
+        """As `Transport.post_read`, of rectangles."""
         ...

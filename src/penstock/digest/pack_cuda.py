@@ -1,0 +1,81 @@
+"""Many short runs of device memory copied by one kernel: rectangles, of which neither end need lie in one piece.
+
+In: addresses and pitches, in memory that the device reaches (its own, a peer's). Out: the bytes, in stream order.
+Not here: the kernel (`digest.pack_triton`); long runs, which copy engines move without one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.types import I64
+
+TILE_BYTES = 16 << 10
+"""A program's: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+WIDTHS = (16, 4, 1)
+"""Bytes a load: the widest that all of a rectangle's numbers are multiples of."""
+_LONGEST_RUN = 1 << 30
+"""A longer run is copied as several: units within a row are counted in 32 bits."""
+
+
+def pack(dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device) -> None:
+    """Copy `nbytes` of each strip from its packed byte `start` on to where they lie in one piece; see `copy`."""
+    _launch(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
+
+
+def copy(
+    dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
+) -> None:
+    """Copy rectangles on the device's current stream.
+
+    Args:
+        dst, src: addresses of the first run.
+        run_bytes: at least 1.
+        num_rows: at least 1.
+        dst_pitch, src_pitch: bytes between runs.
+        device: whose kernel does it; the CPU only under Triton's interpreter.
+
+    Cost: up to three launches, and tables of 64 bytes a rectangle and 4 a tile, the latter made on the device; no
+        synchronisation.
+    """
+    parts = -(-run_bytes // _LONGEST_RUN)
+    at = np.repeat(np.arange(len(parts)), parts)
+    skipped = (np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)) * _LONGEST_RUN
+    run = np.minimum(run_bytes[at] - skipped, _LONGEST_RUN)
+    none = np.zeros(len(at), np.int64)
+    _launch(dst[at] + skipped, src[at] + skipped, run, dst_pitch[at], src_pitch[at], none, run * num_rows[at], device)
+
+
+def _launch(
+    dst: I64,
+    src: I64,
+    run_bytes: I64,
+    dst_pitch: I64,
+    src_pitch: I64,
+    start: I64,
+    nbytes: I64,
+    device: torch.device,
+) -> None:
+    from penstock.digest.pack_triton import copy_tiles
+
+    one_row = start + nbytes <= run_bytes  # pitches of a single run say nothing
+    table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
+    table = np.concatenate([table, nbytes[None]])
+    odd = np.bitwise_or.reduce(table, axis=0)
+    before = np.zeros(len(dst), bool)
+    for width in WIDTHS:
+        fits = (odd % width == 0) & ~before
+        before |= fits
+        mine = np.flatnonzero(fits)
+        if not len(mine):
+            continue
+        tile_bytes = TILE_BYTES * width // 16
+        counts = -(-nbytes[mine] // tile_bytes)
+        columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
+        host = torch.from_numpy(np.ascontiguousarray(columns))
+        on = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        total = int(counts.sum())
+        which = torch.arange(len(mine), dtype=torch.int32, device=device)
+        tiles = torch.repeat_interleave(which, on[8], output_size=total)
+        copy_tiles[(total,)](on, tiles, len(mine), TILE_BYTES=tile_bytes, WIDTH=width, num_warps=4)

@@ -1,0 +1,125 @@
+"""Digests of strips: equal runs of bytes at a pitch, as a tensor's shard lies in memory, digested as if packed.
+
+In: memory, and strips as columns. Out: one XXH3-64 a strip, that does not depend on the pitch.
+Not here: the same bits on a device (`digest.strip_cuda`), who compares them (`sync.take`).
+
+    strip --packed, in thought--> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
+                                                                      more: XXH3-64 of their digests, as <u8 in order
+
+Packed, because the two ends of a read have the same runs at other pitches: where one end lies in one piece, its leaves
+are as few and as large as they can be, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.digest.leaf import LEAF_BYTES, leaf_digests, num_leaves
+from penstock.errors import PlanError
+from penstock.types import I64, U64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Strips:
+    """Strip i is `num_rows[i]` runs of `run_bytes[i]` from `at[i]` on, `pitch[i]` apart."""
+
+    at: I64
+    run_bytes: I64
+    num_rows: I64
+    pitch: I64
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
+        """Those rows."""
+        columns = (self.at, self.run_bytes, self.num_rows, self.pitch)
+        at, run_bytes, num_rows, pitch = (column[which] for column in columns)
+        return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+
+    @property
+    def nbytes(self) -> I64:
+        """Bytes of each."""
+        return self.run_bytes * self.num_rows
+
+    @property
+    def stop(self) -> I64:
+        """Past the last byte of each."""
+        return self.at + (self.num_rows - 1) * self.pitch + self.run_bytes
+
+    def is_packed(self) -> npt.NDArray[np.bool_]:
+        """Which lie in one piece."""
+        packed: npt.NDArray[np.bool_] = (self.num_rows == 1) | (self.pitch == self.run_bytes)
+        return packed
+
+    def check(self, nbytes: int) -> None:
+        """Raise PlanError, naming the first offender, unless all lie in memory of so many bytes: a peer may ask."""
+        num = len(self.at)
+        if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
+            raise PlanError("strips of uneven columns")
+        room = nbytes - self.at - self.run_bytes
+        wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
+        wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
+        # By division: the product of a hostile pitch and rows could wrap. Runs that overlap could be without end.
+        wrong |= (self.num_rows > 1) & (
+            (self.pitch < self.run_bytes) | (self.num_rows - 1 > room // np.maximum(self.pitch, 1))
+        )
+        if wrong.any():
+            i = int(wrong.argmax())
+            said = f"{self.num_rows[i]} runs of {self.run_bytes[i]} from {self.at[i]}, {self.pitch[i]} apart"
+            raise PlanError(f"strip {i} lies outside of {nbytes} bytes: {said}")
+
+
+def memory_at(address: int, nbytes: int) -> Bytes:
+    """Host memory as an array; whoever calls keeps it alive."""
+    if not nbytes:
+        return np.zeros(0, np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
+
+
+def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
+    """The digest of each strip of host memory.
+
+    Args:
+        memory: what the strips' offsets count in; they were checked.
+        strips: any number, of any lengths.
+        leaf_bytes: bytes of a leaf; both ends of a sync use the default.
+
+    Cost: a strip in one piece is not copied, another is packed a leaf at a time; no Python for each run.
+    """
+    out = np.empty(len(strips), np.uint64)
+    counts = num_leaves(strips.nbytes, leaf_bytes)
+    leaves = np.empty(int(counts.max(initial=0)), np.uint64)
+    packed, buffer = strips.is_packed().tolist(), np.empty(leaf_bytes, np.uint8)
+    columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch, counts)
+    for i, (at, run, rows, pitch, count) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        if packed[i]:
+            leaf_digests(memory[at : at + run * rows].data, leaf_bytes, leaves)
+        else:
+            for leaf in range(count):
+                part = buffer[: min(leaf_bytes, run * rows - leaf * leaf_bytes)]
+                _pack(memory[at:], run, pitch, leaf * leaf_bytes, part)
+                leaf_digests(part.data, leaf_bytes, leaves[leaf : leaf + 1])
+        out[i] = leaves[0] if count == 1 else xxhash.xxh3_64_intdigest(leaves[:count].astype("<u8", copy=False).data)
+    return out
+
+
+def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
+    """Bytes `[start, start + len(out))` of the strip that begins with the memory, as if it were packed."""
+    row, skipped = divmod(start, run)
+    head = min(run - skipped, len(out)) if skipped else 0
+    out[:head] = memory[row * pitch + skipped :][:head]
+    row += bool(skipped)
+    whole = (len(out) - head) // run
+    if whole:
+        rows = np.lib.stride_tricks.as_strided(memory[row * pitch :], (whole, run), (pitch, 1))
+        out[head : head + whole * run].reshape(whole, run)[...] = rows
+    done = head + whole * run
+    out[done:] = memory[(row + whole) * pitch :][: len(out) - done]

@@ -1,0 +1,145 @@
+"""Memory of one rank, registered, in which offsets count as if its regions lay end to end: what layouts count in.
+
+In: regions of memory, the process's transports. Out: handles by region, the region of an offset, digests of strips.
+Not here: what lies in them (`plan.layout`), versions (`held`), reading into them (`take`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from penstock.digest.strip import Strips, memory_at, strip_digests
+from penstock.errors import PlanError
+from penstock.transport.choose import Links
+from penstock.transport.descriptor import encode
+from penstock.transport.protocol import Handle, Memory
+from penstock.types import I64, U64
+
+
+class Regions:
+    """Registered memory; a context manager.
+
+    Args:
+        memories: in the order of the layout's regions; kept alive.
+        links: what registers them.
+
+    Raises:
+        ConfigError: no transport reaches one of them; none stays registered.
+    """
+
+    def __init__(self, memories: Sequence[Memory], links: Links) -> None:
+        self.memories, self.links = tuple(memories), links
+        self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
+        self._digesting = {memory.device: threading.Lock() for memory in self.memories}
+        self._streams = {name: torch.cuda.Stream(name) for name in self._digesting if name != "cpu"}
+        self._handles: list[dict[str, Handle]] = []
+        try:
+            for memory in self.memories:
+                self._handles.append(links.register(memory))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each region."""
+        return tuple(memory.nbytes for memory in self.memories)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return int(self.first[-1])
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some of it is a device's."""
+        return bool(self._streams)
+
+    def handles(self, region: int) -> dict[str, Handle]:
+        """Our registrations of a region, by transport."""
+        return self._handles[region]
+
+    def descriptors(self) -> tuple[dict[str, bytes], ...]:
+        """What a peer reads each region by, encoded, by transport."""
+        return tuple({name: encode(handle.descriptor) for name, handle in one.items()} for one in self._handles)
+
+    def fence(self) -> None:
+        """Make every descriptor given so far stale. Order: before a byte is changed."""
+        for one in self._handles:
+            for handle in one.values():
+                handle.fence()
+
+    def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
+        """The digest of each strip as the bytes are now.
+
+        Args:
+            strips: offsets over all regions.
+            after: what the device must have passed before its bytes are looked at.
+
+        Raises:
+            PlanError: a strip lies outside, or over the edge between two regions.
+
+        Cost: waits for the device, on a stream of its own; one call at a time for each device.
+        """
+        strips.check(self.nbytes)
+        region = self.locate(strips.at, strips.stop)
+        out = np.empty(len(strips), np.uint64)
+        for index in np.unique(region).tolist():
+            memory, mine = self.memories[index], np.flatnonzero(region == index)
+            some = strips[mine]
+            here = Strips(
+                at=some.at - self.first[index], run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch
+            )
+            with self._digesting[memory.device]:
+                out[mine] = self._digest(memory, here, after)
+        return out
+
+    def _digest(self, memory: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> U64:
+        if memory.device == "cpu":
+            return strip_digests(memory_at(memory.address, memory.nbytes), strips)
+        from penstock.digest.strip_cuda import strip_digests_cuda
+
+        stream = self._streams[memory.device]
+        with torch.cuda.device(memory.device), torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            got = strip_digests_cuda(memory.address, strips, torch.device(memory.device))
+            return np.asarray(got.cpu().numpy()).view(np.uint64)
+
+    def locate(self, start: I64, stop: I64) -> I64:
+        """The region of each span `[start, stop)` of at least a byte. PlanError if one crosses an edge."""
+        return locate(self.first, start, stop)
+
+    def close(self) -> None:
+        """End the registrations; readers' descriptors are stale. The memory stays its owner's. Idempotent."""
+        handles, self._handles = self._handles, []
+        for one in handles:
+            for handle in one.values():
+                handle.close()
+
+    def __enter__(self) -> Regions:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def locate(first: I64, start: I64, stop: I64) -> I64:
+    """Of regions that begin at `first` (one more than there are), the one that each span of bytes lies in.
+
+    Raises:
+        PlanError: a span lies outside, or over the edge between two.
+    """
+    region: I64 = np.searchsorted(first[1:], start, side="right")
+    wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise PlanError(f"bytes [{start[i]}, {stop[i]}) are in no one region of {np.diff(first).tolist()} bytes")
+    return region

@@ -1,0 +1,110 @@
+"""Reading one source: which transport reaches which of its regions, and a step's strips asked for, read, waited for.
+
+In: a link, our regions, a step. Out: the source's digests, and its bytes in our memory.
+Not here: when, and comparing them (`take`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
+from penstock.sync.link import SourceLink
+from penstock.sync.regions import Regions
+from penstock.sync.steps import Step
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.protocol import Pending, Striding, Transport
+from penstock.types import U64
+
+WAIT_S = 0.5
+"""A question for digests is put again after this, so that a run that ended stops asking."""
+
+CANNOT_RECALL = frozenset({"cuda_ipc"})
+"""Transports whose copies, once a device has them, cannot be called back: after a stall they may still arrive."""
+
+
+class SourceRead:
+    """One source during one run. Used by several threads.
+
+    Attributes:
+        path: by what it is read: `shm`, or several.
+        why: why no nearer transport.
+    """
+
+    def __init__(self, link: SourceLink, into: Regions) -> None:
+        self.link, self._into = link, into
+        self.member = link.member
+        self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        """Names of the transports in use, nearest first."""
+        return "+".join(dict.fromkeys(transport.name for transport, _, _ in self._routes.values()))
+
+    @property
+    def why(self) -> str:
+        """Why no nearer one."""
+        return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
+
+    def ask(self, step: Step, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
+        """What the source says its strips digest to, once they are ready.
+
+        Raises:
+            SourceStalled: it gave no answer, and no more of its rows became ready, for `stall_s`.
+            Cancelled: the run is over.
+            PenstockError: of the link.
+        """
+        seen, moved = -1, time.monotonic()
+        while not is_over():
+            answer = self.link.digests(step.theirs, wait_s=min(WAIT_S, stall_s))
+            if answer.digests is not None:
+                if len(answer.digests) != len(step.theirs):
+                    raise SourceStalled(f"{len(answer.digests)} digests for {len(step.theirs)} strips", uri=self.member)
+                return answer.digests
+            if answer.num_ready != seen:
+                seen, moved = answer.num_ready, time.monotonic()
+            elif time.monotonic() - moved > stall_s:
+                raise SourceStalled(f"no row became ready for {stall_s} s after {seen}", uri=self.member)
+        raise Cancelled("the run is over")
+
+    def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
+        """Read a step; returns once nothing of it is under way: the first error, and whether a byte was written."""
+        posted: list[tuple[Transport, Pending]] = []
+        failed: PenstockError | None = None
+        is_touched = False
+        try:
+            for theirs, ours, rows in step.reads:
+                transport, descriptor, _ = self._route(theirs, ours)
+                into = self._into.handles(ours)[transport.name]
+                if isinstance(transport, Striding):
+                    posted.append((transport, transport.post_rectangles(into, descriptor, rows)))
+                else:
+                    posted.append((transport, transport.post_read(into, descriptor, rows.segments())))
+        except PenstockError as error:
+            failed, is_touched = error, error.mutated
+        for transport, pending in posted:
+            try:
+                transport.wait(pending, stall_s=stall_s)
+            except PenstockError as error:
+                is_touched |= error.mutated
+                if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
+                    failed, is_touched = DestinationError(f"{error.message}, and may still arrive"), True
+                failed = failed or error
+            is_touched |= pending.moved_bytes > 0
+        return failed, is_touched
+
+    def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
+        with self._lock:
+            found = self._routes.get((theirs, ours))
+            if found is None:
+                link = self.link
+                found = self._routes[theirs, ours] = self._into.links.choose(
+                    self._into.handles(ours),
+                    link.map.regions[theirs],
+                    same_host=link.same_host,
+                    same_process=link.same_process,
+                )
+            return found

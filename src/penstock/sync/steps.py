@@ -1,0 +1,150 @@
+"""A part cut into steps: what is asked of one source at once, bounded in bytes, in the order of the buckets.
+
+In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each a lap's pieces of one source; laps of whole buckets.
+Not here: carrying them out (`take`).
+
+    buckets --small ones joined--> laps --by source--> pieces of at most piece_bytes --joined--> steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.digest.strip import Strips
+from penstock.plan.intersect import spread
+from penstock.plan.sync import Part
+from penstock.sync.regions import locate
+from penstock.transport.protocol import Rectangles
+from penstock.types import I64
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Step:
+    """Strips taken of one source at once."""
+
+    lap: int
+    source: int
+    """Counts in the part's sources."""
+    nbytes: int
+    rows: I64
+    """Of each strip the row of the receiver's layout."""
+    theirs: Strips
+    ours: Strips
+    reads: tuple[tuple[int, int, Rectangles], ...]
+    """The same as rectangles between a region of theirs and one of ours, offsets within each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Laps:
+    """All of a part. Lap i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
+
+    bucket_first: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    def __len__(self) -> int:
+        return len(self.bucket_first) - 1
+
+
+def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_bytes: int) -> Laps:
+    """Cut a part that was checked.
+
+    Args:
+        theirs: where the regions of each source begin, and the last ends.
+        ours: the same of the receiver.
+        lap_bytes: buckets are joined to laps of so many; a bucket above it is a lap.
+        piece_bytes: a longer strip is cut; a step has at most twice as many.
+
+    Raises:
+        PlanError: a strip lies over the edge between two regions.
+    """
+    laps = _laps(part, lap_bytes)
+    segment_lap = np.repeat(np.arange(len(laps) - 1), np.diff(part.bucket_first[laps]))
+    order = np.lexsort((np.arange(len(segment_lap)), part.source, segment_lap))
+    table, at = _pieces(part, order, piece_bytes)
+    lap, source = segment_lap[at], part.source[at]
+    stop = np.cumsum(table.nbytes)
+    fresh = np.ones(len(at), bool)
+    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    heads = np.flatnonzero(fresh)
+    begin = (stop - table.nbytes)[heads][np.cumsum(fresh) - 1]
+    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
+    edges = [*np.flatnonzero(fresh).tolist(), len(at)]
+    steps = []
+    for start, end in pairwise(edges):
+        mine = slice(start, end)
+        who = int(source[start])
+        steps.append(_step(int(lap[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
+    return Laps(bucket_first=tuple(laps), steps=_by_turns(steps))
+
+
+def _laps(part: Part, lap_bytes: int) -> list[int]:
+    """Where laps begin among the buckets, and the last ends."""
+    done = np.concatenate([[0], np.cumsum(part.run_bytes * part.num_rows)])
+    nbytes = np.diff(done[part.bucket_first]).tolist()
+    edges, taken = [0], 0
+    for bucket, length in enumerate(nbytes):
+        if taken and taken + length > lap_bytes:
+            edges.append(bucket)
+            taken = 0
+        taken += length
+    return [*edges, len(nbytes)] if nbytes else [0]
+
+
+def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
+    """The segments in this order, none above `piece_bytes`, and the segment each piece is of."""
+    run = part.run_bytes[order]
+    counts = -(-run // piece_bytes)  # long runs are cut into columns, ...
+    at = np.repeat(order, counts)
+    skipped = spread(np.zeros(len(order), np.int64), counts) * piece_bytes
+    width = np.minimum(part.run_bytes[at] - skipped, piece_bytes)
+    rows_each = np.maximum(piece_bytes // width, 1)
+    total = part.num_rows[at]
+    blocks = -(-total // rows_each)  # ... and then many rows into blocks
+    again = np.repeat(np.arange(len(at)), blocks)
+    row = spread(np.zeros(len(at), np.int64), blocks) * rows_each[again]
+    at, skipped = at[again], skipped[again]
+    found = Rectangles(
+        src=part.src[at] + skipped + row * part.src_pitch[at],
+        dst=part.dst[at] + skipped + row * part.dst_pitch[at],
+        run_bytes=width[again],
+        num_rows=np.minimum(total[again] - row, rows_each[again]),
+        src_pitch=part.src_pitch[at],
+        dst_pitch=part.dst_pitch[at],
+    )
+    return found, at
+
+
+def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
+    here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
+    there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
+    from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
+    pair = from_region * len(ours) + to_region
+    reads = []
+    for one in np.unique(pair).tolist():
+        of, to = divmod(one, len(ours))
+        some = table[pair == one]
+        local = Rectangles(
+            src=some.src - theirs[of],
+            dst=some.dst - ours[to],
+            run_bytes=some.run_bytes,
+            num_rows=some.num_rows,
+            src_pitch=some.src_pitch,
+            dst_pitch=some.dst_pitch,
+        )
+        reads.append((of, to, local))
+    nbytes = int(table.nbytes.sum())
+    return Step(lap=lap, source=source, nbytes=nbytes, rows=rows, theirs=there, ours=here, reads=tuple(reads))
+
+
+def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Lap after lap, the sources of one taking turns."""
+    turn: dict[tuple[int, int], int] = {}
+    keys = []
+    for step in steps:
+        number = turn[step.lap, step.source] = turn.get((step.lap, step.source), -1) + 1
+        keys.append((step.lap, number))
+    return tuple(steps[i] for i in sorted(range(len(steps)), key=keys.__getitem__))
