@@ -37,7 +37,7 @@ from penstock.fleet.messages import (
 )
 from penstock.fleet.store import ABSENT, Entry, Store
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
-from penstock.fleet.view import HELD, KNOWN, Held, Known, Look, Reading, View, status
+from penstock.fleet.view import COMPLAINT, HELD, KNOWN, Held, Known, Look, Reading, View, status
 
 COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
@@ -248,6 +248,13 @@ class Directory:
         self.counts["complaints"] += 1
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
+        before = self.store.read(name)
+        if (
+            complaint.fault != "wrong bytes"
+            and before is not None
+            and COMPLAINT.decode(before.value).fault == "wrong bytes"
+        ):
+            return  # what it said before weighs more, and lasts longer
         self.store.write(name, _encode(complaint), ttl_s=ttl_s)
 
     def sync(self, request: SyncRequest) -> SyncReply:

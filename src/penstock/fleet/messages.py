@@ -169,7 +169,7 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Complaint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A reader could not use a source: the hub demotes who is complained of by several, or gave wrong bytes."""
+    """A reader could not use a source, and is sent elsewhere at once; others are once several complain."""
 
     member: MemberId
     """Who complains."""

@@ -49,7 +49,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 HELD = msgspec.msgpack.Decoder(Held)
 KNOWN = msgspec.msgpack.Decoder(Known)
-_COMPLAINT = msgspec.msgpack.Decoder(Complaint)
+COMPLAINT = msgspec.msgpack.Decoder(Complaint)
 
 
 class View:
@@ -87,11 +87,6 @@ class View:
         return {member: frozenset(names) for member, names in found.items()}
 
     @cached_property
-    def distrusted(self) -> frozenset[str]:
-        """Members that gave wrong bytes."""
-        return frozenset(complaint.of for complaint in self.complaints if complaint.fault == "wrong bytes")
-
-    @cached_property
     def num_sharing(self) -> int:
         """Members that fill and can read storage."""
         return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
@@ -103,7 +98,7 @@ class View:
 
     def demoted(self, member: str) -> bool:
         """Nobody is sent there first, and what it has does not count."""
-        return member in self.distrusted or len(self.complainers.get(member, ())) >= DISTRUST
+        return len(self.complainers.get(member, ())) >= DISTRUST
 
     def out_of_reach(self, reader: str) -> list[str]:
         """Members that this one cannot take from: it says so, or they are demoted."""
@@ -159,7 +154,6 @@ class View:
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
             complainers=self.complainers.get(name, frozenset()),
-            distrusted=name in self.distrusted,
             parent=holding.parent or self._parents.get(name, ""),
         )
 
@@ -183,7 +177,7 @@ class Reading:
         held = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
         self._held = _decoded(HELD, held, self._held)
-        self._complaints = _decoded(_COMPLAINT, complaints, self._complaints)
+        self._complaints = _decoded(COMPLAINT, complaints, self._complaints)
         self._view = View(
             {name: value for name, (_, value) in self._held.items()},
             {name: value for name, (_, value) in self._complaints.items()},

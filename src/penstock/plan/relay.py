@@ -41,8 +41,6 @@ class Node:
     max_readers: int = 0
     """0: no cap."""
     complainers: frozenset[str] = frozenset()
-    distrusted: bool = False
-    """Gave wrong bytes."""
     parent: str = ""
     """Its upstream so far."""
 
@@ -58,8 +56,8 @@ class Node:
 
     @property
     def demoted(self) -> bool:
-        """Complained of by several, or gave wrong bytes."""
-        return self.distrusted or len(self.complainers) >= DISTRUST
+        """Complained of by several: one alone may be the one whose memory or link is bad, or may lie."""
+        return len(self.complainers) >= DISTRUST
 
     @property
     def order(self) -> tuple[float, str]:

@@ -248,14 +248,20 @@ def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
     assert [member.member for member in hub.status("llama").members] == ["w"]
 
 
-def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub) -> None:
+@pytest.mark.parametrize("fault", ["unreachable", "wrong bytes"])
+def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
     bench.beat(hub, "w", holding(WHOLE))
     bench.beat(hub, "v", holding(WHOLE))
     asks = [(member, holding(max_readers=1)) for member in "abc"]
-    complain(hub, "a", "w")
-    assert bench.parents(hub, asks)["a"][0] != "w"
-    complain(hub, "b", "w")
+    before = bench.parents(hub, asks)
+    child = next(member for member in "abc" if before[member][0] == "w")
+    others = [member for member in "abc" if member != child]
+    for _ in range(3):  # one that repeats itself is one
+        complain(hub, others[0], "w", fault)
+    parents = bench.parents(hub, asks)
+    assert parents[others[0]][0] != "w" and parents[child][0] == "w"
+    complain(hub, others[1], "w", fault)
     assert all(upstreams[0] != "w" for upstreams in bench.parents(hub, asks).values())
     bench.now += 9
     for member in "wvabc":
@@ -279,6 +285,17 @@ def test_complaints_are_forgotten(bench, hub) -> None:
             for member in "wab":
                 bench.beat(hub, member)
         assert counted() == left
+
+
+def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    complain(hub, "a", "w", "wrong bytes")
+    complain(hub, "a", "w", "refused")
+    for _ in range(8):
+        bench.now += 5
+        bench.beat(hub, "w")
+        bench.beat(hub, "a")
+    assert hub.status().members[-1].complaints == 1
 
 
 def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) -> None:

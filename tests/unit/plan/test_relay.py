@@ -48,7 +48,6 @@ def fleets(draw) -> list[Node]:
             num_readers=draw(st.integers(0, 3)),
             max_readers=draw(st.integers(0, 3)),
             complainers=draw(some) if draw(st.booleans()) else frozenset(),
-            distrusted=draw(st.integers(0, 9)) == 0,
             parent=draw(st.sampled_from(["", "gone", *names])),
         )
         for name in names
@@ -185,7 +184,6 @@ def test_draining_busy_and_complained_of_come_last() -> None:
     holders = {
         "drains": node("drains", CHUNKS, draining=True),
         "busy": node("busy", CHUNKS, num_readers=2, max_readers=2),
-        "wrong": node("wrong", CHUNKS, distrusted=True),
         "mine": node("mine", CHUNKS, complainers=frozenset({"r"})),
         "theirs": node("theirs", CHUNKS, complainers=frozenset({"x", "y"})),
     }
