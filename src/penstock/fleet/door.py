@@ -9,6 +9,7 @@ Not here: weight bytes (`transport`), asking (`peer`), who may (`grants`).
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
     DELETE /v1/leases/L
     GET    /v1/alive                        204
+           /v1/ROOM/...                     what a room of this member's answers, see `Room`
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    StaleDescriptor,
+)
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
 from penstock.fleet.messages import Fault, Lease, LeaseRequest
@@ -48,6 +57,21 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 CheckGrant = Callable[[LeaseRequest], None]
 """Raises PermissionDenied unless the request may read."""
+
+
+class Room(Protocol):
+    """What answers below a path of its own, behind the same token."""
+
+    def answer(
+        self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
+    ) -> object:
+        """A value for msgpack, or None for none; raises what the door tells as a `Fault`.
+
+        Args:
+            path: below the room's own.
+            body: reads it; FormatError if it is empty, or above this many bytes.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -87,6 +111,7 @@ class Door:
         self._lock = threading.Lock()
         self._servers: list[socketserver.BaseServer] = []
         self.addresses: list[str] = []
+        self.rooms: dict[str, Room] = {}
         try:
             self._open(str(path), lambda: _UnixServer(str(path), _handler(self, None)))
             self.addresses.append(f"unix://{path}")
@@ -295,11 +320,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
                     self._send(401, Fault(error="a token is needed here"))
                     return
-            found = reply(url.path.strip("/").split("/"), parse_qs(url.query))
+            path, query = url.path.strip("/").split("/"), parse_qs(url.query)
+            room = self.door.rooms.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
+            found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)
         except PermissionDenied as error:
             self._send(403, Fault(error=error.message, hint=error.hint or ""))
         except NotFound as error:
             self._send(404, Fault(error=error.message))
+        except (PlanError, StaleDescriptor) as error:
+            self._send(409 if isinstance(error, PlanError) else 410, Fault(error=error.message, hint=error.hint or ""))
         except (FormatError, msgspec.DecodeError, ValueError) as error:
             self.close_connection = True
             self._send(400, Fault(error=str(error)[:512]))
@@ -337,11 +366,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
         if path != ["v1", "leases"]:
             raise NotFound("no such thing here")
+        return self.door.lease(msgspec.msgpack.decode(self._body(MAX_BODY_BYTES), type=LeaseRequest))
+
+    def _body(self, most: int) -> bytes:
         length = int(self.headers.get("Content-Length") or 0)
-        if not 0 < length <= MAX_BODY_BYTES:
-            raise FormatError(f"a body of {length} bytes; at most {MAX_BODY_BYTES}")
-        request = msgspec.msgpack.decode(self.rfile.read(length), type=LeaseRequest)
-        return self.door.lease(request)
+        if not 0 < length <= most:
+            raise FormatError(f"a body of {length} bytes; at most {most}")
+        return self.rfile.read(length)
 
     def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
         if len(path) != 3 or path[:2] != ["v1", "leases"]:

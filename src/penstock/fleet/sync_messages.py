@@ -88,11 +88,12 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to take; or that the layout must be told first."""
+    """What to take; or that the layout must be told first, or why there is nothing to take yet."""
 
     version: Version = -1
     run: str = ""
     needs_layout: bool = False
+    not_yet: str = ""
     key: str = ""
     part: bytes | None = None
     """None: the one it has."""
@@ -111,35 +112,28 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     run: str
     version: Version
+    """The newest that it began."""
     is_open: bool
-    """Whether that version can be read now."""
-
-
-class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to read a version that a member holds."""
-
-    version: Version
-    """The one asked for, or else the one that it has now."""
-    is_open: bool
-    generation: Count
-    regions: tuple[dict[str, bytes], ...] = ()
-    """Per region of its layout: transport name -> encoded `Descriptor`."""
+    """Whether that version can be read of it now."""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Strips that the asker will read, as columns of little-endian int64."""
 
     version: Version
-    src: bytes
+    generation: Count
+    at: bytes
     run_bytes: bytes
     num_rows: bytes
-    src_pitch: bytes
+    pitch: bytes
+    wait_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class DigestReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Their digests, little-endian uint64."""
+    """Their digests, little-endian uint64; None while their bytes are not ready."""
 
-    digests: bytes
+    digests: bytes | None
+    num_ready: Count
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,6 +149,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether a live version may end, as rank 0 sees it."""
 
     is_over: bool
+    is_begun: bool = False
+    """Whether rank 0 has begun it."""
     committed: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     failed: dict[str, str] = {}

@@ -1,0 +1,245 @@
+"""One member plans for all receivers of a sync: the publishers' rank 0, or where they are gone a receiver.
+
+In: who takes part (`roster`), their layouts, asked at their doors; receivers' questions. Out: their parts; the table.
+Not here: the plan itself (`plan.sync`), what a receiver does with its part (`receive`).
+
+    part(receiver, layout): who can give the version? -> their layouts, once each -> plan_sync of all receivers known,
+    again only where one of these changed -> its part
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import NotFound, PenstockError, PlanError, StaleDescriptor
+from penstock.fleet.sync_messages import PartReply, PartRequest, SyncMember, TableReply
+from penstock.plan.balance import BUCKET_BYTES
+from penstock.plan.columns import decode, encode
+from penstock.plan.layout import Layout
+from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.sync.board import Board
+from penstock.sync.roster import Roster
+
+LOOK_S = 0.5
+"""How old the planner's view of who takes part may be."""
+_KEPT_PLANS = 4
+
+Told = tuple[str, str]
+"""A member and the digest of its layout."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A plan, and the parts that were asked for."""
+
+    plan: SyncPlan
+    parts: dict[str, bytes] = field(default_factory=dict)
+
+
+class Planner:
+    """See the module. Used by the door's threads: one plans at a time, who comes meanwhile is in the next plan.
+
+    Args:
+        roster: who takes part.
+        board: our own versions.
+        ours: our own layout, once there is one.
+        bucket_bytes: of plans.
+    """
+
+    def __init__(
+        self, roster: Roster, board: Board, ours: Callable[[], Layout | None], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._roster, self._board, self._ours, self._bucket_bytes = roster, board, ours, bucket_bytes
+        self._planning, self._lock = threading.Lock(), threading.Lock()
+        self._held: dict[str, Layout] = {}
+        self._wants: dict[str, tuple[str, Layout]] = {}
+        self._plans: OrderedDict[tuple[tuple[Told, ...], tuple[Told, ...]], _Plan] = OrderedDict()
+
+    def part(self, asker: str, request: PartRequest) -> PartReply:
+        """What a receiver takes from whom.
+
+        Raises:
+            PlanError: what it wants is not what is held; lists what differs.
+            StaleDescriptor: that version is past, and nobody else has it. NotFound: it is not known at all.
+        """
+        if not self._learn(asker, request):
+            return PartReply(needs_layout=True)
+        members = self._roster.look(max_age_s=LOOK_S)
+        version = request.version if request.version >= 0 else self._newest(members)
+        if version < 0:
+            return PartReply(not_yet="no version is published yet")
+        run, holders = self._holders(members, asker, version, request)
+        if isinstance(holders, str):
+            return PartReply(version=version, run=run, not_yet=holders)
+        made, raw = self._planned(asker, members, holders)
+        same = request.have_key == made.plan.key
+        return PartReply(version=version, run=run, key=made.plan.key, part=None if same else raw)
+
+    def table(self) -> TableReply:
+        """Names, dtypes and shapes of what the publishers hold together; or, where they are gone, the receivers.
+
+        Raises:
+            NotFound: nobody holds anything yet, or not all publishers are there.
+        """
+        members = self._roster.look(max_age_s=LOOK_S)
+        holders = _ranks(members, self._run(members)) or [one for one in members if one.state.version >= 0]
+        short = _missing(holders)
+        if not holders or short:
+            raise NotFound(short or "nobody holds anything yet")
+        rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for layout in self._layouts(holders):
+            specs = [(str(form.dtype), form.shape) for form in layout.forms if not form.tag]
+            number = {i: n for n, i in enumerate(i for i, form in enumerate(layout.forms) if not form.tag)}
+            for name, i in zip(layout.names, layout.form.tolist(), strict=True):
+                if i in number:
+                    rows.setdefault(name, specs[number[i]])
+        return TableReply(
+            names=tuple(rows),
+            dtypes=tuple(dtype for dtype, _ in rows.values()),
+            shapes=tuple(shape for _, shape in rows.values()),
+        )
+
+    def explain(self) -> str:
+        """The newest plan in words."""
+        with self._lock:
+            made = next(reversed(self._plans.values()), None)
+        return "nothing was planned yet" if made is None else made.plan.explain()
+
+    def _learn(self, asker: str, request: PartRequest) -> bool:
+        """Whether the asker's layout is known, now or by this request."""
+        with self._lock:
+            known = self._wants.get(asker)
+        if known is not None and known[0] == request.digest:
+            return True
+        if request.layout is None:
+            return False
+        layout = decode(request.layout, Layout)
+        if layout.member != asker or layout.digest() != request.digest:
+            raise PlanError(f"{asker} sent a layout of {layout.member}, or not the one it says")
+        layout.check()
+        with self._lock:
+            self._wants[asker] = request.digest, layout
+        return True
+
+    def _run(self, members: Sequence[SyncMember]) -> str:
+        """Whose versions these are: our own run as a publisher, or that of the version we have."""
+        if self._board.now.run:
+            return self._board.now.run
+        return next((one.state.run for one in reversed(members) if one.state.run == one.member), "")
+
+    def _newest(self, members: Sequence[SyncMember]) -> int:
+        run = self._run(members)
+        told = [one.state.version for one in members if one.state.run == run]
+        return max([self._board.now.version, *told])
+
+    def _holders(
+        self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
+    ) -> tuple[str, list[SyncMember] | str]:
+        """The run of a version and who can give it: the publishers while they can, else receivers that have it; or why
+        it must be waited for."""
+        run, now = self._run(members), self._board.now
+        ranks = [one for one in _ranks(members, run) if one.member not in request.without]
+        is_ours = now.is_open and now.version == version and any(one.member == self._roster.member.id for one in ranks)
+        if is_ours and not request.without:
+            return run, _missing(ranks) or ranks
+        having = [
+            one
+            for one in members
+            if one.state.side == "subscriber"
+            and (one.state.run, one.state.version, one.state.state) == (run, version, "open")
+            and one.member not in (asker, *request.without)
+        ]
+        found = having + (ranks if is_ours else [])
+        if found:
+            return run, found
+        if version > now.version:
+            return run, f"version {version} is not published yet"
+        raise StaleDescriptor(f"version {version} can be read of nobody any more; take the next")
+
+    def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
+        """The plan of these holders for all receivers known, and the asker's part."""
+        with self._planning:
+            layouts = self._layouts(holders)
+            there = {one.member for one in members if one.state.side == "subscriber"} | {asker}
+            with self._lock:
+                self._wants = {member: want for member, want in self._wants.items() if member in there}
+                giving = {one.member for one in holders}
+                wants = {member: want for member, want in self._wants.items() if member not in giving}
+            held_token = tuple((one.member, one.state.layout) for one in holders)
+            made = self._made(asker, held_token, layouts, wants)
+            if asker not in made.parts:
+                made.parts[asker] = encode(made.plan.part(made.plan.receivers.index(asker)))
+            return made, made.parts[asker]
+
+    def _made(
+        self,
+        asker: str,
+        held_token: tuple[Told, ...],
+        layouts: Sequence[Layout],
+        wants: dict[str, tuple[str, Layout]],
+    ) -> _Plan:
+        token = held_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
+        if token in self._plans:
+            self._plans.move_to_end(token)
+            return self._plans[token]
+        try:
+            plan = self._plan(layouts, [wants[member][1] for member in sorted(wants)])
+        except PlanError:
+            # One receiver that does not fit must not keep the others from theirs: each hears of its own faults alone.
+            fitting = {member: want for member, want in wants.items() if self._fits(layouts, want[1], asker)}
+            plan = self._plan(layouts, [fitting[member][1] for member in sorted(fitting)])
+        with self._lock:
+            self._plans[token] = _Plan(plan)
+            while len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+            return self._plans[token]
+
+    def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
+        return plan_sync(layouts, wants, bucket_bytes=self._bucket_bytes)
+
+    def _fits(self, layouts: Sequence[Layout], want: Layout, asker: str) -> bool:
+        """Whether a receiver can be served; raises what does not fit of the one that asks."""
+        try:
+            self._plan(layouts, [want])
+        except PlanError:
+            if want.member == asker:
+                raise
+            return False
+        return True
+
+    def _layouts(self, holders: Sequence[SyncMember]) -> list[Layout]:
+        """What they hold, asked once for each digest."""
+        found = []
+        for one in holders:
+            layout = self._ours() if one.member == self._roster.member.id else None
+            with self._lock:
+                layout = layout or self._held.get(one.state.layout)
+            if layout is None:
+                layout = self._roster.ask(one.member, lambda talk: talk.layout())
+                if layout.digest() != one.state.layout:
+                    raise PenstockError(f"{one.member} holds another layout than it says", hint="ask again")
+                with self._lock:
+                    self._held[one.state.layout] = layout
+            found.append(layout)
+        with self._lock:
+            current = {one.state.layout for one in self._roster.look(max_age_s=60.0)}
+            self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
+        return found
+
+
+def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
+    """The publishers of a run, by rank."""
+    found = [one for one in members if one.state.side == "publisher" and one.state.run == run and one.state.layout]
+    return sorted(found, key=lambda one: one.state.rank)
+
+
+def _missing(ranks: Sequence[SyncMember]) -> str:
+    """Which ranks of a run are not there; empty: all are, or they are receivers."""
+    if not ranks or ranks[0].state.side != "publisher":
+        return ""
+    there = {one.state.rank for one in ranks}
+    absent = [str(rank) for rank in range(ranks[0].state.world_size) if rank not in there]
+    return f"publisher ranks {', '.join(absent[:8])} of {ranks[0].state.world_size} are not there" if absent else ""

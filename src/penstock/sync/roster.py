@@ -1,0 +1,138 @@
+"""Who takes part in a sync, and conversations with them: asked of the hub, kept while it is away.
+
+In: a member, a name. Out: the members of the sync; a `Talk` with any of them, opened when first used.
+Not here: what is asked (`publish`, `receive`, `planner`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from penstock.errors import HubUnavailable, PeerLost, PenstockError, PermissionDenied, SourceStalled
+from penstock.fleet.member import Member
+from penstock.fleet.sync_messages import SyncMember, sync_key
+from penstock.sync.talk import Talk
+
+T = TypeVar("T")
+ALIVE_S = 2.0
+"""A door that takes longer to say that it lives may be stopped; only one that nobody listens at is gone."""
+
+
+class Roster:
+    """See the module. Used by any number of threads; a context manager by its `close`.
+
+    Args:
+        member: us.
+        name: of the sync.
+        stall_s: deadline of answers.
+    """
+
+    def __init__(self, member: Member, name: str, stall_s: float) -> None:
+        self.member, self.name, self.key, self.stall_s = member, name, sync_key(name), stall_s
+        self._lock = threading.Lock()
+        self._found: dict[str, SyncMember] = {}
+        self._looked_at = float("-inf")
+        self._sessions: dict[str, str] = {}
+        self._talks: dict[tuple[str, str], Talk] = {}
+
+    def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
+        """Everybody who takes part, the earlier first; as last known where the hub is away.
+
+        Raises:
+            HubUnavailable: it is away, and was never asked.
+        """
+        with self._lock:
+            if time.monotonic() - self._looked_at <= max_age_s:
+                return tuple(self._found.values())
+        try:
+            found = self.member.sync(self.name).members
+        except HubUnavailable:
+            with self._lock:
+                if self._looked_at == float("-inf"):
+                    raise
+                self._looked_at = time.monotonic()
+                return tuple(self._found.values())
+        with self._lock:
+            self._found, self._looked_at = {one.member: one for one in found}, time.monotonic()
+            self._drop(set(self._sessions).difference(self._found))
+        return found
+
+    def ask(self, member: str, question: Callable[[Talk], T], *, line: str = "") -> T:
+        """Ask a member; a session that it does not know any more is begun anew.
+
+        Args:
+            member: whom.
+            question: what.
+            line: questions of different lines do not wait for each other.
+
+        Raises:
+            PeerLost: it takes no part any more, or is gone. Whatever the question raises.
+        """
+        try:
+            return question(self._talk(member, line))
+        except PermissionDenied:
+            with self._lock:
+                self._drop({member})
+            return question(self._talk(member, line))
+
+    def _talk(self, member: str, line: str) -> Talk:
+        with self._lock:
+            talk, session = self._talks.get((member, line)), self._sessions.get(member, "")
+            known = self._found.get(member)
+        if talk is not None:
+            return talk
+        if not session or known is None:
+            members = self.member.sync(self.name, grants=(member,)).members
+            known = next((one for one in members if one.member == member), None)
+            if known is None:
+                raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
+        talk = self._make(known)
+        session = talk.open(session)
+        with self._lock:
+            self._found.setdefault(member, known)
+            self._sessions[member] = session
+            return self._talks.setdefault((member, line), talk)
+
+    def _make(self, other: SyncMember) -> Talk:
+        near = other.host == self.member.host
+        return Talk(
+            other,
+            member=self.member.id,
+            key=self.key,
+            same_host=near,
+            stall_s=self.stall_s,
+            token=self.member.token,
+        )
+
+    def _drop(self, members: set[str]) -> None:
+        for member in members:
+            self._sessions.pop(member, None)
+        for key in [key for key in self._talks if key[0] in members]:
+            self._talks.pop(key).close()
+
+    def is_gone(self, other: SyncMember) -> bool:
+        """Whether nobody listens at its doors any more; a process that is stopped, or that we cannot reach, is not."""
+        near = other.host == self.member.host
+        with contextlib.closing(
+            Talk(other, member=self.member.id, key=self.key, same_host=near, stall_s=ALIVE_S, token=self.member.token)
+        ) as talk:
+            try:
+                talk.alive()
+            except SourceStalled:
+                return False
+            except PeerLost as error:
+                refused = (ConnectionError, FileNotFoundError, http.client.RemoteDisconnected)
+                return near or isinstance(error.__cause__, refused)
+            except PenstockError:
+                return False
+        return False
+
+    def close(self) -> None:
+        """End all conversations. Idempotent."""
+        with self._lock:
+            self._drop({member for member, _ in self._talks})
