@@ -138,6 +138,19 @@ def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, chi
             assert {member.member for member in a.status().members} == {a.member, late.member}
 
 
+def test_a_question_does_not_wait_longer_than_it_may_for_one_that_begins_to_host(place) -> None:
+    with HubClient.connect(None) as first:
+        path = line_of(first).reach(5.0).removeprefix("unix://")
+        late = HubClient(LocalLine(), timeout_s=0.5)
+        os.rename(path, f"{path}.not yet")
+        began = time.monotonic()
+        with late, pytest.raises(HubUnavailable, match="does not listen"):
+            late.status()
+        assert time.monotonic() - began < 10  # a client of the default deadline would have waited for 20 s
+        os.rename(f"{path}.not yet", path)
+        assert not first.status().members
+
+
 def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:
     script = _HOST.replace(
         "print(", "import os\nchild = os.fork()\nif child == 0:\n    time.sleep(60)\nprint(child); print("

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PlanError
-from penstock.fleet.messages import HoldingState, Ranges
+from penstock.fleet.messages import ClaimRequest, HoldingState, Ranges
 from penstock.plan.chunks import to_ranges
 from penstock.types import GIB, MIB
 
@@ -118,6 +118,26 @@ def settle(claims: Claims, member: str, holding: HoldingState, now: float) -> Cl
     owner[mine & ~still & ~mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
+
+
+def settled(
+    claims: Claims, request: ClaimRequest, *, gone: Collection[str], told: Mapping[str, HoldingState], now: float
+) -> Claims:
+    """The table once the dead are out, those in that say in their beats what they read, and the asker's own is true.
+
+    Args:
+        claims: the table before.
+        request: of the asker.
+        gone: members that live no more.
+        told: what others say of themselves that read from storage; news where the table was lost.
+        now: the hub's clock.
+    """
+    num_chunks = request.holding.num_chunks
+    claims = without(claims, gone, num_chunks)
+    for member, holding in told.items():
+        if member not in claims.members and holding.num_chunks == num_chunks:
+            claims = settle(claims, member, holding, now)
+    return settle(claims, request.member, request.holding, now)
 
 
 def look(claims: Claims, progress: Mapping[str, int], now: float) -> Claims:

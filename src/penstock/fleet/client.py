@@ -51,6 +51,8 @@ TIMEOUT_S = 10.0
 """A question is given up after this, tries and all; what peers are known stays usable meanwhile."""
 ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
+REACH_S = 20.0
+"""Who just began to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
 _MAX_PAUSE_S = 0.5
 _MAX_CONNECTIONS = 16
 T = TypeVar("T")
@@ -70,11 +72,11 @@ _ERRORS: dict[int, type[PenstockError]] = {
 class Line(Protocol):
     """How the hub is reached now; it may be elsewhere after a failure."""
 
-    def reach(self) -> str:
+    def reach(self, within_s: float) -> str:
         """Its URL: `unix:///path`, `http://host:port`, `https://...`.
 
         Raises:
-            PenstockError: there is none, and none can be made.
+            PenstockError: there is none, and none can be made; HubUnavailable: another did not make it in time.
         """
 
     def reached(self) -> None:
@@ -93,7 +95,7 @@ class FixedLine:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    def reach(self) -> str:
+    def reach(self, within_s: float) -> str:
         """See `Line`."""
         return self._url
 
@@ -180,7 +182,7 @@ class HubClient:
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         if hub is None:
-            line.reach()
+            line.reach(REACH_S)
         return client
 
     def hello(self, hello: Hello) -> Welcome:
@@ -251,7 +253,7 @@ class HubClient:
         while True:
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
-            url = self._line.reach()
+            url = self._line.reach(left_s)
             http = self._client(url)
             try:
                 answer = http.request(method, path, content=content, timeout=attempt_s, headers=self._headers)

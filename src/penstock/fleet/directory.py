@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, UnknownMember
 from penstock.fleet import explain, sync_directory
-from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settle, without
+from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settled
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
     Beat,
@@ -29,6 +29,7 @@ from penstock.fleet.messages import (
     FlightRequest,
     Hello,
     HoldingState,
+    Ranges,
     Status,
     Upstream,
     Welcome,
@@ -37,7 +38,7 @@ from penstock.fleet.messages import (
 )
 from penstock.fleet.store import ABSENT, Entry, Store
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
-from penstock.fleet.view import COMPLAINT, HELD, KNOWN, Held, Known, Look, Reading, View, status
+from penstock.fleet.view import COMPLAINT, HELD, KNOWN, Held, Known, Look, Reading, View, keys_of, note_key, status
 
 COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
@@ -92,6 +93,7 @@ class Directory:
         """Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves."""
         self._fresh = fresh
         self._marked = float("-inf")
+        self._noted: dict[str, float] = {}
         self._clock = clock
         self._timer = timer
         self._look_share = look_share
@@ -109,11 +111,13 @@ class Directory:
         """
         ttl_s = 3 * self.beat_s
         self._marked = self._clock()
+        is_fresh, self._fresh = self._fresh, False
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
-        elif not self._fresh:
+            return
+        self._noted = {}
+        if not is_fresh:
             self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + ANNOUNCE_S))
-        self._fresh = False
 
     def hello(self, hello: Hello) -> Welcome:
         """A process life joins, or says again that it lives.
@@ -271,12 +275,8 @@ class Directory:
 
     def why(self, request: WhyRequest) -> Why:
         """Why a member, all that fill, or an identity, take a model from whom they do, and from others not."""
-        views = {}
-        for key in {name.partition("/")[0] for name in self.store.scan("hold/")}:
-            view = self._view(key, again=True)
-            if any(held.holding.identity.model == request.model for held in view.held.values()):
-                views[key] = view
-        return Why(lines=explain.lines(request, views))
+        views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
+        return Why(lines=explain.lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
 
@@ -330,6 +330,10 @@ class Directory:
                 asked, reads_storage = before.asked, before.reads_storage
         held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage))
         self.store.write(name, _encode(held), ttl_s=self.ttl_s)
+        if now - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
+            note_key(self.store, holding, ttl_s=3 * self.ttl_s)
+            self._noted = {key: when for key, when in self._noted.items() if now - when < self.ttl_s}
+            self._noted[holding.key] = now
 
     def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
         """Note what an asker has; it lives, too."""
@@ -344,21 +348,15 @@ class Directory:
                 break
         self._hold(known, holding, reads_storage=reads_storage)
 
-    def _claimed(
-        self, request: ClaimRequest, before: Claims, view: View, *, give_more: bool
-    ) -> tuple[Claims, tuple[tuple[int, int], ...]]:
+    def _claimed(self, request: ClaimRequest, before: Claims, view: View, *, give_more: bool) -> tuple[Claims, Ranges]:
         """The table after a request, and the chunks given."""
         holding, now = request.holding, self._clock()
         absent = set(before.members).difference(view.held)
-        gone = {name for name in absent if not self._holds(name, holding.key)}
+        gone = {name for name in absent if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
             view = self._view(holding.key, again=True)
-        after = without(before, gone, holding.num_chunks)
-        for name in view.reading.difference(after.members, gone, (request.member,)):
-            # The table was lost, and this one says in its beats what it reads.
-            if view.held[name].holding.num_chunks == holding.num_chunks:
-                after = settle(after, name, view.held[name].holding, now)
-        after = settle(after, request.member, holding, now)
+        told = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
+        after = settled(before, request, gone=gone, told=told, now=now)
         if now - after.looked > LOOK_S:
             after = look(after, {name: held.num_have for name, held in view.held.items()}, now)
         if not give_more:
@@ -373,12 +371,7 @@ class Directory:
             now=now,
         )
 
-    def _holds(self, member: str, key: str) -> bool:
-        return self.store.read(f"hold/{key}/{member}") is not None
-
-    def _claim_reply(
-        self, request: ClaimRequest, view: View, given: tuple[tuple[int, int], ...], *, quiet: bool
-    ) -> ClaimReply:
+    def _claim_reply(self, request: ClaimRequest, view: View, given: Ranges, *, quiet: bool) -> ClaimReply:
         if given:
             return ClaimReply(ranges=given)
         if quiet:

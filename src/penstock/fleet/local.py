@@ -33,8 +33,6 @@ BEAT_S = 0.5
 """On one host a beat costs nothing beside the bytes moved, and a hub that takes over knows all within one."""
 TTL_S = 5.0
 """A process that loads may keep the interpreter for a second; ten beats are longer."""
-REACH_S = 20.0
-"""Who just took the lock imports FastAPI before it listens."""
 _MAX_PATH_BYTES = 107
 """Source: unix(7)."""
 
@@ -63,30 +61,39 @@ class LocalLine:
         """Whether this process hosts the hub, for this line."""
         return self._hosting is not None
 
-    def reach(self) -> str:
-        """The URL of the hub in force, hosted here if nobody else does.
+    def reach(self, within_s: float) -> str:
+        """The URL of the hub in force, hosted here if nobody else does; to begin that takes what it takes.
 
         Raises:
-            HubUnavailable: somebody holds the lock and does not listen.
+            HubUnavailable: somebody holds the lock and does not listen, in this process or in another.
         """
-        deadline = time.monotonic() + REACH_S
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise HubUnavailable("this client was closed")
-                number = self._generation()
-                if self._hosting is not None and self._hosting.number != number:
-                    self._hosting.stop()  # we were silent, and passed over
-                    self._hosting = None
-                path = self._directory / f"hub-{number}.sock"
-                if self._hosting is None and (self._doubted or not path.exists()):
-                    self._hosting = self._host(number)
-                    self._doubted = False
-                if path.exists():
-                    return f"unix://{path}"
+        deadline = time.monotonic() + within_s
+        while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                path = self._look()
+            finally:
+                self._lock.release()
+            if path is not None:
+                return f"unix://{path}"
             if time.monotonic() > deadline:
-                raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{path}")
+                break
             time.sleep(0.01)
+        where = self._directory / f"hub-{self._generation()}.sock"
+        raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{where}")
+
+    def _look(self) -> Path | None:
+        """Where the hub in force listens, hosted here if nobody else does; None: not yet."""
+        if self._closed:
+            raise HubUnavailable("this client was closed")
+        number = self._generation()
+        if self._hosting is not None and self._hosting.number != number:
+            self._hosting.stop()  # we were silent, and passed over
+            self._hosting = None
+        path = self._directory / f"hub-{number}.sock"
+        if self._hosting is None and (self._doubted or not path.exists()):
+            self._hosting = self._host(number)
+            self._doubted = False
+        return path if path.exists() else None
 
     def reached(self) -> None:
         """Remembered by the kernel while this process lives: a later hub waits for what we hold."""

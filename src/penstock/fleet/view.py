@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -220,6 +221,16 @@ class Look:
             return self._view
 
 
+def note_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
+    """Let `keys_of` find a holding's key, for so long."""
+    store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
+
+
+def keys_of(store: Store, model: str) -> tuple[str, ...]:
+    """The keys under which members have or get a model."""
+    return tuple(sorted(store.scan(f"model/{quote(model, safe='')}/")))
+
+
 def status(store: Store, model: str | None, now: float) -> Status:
     """Members and what they hold; of one model, those that have or get it.
 
@@ -227,20 +238,23 @@ def status(store: Store, model: str | None, now: float) -> Status:
         HubUnavailable: the store did not answer.
     """
     held: dict[str, list[HoldingState]] = {}
-    for name, entry in store.scan("hold/").items():
-        holding = HELD.decode(entry.value).holding
-        if model is None or holding.identity.model == model:
-            held.setdefault(name.partition("/")[2], []).append(holding)
-    complained = Counter(name.partition("/")[2].partition("~")[0] for name in store.scan("complaint/"))
+    complained: Counter[str] = Counter()
+    for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
+        for name, entry in store.scan(f"hold/{below}").items():
+            held.setdefault(name.rpartition("/")[2], []).append(HELD.decode(entry.value).holding)
+        complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
-        for name, found in states_of(store).items()
-        if (states := [state for state in found if model in (None, state.name)])
+        for name, all_states in states_of(store).items()
+        if (states := [state for state in all_states if model in (None, state.name)])
     }
+    if model is None:
+        found = store.scan("member/")
+    else:
+        asked = ((name, store.read(f"member/{name}")) for name in {*held, *syncs})
+        found = {name: entry for name, entry in asked if entry is not None}
     members = []
-    for name, entry in sorted(store.scan("member/").items()):
-        if model is not None and name not in held and name not in syncs:
-            continue
+    for name, entry in sorted(found.items()):
         known = KNOWN.decode(entry.value)
         members.append(
             MemberStatus(

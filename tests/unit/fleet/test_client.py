@@ -26,7 +26,7 @@ class _Told:
     def __init__(self) -> None:
         self.silent: list[bool] = []
 
-    def reach(self) -> str:
+    def reach(self, within_s: float) -> str:
         return "http://127.0.0.1:1"
 
     def reached(self) -> None: ...

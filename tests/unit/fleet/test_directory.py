@@ -11,6 +11,7 @@ from penstock.errors import PermissionDenied, PlanError, UnknownMember
 from penstock.fleet.directory import COMPLAINT_TTL_S, WRONG_BYTES_TTL_S, Directory
 from penstock.fleet.grants import GrantChecker
 from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.fleet.store import MemoryStore
 from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
 
 WHOLE = ((0, 100),)
@@ -237,6 +238,31 @@ def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub
         checker = GrantChecker(welcome.grant_key, upstream.member, now=welcome.now)
         checker.check(upstream.grant, key=IDENTITY.key(), reader="b")
         assert upstream.doors == (f"unix:///{upstream.member}",)
+
+
+def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypatch) -> None:
+    other = msgspec.structs.replace(IDENTITY, model="other/llama")
+    bench.join(hub, "w", "idle", *(f"m{i}" for i in range(20)))
+    bench.beat(hub, "w", holding(WHOLE))
+    for i in range(20):
+        bench.beat(hub, f"m{i}", holding(WHOLE, identity=other))
+    complain(hub, "m0", "w")
+    looked = []
+    for name in ("scan", "read"):
+        real = getattr(MemoryStore, name)
+
+        def counted(store, at, real=real):
+            found = real(store, at)
+            looked.extend(found if isinstance(found, dict) else [at])
+            return found
+
+        monkeypatch.setattr(MemoryStore, name, counted)
+    (only,) = hub.status("llama").members
+    assert (only.member, only.complaints, only.holdings[0].state) == ("w", 1, "whole")
+    assert "w" in hub.why(WhyRequest(model="llama")).lines[-1]
+    assert len(looked) < 12
+    assert len(hub.status("other/llama").members) == 20 and not hub.status("llam").members
+    assert len(hub.status().members) == 22
 
 
 def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
