@@ -77,11 +77,15 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
     return total
 
 
-def piece_chunks(holding: HoldingState, num_sharing: int) -> int:
-    """Chunks of one piece: a quarter of an equal share, within the bounds; at least one."""
-    share = holding.nbytes / max(1, num_sharing) / 4
+def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
+    """Chunks of one piece: a quarter of an equal share, within the bounds; at least one.
+
+    Of what is left half a share at most, so that all who read end at about the same time.
+    """
+    chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
+    share = min(holding.nbytes / 4, num_free * chunk_bytes / 2) / max(1, num_sharing)
     wanted = min(max(share, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-    return max(1, round(wanted * holding.num_chunks / max(1, holding.nbytes)))
+    return max(1, round(wanted / max(1.0, chunk_bytes)))
 
 
 def without(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
@@ -179,7 +183,8 @@ def give(
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
     taken = had | mask(holding.have, holding.num_chunks) | counts[owner]
-    free = np.flatnonzero(~taken)[: piece_chunks(holding, num_sharing)]
+    free = np.flatnonzero(~taken)
+    free = free[: piece_chunks(holding, num_sharing, len(free))]
     members, num_have, since = claims.members, list(claims.num_have), list(claims.since)
     if not len(free) or len(members) >= _MAX_CLAIMANTS:
         return claims, ()

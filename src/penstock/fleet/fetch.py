@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,54 +20,29 @@ from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import IntegrityError, PenstockError, SourceStalled, SourceUnavailable
-from penstock.fleet.holding import Holding
+from penstock.fleet.arrival import Arrival, take, verify
+from penstock.fleet.holding import Bools, Holding
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Upstream
+from penstock.fleet.outcome import NEAREST, Outcome
 from penstock.fleet.part import StoragePart
 from penstock.fleet.step import PartStep, PeerStep, VerifyStep
 from penstock.fleet.upstream import END_S, Following
 from penstock.plan.chunks import to_ranges
-from penstock.types import GB, I64, U64
+from penstock.types import GB, I64
 
 READS_AT_ONCE = 4
 """Reads of upstreams under way at once in all; two of each, so that one is under way while the next is posted."""
 READS_OF_ONE = 2
+PARTS_AT_ONCE = 2
+"""Claims read from storage at once: one more is begun when little is left of the last, so that reading never pauses."""
+NUM_VERIFYING = 2
 TURN_S = 0.05
 """Longest pause between looks at what can be assigned; news end it, and so does a capped upstream's next turn."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon asked again."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
-
-NEAREST = "the nearest there is"
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Where the bytes came from."""
-
-    nbytes_by_path: dict[str, int] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    """Upstreams that failed, and why."""
-    why: dict[str, str] = field(default_factory=dict)
-    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
-
-    def took(self, path: str, nbytes: int) -> None:
-        """Note bytes that were verified."""
-        self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
-        if path.startswith("storage "):
-            self.why[path] = "no member had these chunks or was reading them"
-
-    def shares(self) -> str:
-        """Paths by their share: `75% shm <- MEMBER, 25% storage URI`."""
-        total = max(1, sum(self.nbytes_by_path.values()))
-        ordered = sorted(self.nbytes_by_path.items(), key=lambda item: -item[1])
-        return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
-
-    def reasons(self) -> str:
-        """Why by these paths, each reason once."""
-        found = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
-        return "; ".join(dict.fromkeys(found))
 
 
 class Fetch:
@@ -82,10 +57,18 @@ class Fetch:
         storage: how to read chunks nobody has; None: only from peers.
         stall_s: deadline by progress.
         trace: where spans go.
+        on_first: called once, when the first byte is about to be asked for.
     """
 
     def __init__(
-        self, member: Member, holding: Holding, *, storage: StoragePart | None, stall_s: float, trace: Trace
+        self,
+        member: Member,
+        holding: Holding,
+        *,
+        storage: StoragePart | None,
+        stall_s: float,
+        trace: Trace,
+        on_first: Callable[[], None],
     ) -> None:
         self._member, self._holding, self._storage, self.stall_s = member, holding, storage, stall_s
         self.outcome, self.is_touched = Outcome(), False
@@ -93,12 +76,13 @@ class Fetch:
         self._claimed = np.zeros(holding.line.chunks.num_chunks, bool)
         self._following: list[Following] = []
         self._forgive: dict[str, tuple[float, float]] = {}
-        self._lock = threading.Lock()
+        self._arrived: deque[Arrival] = deque()
+        self._lock, self._on_first = threading.Lock(), [on_first]
         self._closing, self._ask_now = threading.Event(), threading.Event()
         self._claim_read = threading.Event()
         self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
-        self._part = Executor("fetch", 1, trace=trace, stall_s=stall_s)
-        self._compute = Executor("compute", 2, trace=trace, stall_s=stall_s)
+        self._part = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
+        self._compute = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
         executors = (self._fetch, self._part, self._compute)
         self.ticket = Ticket(holding.line.nbytes, lambda: any(e.is_busy() for e in executors))
         self._begun = time.monotonic()
@@ -123,7 +107,7 @@ class Fetch:
             self._start(self._ask_for_claims, "penstock-claims")
         moved, looked = -1, time.monotonic()
         while not self.ticket.done:
-            pause_s = self._assign()
+            pause_s = self.assign()
             with self.ticket.changed:
                 if not self.ticket.done:
                     self.ticket.changed.wait(pause_s)
@@ -133,19 +117,12 @@ class Fetch:
             if self.ticket.moved_bytes != moved or self.ticket.is_busy():
                 moved, self._silent_s = self.ticket.moved_bytes, 0.0
             elif self._silent_s > self.stall_s:
-                self.ticket.fail(self._stalled())
+                kind = SourceStalled if self._following else SourceUnavailable
+                what = f"no progress for {self.stall_s} s with {int((~self._holding.have).sum())} chunks missing"
+                asked = "storage" if self._storage is not None else "no fallback was given; the hub"
+                self.ticket.fail(self.outcome.stalled(kind, what, f"{asked}: {self._hub_says}"))
         self.ticket.check()
         return self.outcome
-
-    def _stalled(self) -> PenstockError:
-        left = int((~self._holding.have).sum())
-        tried = "; ".join(self.outcome.faults[-4:]) or "no member has them"
-        storage = "storage" if self._storage is not None else "no fallback was given; the hub"
-        kind = SourceUnavailable if not self._following else SourceStalled
-        return kind(
-            f"no progress for {self.stall_s} s with {left} chunks missing: {tried}; {storage}: {self._hub_says}",
-            hint="see `penstock why` for what each holder lacks; give fallback= to read storage",
-        )
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
@@ -249,7 +226,7 @@ class Fetch:
             return np.flatnonzero(~self._holding.have & ~self._flying)[:ALONE_CHUNKS]
 
     def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
-        """Have claimed chunks read; returns once they are, so that the next claim is read while these are verified.
+        """Have claimed chunks read; returns when it is time for the next claim.
 
         False: none of them was missing any more.
         """
@@ -267,8 +244,8 @@ class Fetch:
             pass  # storage has its own deadline
         return True
 
-    def claim_was_read(self) -> None:
-        """Nothing of the claim is read any more."""
+    def claim_is_read(self) -> None:
+        """Little of the last claim is left to be read, or nothing."""
         self._claim_read.set()
 
     def _landed(self, chunks: I64) -> None:
@@ -278,9 +255,9 @@ class Fetch:
 
     # -- what is read from whom
 
-    def _assign(self) -> float:
+    def assign(self) -> float:
         """Post reads for every upstream that has room and something for us; when to look again, at the latest."""
-        posts, pause_s = [], TURN_S
+        posts, pause_s, is_first = [], TURN_S, True
         with self._lock:
             for one in self._following:
                 if one.error is not None and not one.num_flying:
@@ -294,20 +271,34 @@ class Fetch:
                     self._flying[chunks] = True
                     one.num_flying += 1
                     posts.append(PeerStep(self, one, chunks))
+                if is_first and int(self._wanted(one).sum()) < one.step_chunks:
+                    one.hurry()  # what it is known to have is soon read
+                is_first &= not one.holds_back
             if posts and not self._closing.is_set():
                 self._fetch.post(*posts)
+        if pause_s < TURN_S:
+            self.ticket.wake()  # for `run` to look again when it is time
         return pause_s
 
     def _choose(self, one: Following) -> I64:
         """Chunks to take from it now: those it has that we want and that no earlier one will give."""
-        wanted = one.has & ~self._holding.have & ~self._flying
-        found: I64 = np.flatnonzero(wanted)[: one.step_chunks]
+        found: I64 = np.flatnonzero(self._wanted(one))[: one.step_chunks]
         earlier = [other for other in self._following if other.rank < one.rank and other.holds_back]
         if not len(found) or all(one.is_much_faster_than(other) for other in earlier):
             return found
         return found[-1:] if one.should_probe() else found[:0]
 
+    def _wanted(self, one: Following) -> Bools:
+        return one.has & ~self._holding.have & ~self._flying
+
     # -- what steps ask and report
+
+    def begins(self) -> None:
+        """A byte is about to be asked for."""
+        with self._lock:
+            told, self._on_first = self._on_first, []
+        for tell in told:
+            tell()
 
     def nbytes_of(self, chunks: I64) -> int:
         """Bytes of these chunks."""
@@ -317,42 +308,51 @@ class Fetch:
         """Indices of their leaves in the line."""
         return self._holding.line.chunks.leaves_of(chunks)
 
-    def got(self, chunks: I64, wanted: U64 | None, path: str, giver: Following | None) -> None:
+    def got(self, arrival: Arrival) -> None:
         """The bytes of these chunks are in place: have them verified."""
-        self._compute.post(VerifyStep(self, chunks, wanted, path, giver))
-
-    def verify(self, chunks: I64, wanted: U64 | None, path: str, giver: Following | None) -> None:
-        """Digest, compare, and serve on."""
-        holding = self._holding
-        digests = holding.digest(chunks)
-        if wanted is None and holding.has_manifest:
-            wanted = holding.leaves[holding.line.chunks.leaves_of(chunks)]
-        wrong = holding.differing(chunks, digests, wanted) if wanted is not None else chunks[:0]
-        if len(wrong):
-            message = f"chunk {int(wrong[0])} differs from its digest"
-            if giver is None:
-                bad = IntegrityError(f"{message} in storage", uri=path, hint="fetch the files anew")
-                self.storage_failed(bad, chunks)
-                return
-            giver.fail(IntegrityError(message, uri=f"penstock:{giver.upstream.member}"))
-            self.lost(chunks)
-            return
-        if giver is None and not holding.has_manifest:
-            holding.hear(chunks, digests, "storage, as it was read here")
-        holding.gain(chunks, digests)
-        nbytes = self.nbytes_of(chunks)
         with self._lock:
-            self._landed(chunks)
-            self.outcome.took(path, nbytes)
-            self.ticket.moved_bytes += nbytes
-            if giver is not None:
-                self.outcome.why[path] = giver.why or NEAREST
+            self._arrived.append(arrival)
+        self._compute.post(VerifyStep(self, int(arrival.chunks[0])))
+
+    def verify(self) -> int:
+        """Digest and compare what arrived, as much at once as there is, and serve it on; bytes digested."""
+        with self._lock:
+            batch = take(self._arrived, NUM_VERIFYING)
+        if not batch:
+            return 0  # a step before this one had it
+        good = []
+        for one, wrong in verify(self._holding, batch):
+            if len(wrong):
+                self._refuse(one, int(wrong[0]))
+            else:
+                good.append((one, self.nbytes_of(one.chunks)))
+        self._note(good)
+        if self._holding.is_whole:
+            self.ticket.finish()
+        return sum(nbytes for _, nbytes in good)
+
+    def _note(self, good: Sequence[tuple[Arrival, int]]) -> None:
+        """These were verified, and are served on."""
+        holding = self._holding
+        with self._lock:
+            for one, nbytes in good:
+                self._landed(one.chunks)
+                self.outcome.took(one.path, nbytes)
+                self.ticket.moved_bytes += nbytes
+                if one.giver is not None:
+                    self.outcome.why[one.path] = one.giver.why or NEAREST
             holding.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
             holding.path, holding.why = self.outcome.shares(), self.outcome.reasons()
-        if holding.is_whole:
-            self.ticket.finish()
-        else:
-            self.ticket.wake()
+
+    def _refuse(self, arrival: Arrival, wrong: int) -> None:
+        """A chunk of it is wrong: it is read again, and not from there."""
+        message = f"chunk {wrong} differs from its digest"
+        if arrival.giver is None:
+            bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="fetch the files anew")
+            self.storage_failed(bad, arrival.chunks)
+            return
+        arrival.giver.fail(IntegrityError(message, uri=f"penstock:{arrival.giver.upstream.member}"))
+        self.lost(arrival.chunks)
 
     def lost(self, chunks: I64) -> None:
         """These chunks did not arrive: they are wanted again."""

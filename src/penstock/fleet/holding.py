@@ -138,7 +138,7 @@ class Holding:
         self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
         self.generation, self.state, self.kept = 0, "filling", False
         self.changed = threading.Condition()
-        self._log: list[I64] = []
+        self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
         self._num_logged = 0
         self._told_by: list[str] = []
         self._told: I64 = np.full(line.chunks.num_chunks, -1)
@@ -276,7 +276,7 @@ class Holding:
                 chunks, leaves = chunks[new], leaves[np.repeat(new, counts)]
             self.leaves[self.line.chunks.leaves_of(chunks)] = leaves
             self.have[chunks] = True
-            self._log.append(chunks)
+            self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
             self._num_logged += len(chunks)
             self.changed.notify_all()
 
@@ -324,12 +324,11 @@ class Holding:
                 if left <= 0:
                     break
                 self.changed.wait(left)
-            logged = np.concatenate([np.zeros(0, np.int64), *self._log])
-            new = logged[serial:] if serial <= len(logged) else logged
+            new = self._log[serial if serial <= self._num_logged else 0 : self._num_logged]
             leaves = self.leaves[self.line.chunks.leaves_of(new)]
             return LogReply(
                 generation=self.generation,
-                serial=len(logged),
+                serial=self._num_logged,
                 state=self.state,  # type: ignore[arg-type]
                 chunks=new.astype("<u4").tobytes(),
                 leaves=leaves.astype("<u8").tobytes(),

@@ -93,8 +93,15 @@ class Fleet:
             phases.enter("register")
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
-            phases.enter("move")
-            running = Fetch(self.member, holding, storage=storage, stall_s=self._settings.stall_s, trace=record)
+            phases.enter("connect")
+            running = Fetch(
+                self.member,
+                holding,
+                storage=storage,
+                stall_s=self._settings.stall_s,
+                trace=record,
+                on_first=lambda: phases.enter("move"),
+            )
             try:
                 with running:
                     outcome = running.run()

@@ -6,6 +6,7 @@ Not here: which chunks (`fetch`, by the hub's claims), how they are read (`engin
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,15 +14,20 @@ import numpy as np
 import torch
 
 from penstock.engine.place import HostPlace, Place
+from penstock.engine.run import LoadRun
+from penstock.errors import PenstockError
 from penstock.fleet.line import Line
 from penstock.loader.session import Session
 from penstock.storage.files import FileSource
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Chunks handed on together, 64 MiB: others get the first of a claim while the rest is read."""
+"""Least chunks handed on together, 64 MiB: others get the first of a claim while the rest is read."""
 HAND_ON_S = 1.0
 """What waited for so long for the others is handed on alone, so that slow storage is seen to get on."""
+GATHER_S = 0.025
+"""Least time between two hand-overs: from fast storage more is handed on together, since each costs a millisecond of
+digesting, telling and posting. A chunk waits so long for others once, on its way to all members."""
 
 
 class StoragePart:
@@ -40,6 +46,8 @@ class StoragePart:
         self._session, self._line, self._rows = session, line, rows
         self.uri = session.weights.uri
         self.nbytes = 0
+        self._lock, self._is_warm = threading.Lock(), False
+        self._error: PenstockError | None = None
 
     def read(self, chunks: I64) -> Iterator[I64]:
         """Read these chunks into their rows; yield some of them each time, once their bytes are there.
@@ -56,37 +64,51 @@ class StoragePart:
             offset=table.offset[pieces.row] + pieces.start,
             nbytes=pieces.nbytes,
         )
-        on_host = self._session.options.device.type == "cpu"
         order = np.lexsort((asked.offset, asked.file_index))
         asked = asked.take(order.tolist())
-        plan = self._session.make_plan(asked, [None] * count, pack=False, exact=True)
         columns = (pieces.row[order].tolist(), pieces.start[order].tolist(), pieces.nbytes[order].tolist())
         flat = [self._rows[row][start : start + nbytes] for row, start, nbytes in zip(*columns, strict=True)]
-        nbytes = plan.slab_nbytes.tolist()
-        place: Place
-        if on_host:
-            place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
-        else:
-            from penstock.engine.place_cuda import CudaPlace
-
-            place = CudaPlace(self._session.options.device, nbytes, flat)
         left = np.bincount(owner, minlength=len(chunks))
         ready: list[int] = []
-        handed, run = time.monotonic(), self._session.begin(plan, place)
+        handed, run = time.monotonic(), self._begin(asked, flat)
         try:
             for slab in run.slabs():
                 of = int(owner[order[slab]])
                 left[of] -= 1
                 if left[of] == 0:
                     ready.append(of)
-                if ready and (len(ready) >= AT_ONCE or time.monotonic() - handed > HAND_ON_S):
+                waited_s = time.monotonic() - handed
+                if ready and waited_s > (GATHER_S if len(ready) >= AT_ONCE else HAND_ON_S):
                     yield chunks[ready]
                     ready, handed = [], time.monotonic()
             if ready:
                 yield chunks[ready]
+        except PenstockError as error:
+            # The first is why: closing its run ends a read beside it too, by the staging they share.
+            self._error = self._error or error
+            raise self._error from None
         finally:
-            self.nbytes += sum(run.paths.values())
+            with self._lock:
+                self.nbytes += sum(run.paths.values())
             run.close()
+
+    def _begin(self, asked: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
+        """A run that reads these rows into these tensors."""
+        session = self._session
+        with self._lock:
+            if not self._is_warm:
+                self._is_warm = True
+                session.intake.warm(self.uri)
+            plan = session.make_plan(asked, [None] * len(flat), pack=False, exact=True)
+            nbytes = plan.slab_nbytes.tolist()
+            place: Place
+            if session.options.device.type == "cpu":
+                place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
+            else:
+                from penstock.engine.place_cuda import CudaPlace
+
+                place = CudaPlace(session.options.device, nbytes, flat)
+            return session.begin(plan, place)
 
     def check_unchanged(self) -> None:
         """Raise if a file was modified, replaced or removed since it was opened."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.fleet.fetch import Outcome
 from penstock.fleet.holding import Holding
+from penstock.fleet.outcome import Outcome
 from penstock.types import GB
 
 

@@ -17,13 +17,19 @@ from penstock.errors import FormatError, IntegrityError, PenstockError, PlanErro
 from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
-from penstock.transport.choose import Links
+from penstock.transport.choose import Links, Reaching
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.protocol import Handle, Segments, Transport
 from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0
 """How long a log request waits for news; it renews the lease too."""
+GATHER_S = 0.002
+"""Least time between two log requests: what an upstream gains meanwhile is one answer and one wake-up."""
+PLENTY_S = 0.02
+"""An upstream of which more is known than one read takes is asked again after this at the latest; else at once."""
+SPARE_S = 0.25
+"""One that only stands in is connected to, and asked, so much later: most fetches end without it."""
 PATIENCE_S = 0.5
 """An upstream that gained nothing and gave nothing for this long no longer holds back those after it."""
 STEP_S = 0.02
@@ -84,7 +90,7 @@ class Following:
         self._read_s, self._read_until = 0.0, 0.0
         self._alive_at = self._probed_at = time.monotonic()
         self._gives = _Pace(self._alive_at)
-        self._closing = threading.Event()
+        self._closing, self._hurry = threading.Event(), threading.Event()
         self._generation = -1
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
@@ -119,6 +125,15 @@ class Following:
             return False
         self._probed_at = now
         return True
+
+    def hurry(self) -> None:
+        """More is wanted of it than is known."""
+        self._hurry.set()
+
+    def _rest(self) -> None:
+        """Until news of it are worth asking for."""
+        self._hurry.wait(SPARE_S if self.rank else PLENTY_S)
+        self._hurry.clear()
 
     def reads(self, chunks: I64) -> list[_Read]:
         """What to post for these chunks, transport by transport."""
@@ -156,15 +171,21 @@ class Following:
         if self.error is None:
             self.error = error
         self._closing.set()
+        self._hurry.set()
         self._ticket.wake()
 
     def close(self) -> None:
         """End the following; the lease is given back by its thread. Waits for that, a moment at most."""
         self._closing.set()
+        self._hurry.set()
         self.peer.interrupt()
         self.thread.join(timeout=END_S)
 
     def _follow(self) -> None:
+        if self.rank:
+            self._rest()
+        if self._closing.is_set():
+            return
         try:
             with self.peer as peer:
                 lease = peer.lease()
@@ -194,6 +215,8 @@ class Following:
             transport, descriptor, why = self._links.choose(
                 handles, found.regions[theirs], same_host=self._same_host, same_process=False
             )
+            if isinstance(transport, Reaching):
+                transport.reach(handles[transport.name], descriptor)
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self.path, self.why = f"{transport.name} <- {self.upstream.member[:8]}", why
         self._generation = found.generation
@@ -212,6 +235,9 @@ class Following:
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
                 self._closing.wait(NEWS_S)  # nothing more will come; only the lease is renewed
+            elif len(chunks):
+                self._closing.wait(GATHER_S)
+                self._rest()
             serial = reply.serial
 
     def _learn(self, chunks: I64, leaves: U64) -> None:

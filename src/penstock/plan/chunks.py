@@ -101,11 +101,15 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
     leaf_start = number * leaf_bytes
     leaf_nbytes = np.minimum(row_nbytes[leaf_row] - leaf_start, leaf_bytes)
     stop = np.cumsum(leaf_nbytes)
-    # Greedy: a chunk ends before the leaf that would make it too large.
-    first = [0] if len(stop) else []
-    while first and first[-1] < len(stop):
-        base = int(stop[first[-1]] - leaf_nbytes[first[-1]])
-        first.append(int(np.searchsorted(stop, base + chunk_bytes, side="right")))
+    # Greedy: a chunk ends before the leaf that would make it too large. No leaf is larger than `leaf_bytes`, so so many
+    # fit; whether more do is looked for only where they do.
+    least, first, end = chunk_bytes // leaf_bytes, [0] if len(stop) else [], len(stop)
+    while first and first[-1] < end:
+        at = first[-1]
+        limit, after = stop.item(at) - leaf_nbytes.item(at) + chunk_bytes, min(at + least, end)
+        if after < end and stop.item(after) <= limit:
+            after += int(stop[after:].searchsorted(limit, side="right"))
+        first.append(after)
     first_leaf = np.array(first or [0], np.int64)
     before = np.concatenate(([0], stop))
     return ChunkTable(

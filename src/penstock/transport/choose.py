@@ -31,6 +31,15 @@ class Sweeping(Protocol):
         ...
 
 
+@runtime_checkable
+class Reaching(Protocol):
+    """A transport whose first read of a peer's memory maps it, which takes milliseconds."""
+
+    def reach(self, into: Handle, source: Descriptor) -> None:
+        """Map it now, so that the first read does not wait for it."""
+        ...
+
+
 ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm"})
 
 
