@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from importlib.util import find_spec
 
 import pytest
@@ -42,6 +43,12 @@ class TestNixl(TransportTests):
 class TestHttp(TransportTests):
     def make(self) -> Transport:
         return HttpTransport()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+class TestHttpOnIpv6(TransportTests):
+    def make(self) -> Transport:
+        return HttpTransport("[::1]:0")
 
 
 class TestCudaIpcWithoutADevice(TransportTests):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import socket
 from pathlib import Path
 
@@ -15,10 +13,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 import schemathesis
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from hypothesis import settings
 from schemathesis.checks import CHECKS
 
@@ -30,6 +24,7 @@ from penstock.fleet.hub import MAX_BODY_BYTES, create_app
 from penstock.fleet.messages import Beat, ClaimRequest, Complaint, FlightRequest, Hello, WhyRequest
 from penstock.fleet.serve import HubThread, bind
 from penstock.fleet.store import MemoryStore
+from penstock.testing.authority import Authority
 from penstock.testing.hubs import IDENTITY, holding
 
 TOKEN = "all-models-0123456789"
@@ -221,60 +216,31 @@ def test_a_hub_that_is_not_there_or_is_none(serve, tmp_path) -> None:
             hub.status()
 
 
-def pem_of(key, name: str, issuer, issuer_key, directory: Path, *, ca: bool) -> tuple[Path, object]:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer.subject if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
-    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (directory / f"{name}.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return directory / f"{name}.pem", certificate
-
-
 def test_mutual_tls(serve, tmp_path, monkeypatch) -> None:
-    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "hub", "member", "stranger")}
-    ca_file, ca = pem_of(keys["ca"], "ca", None, keys["ca"], tmp_path, ca=True)
-    for name in ("hub", "member"):
-        pem_of(keys[name], name, ca, keys["ca"], tmp_path, ca=False)
-    pem_of(keys["stranger"], "stranger", None, keys["stranger"], tmp_path, ca=False)
-    auth = Auth.of(certificate=tmp_path / "hub.pem", private_key=tmp_path / "hub.key", client_ca=ca_file)
+    authority = Authority(tmp_path)
+    ca_file, certificate, key = authority.ca_file, *authority.sign("hub")
+    member, stranger = authority.sign("member"), authority.stranger("stranger")
+    auth = Auth.of(certificate=certificate, private_key=key, client_ca=ca_file)
     assert auth.guards
     url = serve(auth=auth)
     assert url.startswith("https://")
 
-    def own(name: str) -> tuple[Path, Path]:
-        return tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
-
-    with HubClient.connect(url, ca_file=ca_file, certificate=own("member")) as hub:
+    with HubClient.connect(url, ca_file=ca_file, certificate=member) as hub:
         hub.hello(hello(hub.member))
     with monkeypatch.context() as environment:
         environment.setenv("PENSTOCK_CA_FILE", str(ca_file))
-        environment.setenv("PENSTOCK_CERT_FILE", str(tmp_path / "member.pem"))
-        environment.setenv("PENSTOCK_KEY_FILE", str(tmp_path / "member.key"))
+        environment.setenv("PENSTOCK_CERT_FILE", str(member[0]))
+        environment.setenv("PENSTOCK_KEY_FILE", str(member[1]))
         with HubClient.connect(url) as hub:
             hub.hello(hello(hub.member))
-    for certificate in (None, own("stranger")):
-        hub = HubClient.connect(url, ca_file=ca_file, certificate=certificate, timeout_s=1)
+    for shown in (None, stranger):
+        hub = HubClient.connect(url, ca_file=ca_file, certificate=shown, timeout_s=1)
         with hub, pytest.raises(HubUnavailable):
             hub.hello(hello(hub.member))
-    with HubClient.connect(url, certificate=own("member"), timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
+    with HubClient.connect(url, certificate=member, timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
         hub.hello(hello(hub.member))
     with pytest.raises(ConfigError, match="certificate"):
-        serve(auth=Auth(certificate=ca_file, private_key=tmp_path / "hub.key"))
+        serve(auth=Auth(certificate=ca_file, private_key=key))
 
 
 _schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Directory(MemoryStore(), fresh=True)))

@@ -23,7 +23,6 @@ from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, described, line_of_tensors, revision_of
 from penstock.fleet.member import Member
 from penstock.fleet.messages import FlightRequest, HoldingState
-from penstock.fleet.peer import Peer
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
@@ -183,16 +182,10 @@ class Discovery:
         reply = self._member.hub.flight(FlightRequest(member=self._member.id, holding=asked))
         last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
         for upstream in reply.upstreams:
-            near = upstream.host == self._member.host
             try:
-                with Peer(
-                    upstream,
-                    member=self._member.id,
-                    key=held.key,
-                    same_host=near,
-                    stall_s=self._settings.stall_s / 4,  # others can say it, too
-                    token=self._member.token,
-                ) as peer:
+                with self._member.peer(
+                    upstream, held.key, stall_s=self._settings.stall_s / 4
+                ) as peer:  # others know, too
                     peer.lease()
                     line = described(peer.table())
                     if line.layout != held.identity.layout:

@@ -1,7 +1,7 @@
 """A member's door: how others learn what it holds, ask for the right to read, and follow what it gains.
 
 In: HTTP/1.1 on a Unix socket, and on TCP where other hosts are to come; msgpack bodies. Out: maps, leases, logs.
-Not here: weight bytes (`transport`), asking (`peer`), who may (`grants`).
+Not here: weight bytes (`transport`), sockets (`door_server`), asking (`peer`), who may (`grants`).
 
     POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
     GET    /v1/leases/L/map                 HoldingMap
@@ -15,16 +15,15 @@ Not here: weight bytes (`transport`), asking (`peer`), who may (`grants`).
 from __future__ import annotations
 
 import hmac
-import http.server
 import secrets
-import socket
 import socketserver
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -38,22 +37,18 @@ from penstock.errors import (
     PlanError,
     StaleDescriptor,
 )
+from penstock.fleet.door_server import RequestHandler, TcpServer, UnixServer
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
 from penstock.fleet.messages import Fault, Lease, LeaseRequest
+from penstock.transport.http import EVERYWHERE, LOOPBACK, host_and_port
 
 MAX_BODY_BYTES = 64 << 10
 """Longest request body; a lease request is under 1 KiB."""
 MAX_WAIT_S = 5.0
 """Longest a log request waits for news."""
-IDLE_S = 30.0
-"""A connection without a request for this long is closed."""
-MAX_CONNECTIONS = 512
-"""At once, of each socket; far above a holder's readers. Who has no token yet holds a thread, but no more than that."""
 LEASE_TTL_S = 15.0
 """A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
-WILDCARD = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 CheckGrant = Callable[[LeaseRequest], None]
 """Raises PermissionDenied unless the request may read."""
@@ -88,12 +83,13 @@ class Door:
     Args:
         path: of the Unix socket; its directory must be private to the user.
         check_grant: who may read.
-        listen: `host:port` to be reached from other hosts; port 0 chooses. None: this host only.
-        token: what requests over TCP must show; needed to listen beyond loopback.
+        listen: `host:port` or `[v6]:port` to be reached from other hosts; port 0 chooses. None: this host only.
+        token: what requests over TCP must show; needed to listen beyond loopback, unless callers show certificates.
+        tls: context of the server side, of a listening door; None: plain.
         max_bytes_per_s: of all readers together; 0: no cap.
 
     Raises:
-        ConfigError: an address that cannot be bound, or that is reachable from outside without a token.
+        ConfigError: an address that cannot be bound, or that is open to strangers.
     """
 
     def __init__(
@@ -103,6 +99,7 @@ class Door:
         *,
         listen: str | None = None,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
         max_bytes_per_s: int = 0,
     ) -> None:
         self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
@@ -113,26 +110,25 @@ class Door:
         self.addresses: list[str] = []
         self.rooms: dict[str, Room] = {}
         try:
-            self._open(str(path), lambda: _UnixServer(str(path), _handler(self, None)))
+            self._open(str(path), lambda: UnixServer(str(path), _handler(self, None)))
             self.addresses.append(f"unix://{path}")
             if listen is not None:
-                self._listen(listen, token)
+                self._listen(listen, token, tls)
         except BaseException:
             self.close()
             raise
 
-    def _listen(self, listen: str, token: str | None) -> None:
-        host, _, port = listen.rpartition(":")
-        if host in WILDCARD:
+    def _listen(self, listen: str, token: str | None, tls: ssl.SSLContext | None) -> None:
+        host, port = host_and_port(listen)
+        if host in EVERYWHERE:
             message = f"a door at {listen} has no address that others can be told"
             raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
-        if host not in LOOPBACK and not token:
+        if host not in LOOPBACK and not token and tls is None:
             message = f"a door at {listen} would be open to other hosts without a token"
-            raise ConfigError(message, hint="give a token, or listen on 127.0.0.1")
-        if not port.isdigit():
-            raise ConfigError(f"{listen!r} is not host:port")
-        server = self._open(listen, lambda: _TcpServer((host, int(port)), _handler(self, token)))
-        self.addresses.append(f"http://{host}:{server.server_address[1]}")
+            raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
+        server = self._open(listen, lambda: TcpServer(host, port, _handler(self, token), tls))
+        where = f"[{host}]" if ":" in host else host
+        self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.server_address[1]}")
 
     def _open(self, where: str, bind: Callable[[], socketserver.TCPServer]) -> socketserver.TCPServer:
         try:
@@ -236,69 +232,15 @@ class Door:
             holding.num_readers = sum(1 for _ in mine)
 
 
-class _Server(socketserver.ThreadingMixIn):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, *args: Any) -> None:
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread a connection, while there is room; more are turned away."""
-        if not self._room.acquire(blocking=False):
-            raise ConnectionAbortedError("no room for another connection")
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._room.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See socketserver."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is the reader's business; there is nobody here to tell."""
-
-
-class _TcpServer(_Server, socketserver.TCPServer):
-    allow_reuse_address = True
-
-
-class _UnixServer(_Server, socketserver.UnixStreamServer):
-    pass
-
-
-def _handler(door: Door, token: str | None) -> type[http.server.BaseHTTPRequestHandler]:
+def _handler(door: Door, token: str | None) -> type[RequestHandler]:
     return type("_DoorHandler", (_Handler,), {"door": door, "token": token})
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(RequestHandler):
     """One connection."""
 
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_S
     door: Door
     token: str | None
-    wbufsize = -1
-    disable_nagle_algorithm = False
-
-    def setup(self) -> None:
-        """Answers are small and waited for."""
-        super().setup()
-        if self.connection.family != socket.AF_UNIX:
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the audit line is written where the grant is checked."""
-
-    def address_string(self) -> str:
-        """A Unix peer has no address."""
-        return "unix" if not self.client_address else str(self.client_address[0])
 
     def do_GET(self) -> None:
         """Map, table, log, alive."""
@@ -372,7 +314,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         if not 0 < length <= most:
             raise FormatError(f"a body of {length} bytes; at most {most}")
-        return self.rfile.read(length)
+        return self.take_body(length)
 
     def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
         if len(path) != 3 or path[:2] != ["v1", "leases"]:

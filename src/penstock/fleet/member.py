@@ -45,6 +45,7 @@ from penstock.fleet.messages import (
 )
 from penstock.fleet.peer import Peer
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
+from penstock.fleet.tls import MemberTls
 from penstock.fleet.upstream import Following
 from penstock.transport.choose import Links, open_links
 from penstock.transport.page import here
@@ -95,13 +96,22 @@ class Member:
         self._grant_key = b""
         self._home = Home()
         try:
+            tls = MemberTls.read()
+            self.trust = None if tls is None else tls.asking
             beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
-            self.links: Links = open_links(only=transports, listen=beside, token=token)
+            self.links: Links = open_links(
+                only=transports,
+                listen=beside,
+                token=token,
+                tls=None if tls is None or listen is None else tls.serving,
+                trust=self.trust,
+            )
             self.door = Door(
                 self._home.path / "door.sock",
                 self.check_grant,
                 listen=listen,
                 token=token,
+                tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
             self._hello = Hello(
@@ -242,10 +252,22 @@ class Member:
         with contextlib.suppress(PenstockError):
             self._told(lambda: self._hub.complain(complaint))
 
+    def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> Peer:
+        """A conversation with a member, about a key; `stall_s`: shorter than ours."""
+        return Peer(
+            upstream,
+            member=self.id,
+            key=key,
+            same_host=upstream.host == self.host,
+            stall_s=self._stall_s if stall_s is None else stall_s,
+            token=self.token,
+            trust=self.trust,
+        )
+
     def follow(self, upstream: Upstream, rank: int, holding: Holding, ticket: Ticket) -> Following:
         """Begin to follow an upstream, for the fetch of this ticket."""
         near = upstream.host == self.host
-        peer = Peer(upstream, member=self.id, key=holding.key, same_host=near, stall_s=self._stall_s, token=self.token)
+        peer = self.peer(upstream, holding.key)
         floor = self._min_gb_per_s * GB
         return Following(peer, rank, holding, self.links, ticket, same_host=near, min_bytes_per_s=floor)
 

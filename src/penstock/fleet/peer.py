@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import os
 import socket
+import ssl
 import threading
 from types import TracebackType
 from typing import TypeVar
@@ -48,13 +49,23 @@ class Peer:
         same_host: whether its Unix door can be reached.
         stall_s: deadline of every answer.
         token: for doors on TCP.
+        trust: how a door's certificate is checked, and what it is shown; None: as the system does.
     """
 
     def __init__(
-        self, upstream: Upstream, *, member: str, key: str, same_host: bool, stall_s: float, token: str | None = None
+        self,
+        upstream: Upstream,
+        *,
+        member: str,
+        key: str,
+        same_host: bool,
+        stall_s: float,
+        token: str | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         self.upstream, self._member, self._key = upstream, member, key
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._trust = trust
         self._lease: Lease | None = None
         self._ending, self._is_ending = threading.Lock(), False
         self._same_host, self._stall_s = same_host, stall_s
@@ -72,7 +83,7 @@ class Peer:
             if url.scheme == "http" and host:
                 return http.client.HTTPConnection(host, port, timeout=self._stall_s)
             if url.scheme == "https" and host:
-                return http.client.HTTPSConnection(host, port, timeout=self._stall_s)
+                return http.client.HTTPSConnection(host, port, timeout=self._stall_s, context=self._trust)
         raise PeerLost(f"it has no door to be reached from here: {', '.join(self.upstream.doors)}", uri=self._uri())
 
     def lease(self, *, attach: bool = False) -> Lease:

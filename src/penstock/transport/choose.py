@@ -8,6 +8,7 @@ Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA, 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -145,7 +146,14 @@ class Links:
         self.close()
 
 
-def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, token: str | None = None) -> Links:
+def open_links(
+    *,
+    only: Sequence[str] | None = None,
+    listen: str | None = None,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    trust: ssl.SSLContext | None = None,
+) -> Links:
     """The transports of this process.
 
     Args:
@@ -153,6 +161,8 @@ def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, 
         listen: address where other hosts reach this one; None: this host only, and no transport that crosses hosts
             but `http` on loopback.
         token: what readers over `http` must show.
+        tls: what `http` serves by; None: plain.
+        trust: how readers over `http` check a peer's certificate, and what they show.
 
     Raises:
         ConfigError: a name is none of `NAMES`.
@@ -164,7 +174,7 @@ def open_links(*, only: Sequence[str] | None = None, listen: str | None = None, 
         "loopback": LoopbackTransport,
         "cuda_ipc": _cuda_ipc,
         "shm": _shm,
-        "http": lambda: _http(listen, token),
+        "http": lambda: _http(listen, token, tls, trust),
     }
     if "nixl" in (only or ()) or (listen is not None and _suits_nixl()):
         makers["nixl"] = _nixl
@@ -204,7 +214,7 @@ def _nixl() -> Transport:
     return NixlTransport()
 
 
-def _http(listen: str | None, token: str | None) -> Transport:
+def _http(listen: str | None, token: str | None, tls: ssl.SSLContext | None, trust: ssl.SSLContext | None) -> Transport:
     from penstock.transport.http import HttpTransport
 
-    return HttpTransport(listen=listen, token=token)
+    return HttpTransport(listen=listen, token=token, tls=tls, trust=trust)

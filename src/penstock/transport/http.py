@@ -36,7 +36,7 @@ from penstock.transport.protocol import Handle, Memory, Pending, Segments, Trans
 CONNECTIONS = 2
 """To one peer, unless told otherwise. Source: benchmarks/results/cpu2_202611/hosts.md."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
+EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
 
 class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,10 +240,7 @@ def _listen(listen: str, advertise: str | None, has_token: bool, is_tls: bool) -
         path = listen.removeprefix("unix:")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return _bound(sock, path, listen), Address(path=path, is_tls=is_tls)
-    host, _, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{listen!r} is not host:port")
+    host, port = host_and_port(listen)
     if host not in LOOPBACK and not (has_token or is_tls):
         message = f"memory served at {listen} would be open to other hosts without a token or TLS"
         raise ConfigError(message, hint="give a token or a TLS context, or listen on 127.0.0.1")
@@ -251,8 +248,16 @@ def _listen(listen: str, advertise: str | None, has_token: bool, is_tls: bool) -
         raise ConfigError(f"{listen} does not say where others find this host", hint="give advertise=")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound = _bound(sock, (host, int(port)), listen)
+    bound = _bound(sock, (host, port), listen)
     return bound, Address(host=advertise or host, port=bound.getsockname()[1], is_tls=is_tls)
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Of `host:port` or `[v6]:port`. ConfigError for anything else."""
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (":" in host and host[0] + host[-1] != "[]"):
+        raise ConfigError(f"{listen!r} is not host:port", hint="an IPv6 address stands in brackets: [::1]:0")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _bound(sock: socket.socket, where: object, listen: str) -> socket.socket:

@@ -180,6 +180,55 @@ def test_hostile_requests_get_an_answer_and_change_nothing(
     door.close()
 
 
+@pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
+def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        Door(tmp_path / "door.sock", allow, listen=listen)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "door6.sock", allow, listen="[::1]:0", token="secret")
+    door.show(holding)
+    door.addresses = door.addresses[1:]
+    assert door.addresses[0].startswith("http://[::1]:")
+    with peer(door, holding.key, token="secret") as reader:
+        assert reader.lease().ttl_s > 0
+    door.close()
+    with pytest.raises(ConfigError, match="no address"):
+        Door(tmp_path / "all.sock", allow, listen="[::]:0", token="t")
+    with pytest.raises(ConfigError, match="without a token"):
+        Door(tmp_path / "far.sock", allow, listen="[2001:db8::7]:0")
+
+
+@pytest.mark.parametrize(
+    "begun", [b"G", b"GET /v1/alive HTTP/1.1\r\nX", b"POST /v1/leases HTTP/1.1\r\nContent-Length: 500\r\n\r\n"]
+)
+def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr("penstock.fleet.door_server.REQUEST_S", 0.5)
+    door = Door(tmp_path / "door.sock", allow)
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(0.05)
+        slow.connect(str(tmp_path / "door.sock"))
+        slow.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")  # an earlier request gives no more time
+        time.sleep(0.6)
+        assert b"204" in slow.recv(999)
+        slow.sendall(begun)
+        deadline, is_open = time.monotonic() + 20.0, True
+        while is_open:
+            assert time.monotonic() < deadline  # a byte each 50 ms never was 30 s of silence
+            try:
+                slow.sendall(b"x")
+                is_open = bool(slow.recv(999))
+            except TimeoutError:
+                continue
+            except OSError:
+                is_open = False
+    door.close()
+
+
 def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Holding) -> None:
     door = Door(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
     door.show(holding)
@@ -206,11 +255,11 @@ def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot be opened"):
         Door(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Door(tmp_path / "door.sock", allow, listen="127.0.0.1:99999")
+        Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0", token="t")
 
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.door.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("penstock.fleet.door_server.MAX_CONNECTIONS", 1)
     door = Door(tmp_path / "door.sock", allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
