@@ -1,0 +1,259 @@
+"""Megatron-Core parameters declared as a Hugging Face checkpoint's tensors: views of live memory, nothing is copied.
+
+In: one rank's parameters by Megatron's names, and where in the grid it is. Out: `Shard`s by Hugging Face names, for
+`penstock.publisher`. Megatron need not be installed.
+Not here: what a shard becomes (`sync.declare`).
+
+    linear_qkv.weight, one query group after the other        q_proj   rows of group 0, 1
+    [q q k v | q q k v] [hidden]                          ->  k_proj   rows of group 0, 1
+                                                              v_proj   rows of group 0, 1
+
+Source of names and orders: Megatron-Core's GPTModel, with Transformer Engine's layers or its own; Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.sync.declare import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What the model is, and which part of it this rank has."""
+
+    num_heads: int
+    num_kv_heads: int
+    """Query groups; a multiple of `tp`."""
+    head_dim: int
+    vocab_size: int
+    """As the checkpoint has it; Megatron's is padded."""
+    num_experts: int = 0
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+    expert_tp_rank: int | None = None
+    """Tensor parallelism inside experts; None: as outside."""
+    expert_tp: int | None = None
+    layer_offset: int = 0
+    """Of the first layer of this pipeline stage: what `get_transformer_layer_offset` gives for it."""
+
+
+Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
+"""A parameter, the grid, this rank and how many it is cut over -> which name, and the shard of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a parameter is cut, and the Hugging Face names of what it holds, in its order."""
+
+    cut: Cut
+    names: tuple[str, ...]
+
+
+def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """Every rank has all of it."""
+    yield 0, Shard(tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
+
+
+def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """Column parallel: outputs, dim 0, are cut."""
+    yield 0, _along(tensor, 0, rank, size)
+
+
+def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """Row parallel: inputs, dim 1, are cut."""
+    yield 0, _along(tensor, 1, rank, size)
+
+
+def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """Rows of tokens; those that pad the vocabulary are left out."""
+    start = rank * len(tensor)
+    count = min(len(tensor), grid.vocab_size - start)
+    if count > 0:
+        shape = (grid.vocab_size, *tensor.shape[1:])
+        yield 0, Shard(tensor=tensor[:count], global_shape=shape, offset=(start,) + (0,) * (tensor.ndim - 1))
+
+
+def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """SwiGLU's first matrix: this rank's rows of the gate, then its rows of the other."""
+    for at, half in enumerate(tensor.chunk(2)):
+        yield at, _along(half, 0, rank, size)
+
+
+def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
+    """Fused QKV: of each query group its queries, its key, its value."""
+    groups, uneven = divmod(grid.num_kv_heads, size)
+    queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
+    if uneven or ragged or len(tensor) != groups * (queries + 2) * grid.head_dim:
+        told = f"{grid.num_heads} heads in {grid.num_kv_heads} groups of {grid.head_dim}, over {size} ranks"
+        raise PlanError(f"{list(tensor.shape)} does not hold {told}")
+    at = 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for which, heads in enumerate((queries, 1, 1)):
+            rows = heads * grid.head_dim
+            shape = (grid.num_kv_heads * rows, *tensor.shape[1:])
+            offset = (group * rows,) + (0,) * (tensor.ndim - 1)
+            yield which, Shard(tensor=tensor[at : at + rows], global_shape=shape, offset=offset)
+            at += rows
+
+
+def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
+    width = tensor.shape[dim]
+    shape = tuple(n * size if d == dim else n for d, n in enumerate(tensor.shape))
+    offset = tuple(rank * width if d == dim else 0 for d in range(tensor.ndim))
+    return Shard(tensor=tensor, global_shape=shape, offset=offset)
+
+
+def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, Rule]:
+    return {at + name: Rule(cut=cut, names=tuple(to + one for one in names)) for name, (cut, names) in table.items()}
+
+
+_GATE_UP = ("gate_proj.weight", "up_proj.weight")
+
+GPT: Mapping[str, Rule] = {
+    **_rules(
+        "",
+        "",
+        {
+            "embedding.word_embeddings.weight": (vocabulary, ("model.embed_tokens.weight",)),
+            "output_layer.weight": (vocabulary, ("lm_head.weight",)),
+            "decoder.final_layernorm.weight": (whole, ("model.norm.weight",)),
+        },
+    ),
+    **_rules(
+        "decoder.layers.{layer}.",
+        "model.layers.{layer}.",
+        {
+            "input_layernorm.weight": (whole, ("input_layernorm.weight",)),
+            "self_attention.linear_qkv.layer_norm_weight": (whole, ("input_layernorm.weight",)),
+            "pre_mlp_layernorm.weight": (whole, ("post_attention_layernorm.weight",)),
+            "mlp.linear_fc1.layer_norm_weight": (whole, ("post_attention_layernorm.weight",)),
+        },
+    ),
+    **_rules(
+        "decoder.layers.{layer}.self_attention.",
+        "model.layers.{layer}.self_attn.",
+        {
+            "linear_qkv.weight": (query_groups, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+            "linear_qkv.bias": (query_groups, ("q_proj.bias", "k_proj.bias", "v_proj.bias")),
+            "linear_proj.weight": (row, ("o_proj.weight",)),
+            "linear_proj.bias": (whole, ("o_proj.bias",)),
+            "q_layernorm.weight": (whole, ("q_norm.weight",)),
+            "k_layernorm.weight": (whole, ("k_norm.weight",)),
+        },
+    ),
+    **_rules(
+        "decoder.layers.{layer}.mlp.",
+        "model.layers.{layer}.mlp.",
+        {
+            "linear_fc1.weight": (gate_up, _GATE_UP),
+            "linear_fc2.weight": (row, ("down_proj.weight",)),
+            "router.weight": (whole, ("gate.weight",)),
+            "router.expert_bias": (whole, ("gate.e_score_correction_bias",)),
+            "shared_experts.linear_fc1.weight": (gate_up, tuple(f"shared_experts.{one}" for one in _GATE_UP)),
+            "shared_experts.linear_fc2.weight": (row, ("shared_experts.down_proj.weight",)),
+        },
+    ),
+    **{
+        name: rule
+        for fc1, fc2 in (
+            ("linear_fc1.weight{expert}", "linear_fc2.weight{expert}"),
+            ("local_experts.{expert}.linear_fc1.weight", "local_experts.{expert}.linear_fc2.weight"),
+        )
+        for name, rule in _rules(
+            "decoder.layers.{layer}.mlp.experts.",
+            "model.layers.{layer}.mlp.experts.{expert}.",
+            {fc1: (gate_up, _GATE_UP), fc2: (row, ("down_proj.weight",))},
+        ).items()
+    },
+}
+"""Of GPTModel, dense and with experts, grouped by Transformer Engine or one by one."""
+
+MLA: Mapping[str, Rule] = {
+    **GPT,
+    **_rules(
+        "decoder.layers.{layer}.self_attention.",
+        "model.layers.{layer}.self_attn.",
+        {
+            "linear_q_proj.weight": (column, ("q_proj.weight",)),
+            "linear_q_down_proj.weight": (whole, ("q_a_proj.weight",)),
+            "linear_q_up_proj.layer_norm_weight": (whole, ("q_a_layernorm.weight",)),
+            "q_layernorm.weight": (whole, ("q_a_layernorm.weight",)),
+            "linear_q_up_proj.weight": (column, ("q_b_proj.weight",)),
+            "linear_kv_down_proj.weight": (whole, ("kv_a_proj_with_mqa.weight",)),
+            "linear_kv_up_proj.layer_norm_weight": (whole, ("kv_a_layernorm.weight",)),
+            "kv_layernorm.weight": (whole, ("kv_a_layernorm.weight",)),
+            "linear_kv_up_proj.weight": (column, ("kv_b_proj.weight",)),
+        },
+    ),
+}
+"""The same with DeepSeek's latent attention."""
+
+
+def from_megatron(
+    params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, Rule] | None = None
+) -> dict[str, Sequence[Shard]]:
+    """What one rank of a Megatron-Core model holds, by Hugging Face names.
+
+    Args:
+        params: the model chunk of this pipeline stage, or its parameters by name; layers numbered from 0 in each chunk,
+            as Megatron does. Of several chunks, each with its `layer_offset`: merge what this gives.
+        grid: the model's sizes, and this rank's place.
+        rules: by Megatron name with `{layer}` and `{expert}`; None: `MLA` where there is latent attention, else `GPT`.
+
+    Raises:
+        PlanError: parameters that no rule knows (all listed), or that are not of the sizes that the grid says.
+    """
+    held = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
+    if rules is None:
+        rules = MLA if any("linear_kv_down_proj" in name for name in held) else GPT
+    patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
+    found: dict[str, list[Shard]] = {}
+    unknown = []
+    for name, tensor in held.items():
+        own = re.sub(r"^(module\.)+", "", name)
+        if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
+            continue
+        for pattern, rule in patterns:
+            if matched := pattern.fullmatch(own):
+                _add(found, name, tensor, rule, grid, matched.groupdict())
+                break
+        else:
+            unknown.append(name)
+    if unknown:
+        more = f" (and {len(unknown) - 10} more)" if len(unknown) > 10 else ""
+        hint = "pass rules={**GPT, 'decoder.layers.{layer}....': Rule(cut=..., names=...)}"
+        raise PlanError(f"no rule for {len(unknown)} parameters: {', '.join(unknown[:10])}{more}", hint=hint)
+    return dict(found)
+
+
+def _pattern(name: str) -> str:
+    return re.escape(name).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
+
+
+def _add(
+    found: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: Rule, grid: Grid, at: Mapping[str, str]
+) -> None:
+    """Cut one parameter; a tied one that the rank has twice is held twice."""
+    words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
+    rank, size = grid.tp_rank, grid.tp
+    if "expert" in at:
+        local = grid.num_experts // grid.ep
+        if int(at["expert"]) >= local:
+            raise PlanError(f"{local} of {grid.num_experts} experts are on each of {grid.ep} ranks", tensor=name)
+        words["expert"] = grid.ep_rank * local + int(at["expert"])
+        rank = rank if grid.expert_tp_rank is None else grid.expert_tp_rank
+        size = size if grid.expert_tp is None else grid.expert_tp
+    try:
+        for which, shard in rule.cut(tensor.detach(), grid, rank, size):
+            found.setdefault(rule.names[which].format(**words), []).append(shard)
+    except PlanError as error:
+        error.tensor = name
+        raise

@@ -1,0 +1,208 @@
+"""What Megatron-Core's ranks hold, put together by a plan, is the Hugging Face checkpoint it was converted from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+import torch
+from tests.unit.sync.moved import move
+
+from penstock.errors import PlanError
+from penstock.integrations.megatron import GPT, Grid, Rule, from_megatron, whole
+from penstock.sync.declare import Row, declared
+
+HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 12, 24, 21, 32, 4, 4, 8
+Q_RANK, KV_RANK, ROPE = 6, 5, 2
+
+
+def made(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def hugging_face(moe: bool, mla: bool) -> dict[str, torch.Tensor]:
+    """Qwen3's names, or those of DeepSeek-V3 with latent attention; the first layer dense."""
+    torch.manual_seed(3)
+    found = {"model.embed_tokens.weight": made(VOCAB, HIDDEN), "lm_head.weight": made(VOCAB, HIDDEN)}
+    found["model.norm.weight"] = made(HIDDEN)
+    for i in range(LAYERS):
+        at, attn = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        found[at + "input_layernorm.weight"] = made(HIDDEN)
+        found[at + "post_attention_layernorm.weight"] = made(HIDDEN)
+        found[attn + "o_proj.weight"] = made(HIDDEN, HEADS * HEAD)
+        if mla:
+            found[attn + "q_a_proj.weight"] = made(Q_RANK, HIDDEN)
+            found[attn + "q_a_layernorm.weight"] = made(Q_RANK)
+            found[attn + "q_b_proj.weight"] = made(HEADS * (HEAD + ROPE), Q_RANK)
+            found[attn + "kv_a_proj_with_mqa.weight"] = made(KV_RANK + ROPE, HIDDEN)
+            found[attn + "kv_a_layernorm.weight"] = made(KV_RANK)
+            found[attn + "kv_b_proj.weight"] = made(HEADS * 2 * HEAD, KV_RANK)
+        else:
+            for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+                found[attn + f"{name}_proj.weight"] = made(heads * HEAD, HIDDEN)
+                found[attn + f"{name}_proj.bias"] = made(heads * HEAD)
+            found[attn + "q_norm.weight"], found[attn + "k_norm.weight"] = made(HEAD), made(HEAD)
+        if moe and i:
+            found[at + "mlp.gate.weight"] = made(EXPERTS, HIDDEN)
+            found[at + "mlp.gate.e_score_correction_bias"] = made(EXPERTS)
+            for name in ("shared_experts", *(f"experts.{e}" for e in range(EXPERTS))):
+                found |= ffn(f"{at}mlp.{name}.", EXPERT_INNER)
+        else:
+            found |= ffn(at + "mlp.", INNER)
+    return found
+
+
+def ffn(at: str, inner: int) -> dict[str, torch.Tensor]:
+    return {
+        at + "gate_proj.weight": made(inner, HIDDEN),
+        at + "up_proj.weight": made(inner, HIDDEN),
+        at + "down_proj.weight": made(HIDDEN, inner),
+    }
+
+
+def cut(w: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    return w.chunk(size, dim)[rank].clone()
+
+
+class Converted:
+    """The reference: one rank's Megatron parameters out of a whole Hugging Face checkpoint, by ordinary tensor code."""
+
+    def __init__(self, hf: Mapping[str, torch.Tensor], grid: Grid, layers: range, local_experts: bool) -> None:
+        self.hf, self.grid, self.local_experts = hf, grid, local_experts
+        self.found: dict[str, torch.Tensor] = {}
+        pad = torch.full((PADDED - VOCAB, HIDDEN), 99.0)
+        if layers.start == 0:
+            whole = torch.cat([hf["model.embed_tokens.weight"], pad])
+            self.found["embedding.word_embeddings.weight"] = cut(whole, 0, grid.tp_rank, grid.tp)
+        if layers.stop == LAYERS:
+            self.found["decoder.final_layernorm.weight"] = hf["model.norm.weight"].clone()
+            self.found["output_layer.weight"] = cut(torch.cat([hf["lm_head.weight"], pad]), 0, grid.tp_rank, grid.tp)
+        for i in layers:
+            self.layer(f"model.layers.{i}.", f"decoder.layers.{i - layers.start}.")
+
+    def layer(self, at: str, to: str) -> None:
+        hf, found = self.hf, self.found
+        is_mla, is_moe = at + "self_attn.q_a_proj.weight" in hf, at + "mlp.gate.weight" in hf
+        fused = "linear_qkv." if not is_mla else "none"
+        norm = to + ("input_layernorm.weight" if is_mla else f"self_attention.{fused}layer_norm_weight")
+        found[norm] = hf[at + "input_layernorm.weight"].clone()
+        norm = to + ("pre_mlp_layernorm.weight" if is_moe else "mlp.linear_fc1.layer_norm_weight")
+        found[norm] = hf[at + "post_attention_layernorm.weight"].clone()
+        found[to + "self_attention.linear_qkv._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+        rank, size = self.grid.tp_rank, self.grid.tp
+        found[to + "self_attention.linear_proj.weight"] = cut(hf[at + "self_attn.o_proj.weight"], 1, rank, size)
+        (self.latent if is_mla else self.attention)(at + "self_attn.", to + "self_attention.")
+        if is_moe:
+            self.experts(at + "mlp.", to + "mlp.")
+        else:
+            self.ffn(at + "mlp.", to + "mlp.", "", rank, size)
+
+    def attention(self, at: str, to: str) -> None:
+        for kind in ("weight", "bias"):
+            q, k, v = (self.hf[f"{at}{one}_proj.{kind}"] for one in "qkv")
+            rest = q.shape[1:]
+            groups = [one.reshape(GROUPS, -1, HEAD, *rest) for one in (q, k, v)]
+            whole = torch.cat(groups, dim=1).reshape(-1, *rest)
+            self.found[f"{to}linear_qkv.{kind}"] = cut(whole, 0, self.grid.tp_rank, self.grid.tp)
+        self.found[to + "q_layernorm.weight"] = self.hf[at + "q_norm.weight"].clone()
+        self.found[to + "k_layernorm.weight"] = self.hf[at + "k_norm.weight"].clone()
+
+    def latent(self, at: str, to: str) -> None:
+        rank, size = self.grid.tp_rank, self.grid.tp
+        self.found[to + "linear_q_down_proj.weight"] = self.hf[at + "q_a_proj.weight"].clone()
+        self.found[to + "linear_q_up_proj.layer_norm_weight"] = self.hf[at + "q_a_layernorm.weight"].clone()
+        self.found[to + "linear_q_up_proj.weight"] = cut(self.hf[at + "q_b_proj.weight"], 0, rank, size)
+        self.found[to + "linear_kv_down_proj.weight"] = self.hf[at + "kv_a_proj_with_mqa.weight"].clone()
+        self.found[to + "kv_layernorm.weight"] = self.hf[at + "kv_a_layernorm.weight"].clone()
+        self.found[to + "linear_kv_up_proj.weight"] = cut(self.hf[at + "kv_b_proj.weight"], 0, rank, size)
+
+    def ffn(self, at: str, to: str, number: str, rank: int, size: int) -> None:
+        halves = [cut(self.hf[at + one], 0, rank, size) for one in ("gate_proj.weight", "up_proj.weight")]
+        self.found[f"{to}linear_fc1.weight{number}"] = torch.cat(halves)
+        self.found[f"{to}linear_fc2.weight{number}"] = cut(self.hf[at + "down_proj.weight"], 1, rank, size)
+
+    def experts(self, at: str, to: str) -> None:
+        grid = self.grid
+        self.found[to + "router.weight"] = self.hf[at + "gate.weight"].clone()
+        self.found[to + "router.expert_bias"] = self.hf[at + "gate.e_score_correction_bias"].clone()
+        self.ffn(at + "shared_experts.", to + "shared_experts.", "", grid.tp_rank, grid.tp)
+        local = EXPERTS // grid.ep
+        rank = grid.tp_rank if grid.expert_tp_rank is None else grid.expert_tp_rank
+        size = grid.tp if grid.expert_tp is None else grid.expert_tp
+        for e in range(local):
+            source = f"{at}experts.{grid.ep_rank * local + e}."
+            if self.local_experts:
+                self.ffn(source, f"{to}experts.local_experts.{e}.", "", rank, size)
+            else:
+                self.ffn(source, to + "experts.", str(e), rank, size)
+
+
+def ranks(
+    hf: Mapping[str, torch.Tensor], tp: int, pp: int, ep: int, *, expert_tp: int | None = None, local: bool = False
+) -> list[tuple[Row, ...]]:
+    found, depth = [], LAYERS // pp
+    for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        grid = Grid(
+            num_heads=HEADS,
+            num_kv_heads=GROUPS,
+            head_dim=HEAD,
+            vocab_size=VOCAB,
+            num_experts=EXPERTS,
+            tp_rank=t,
+            tp=tp,
+            ep_rank=e,
+            ep=ep,
+            expert_tp_rank=None if expert_tp is None else t % expert_tp,
+            expert_tp=expert_tp,
+            layer_offset=p * depth,
+        )
+        params = Converted(hf, grid, range(p * depth, (p + 1) * depth), local).found
+        rows = declared(from_megatron({"module." + name: tensor for name, tensor in params.items()}, grid))
+        memory = {tensor.untyped_storage().data_ptr() for tensor in params.values()}
+        assert all(row.tensor.untyped_storage().data_ptr() in memory for row in rows)
+        found.append(rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("moe", "mla", "cuts", "options"),
+    [
+        (False, False, (1, 1, 1), {}),
+        (False, False, (2, 2, 1), {}),
+        (False, False, (4, 4, 1), {}),
+        (True, False, (1, 1, 4), {}),
+        (True, False, (2, 2, 2), {"local": True}),
+        (True, False, (2, 1, 4), {"expert_tp": 1}),
+        (True, True, (2, 2, 2), {}),
+        (True, True, (4, 1, 1), {"expert_tp": 2}),
+    ],
+)
+def test_all_ranks_together_hold_the_checkpoint(
+    moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict
+) -> None:
+    hf = hugging_face(moe, mla)
+    mine = {name: torch.full_like(tensor, 7) for name, tensor in hf.items()}
+    plan = move(ranks(hf, *cuts, **options), [declared(mine)])
+    assert not plan.unwanted
+    for name, tensor in hf.items():
+        assert torch.equal(mine[name], tensor), name
+
+
+GRID = Grid(num_heads=HEADS, num_kv_heads=GROUPS, head_dim=HEAD, vocab_size=VOCAB)
+
+
+def test_parameters_that_no_rule_knows_are_listed_and_can_be_given_one() -> None:
+    held = {"decoder.layers.0.mixer.weight": made(2, 2), "decoder.layers.1.other": made(2)}
+    with pytest.raises(PlanError, match=r"no rule for 2 parameters: decoder.layers.0.mixer.weight, .*other"):
+        from_megatron(held, GRID)
+    rules = {**GPT, "decoder.layers.{layer}.mixer.weight": Rule(cut=whole, names=("model.{layer}.mix",))}
+    assert list(from_megatron({"decoder.layers.0.mixer.weight": made(2, 2)}, GRID, rules=rules)) == ["model.0.mix"]
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight7"]
+)
+def test_sizes_that_are_not_the_grids_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=name):
+        from_megatron({name: made(10, HIDDEN)}, GRID)
