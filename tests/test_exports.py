@@ -9,6 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
+VERBS += ["publisher", "subscriber"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -22,6 +23,7 @@ VALUES = [
     "TensorStream",
 ]
 VALUES += ["Keeper", "Verification", "Weights"]
+VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name
     for name, value in vars(errors).items()

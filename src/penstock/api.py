@@ -18,16 +18,26 @@ if TYPE_CHECKING:
     from penstock.loader.report import Report
     from penstock.loader.safe_open import load_file, safe_open
     from penstock.loader.verify import Inspection, Verification, inspect, verify
+    from penstock.sync.declare import Shard
+    from penstock.sync.publish import Publisher, publisher
+    from penstock.sync.receive import Hooks, Subscriber, subscriber
+    from penstock.sync.report import PublishReport, UpdateReport
 
 _ROOMS = {
     "AttachReport": "fleet.attach",
     "Attached": "fleet.attach",
     "FetchReport": "fleet.report",
     "Fleet": "fleet.join",
+    "Hooks": "sync.receive",
     "Inspection": "loader.verify",
     "Keeper": "fleet.keeper",
+    "PublishReport": "sync.report",
+    "Publisher": "sync.publish",
     "Report": "loader.report",
+    "Shard": "sync.declare",
+    "Subscriber": "sync.receive",
     "TensorStream": "loader.load",
+    "UpdateReport": "sync.report",
     "Verification": "loader.verify",
     "Weights": "loader.load",
     "attach": "fleet.attach",
@@ -36,8 +46,10 @@ _ROOMS = {
     "load": "loader.load",
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
+    "publisher": "sync.publish",
     "safe_open": "loader.safe_open",
     "stream": "loader.load",
+    "subscriber": "sync.receive",
     "verify": "loader.verify",
 }
 
@@ -46,10 +58,16 @@ __all__ = [
     "Attached",
     "FetchReport",
     "Fleet",
+    "Hooks",
     "Inspection",
     "Keeper",
+    "PublishReport",
+    "Publisher",
     "Report",
+    "Shard",
+    "Subscriber",
     "TensorStream",
+    "UpdateReport",
     "Verification",
     "Weights",
     "attach",
@@ -58,8 +76,10 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "publisher",
     "safe_open",
     "stream",
+    "subscriber",
     "verify",
 ]
 

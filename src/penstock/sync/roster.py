@@ -80,6 +80,12 @@ class Roster:
                 self._drop({member})
             return question(self._talk(member, line))
 
+    def is_near(self, member: str) -> bool:
+        """Whether a member that was asked is on this host."""
+        with self._lock:
+            known = self._found.get(member)
+        return known is not None and known.host == self.member.host
+
     def _talk(self, member: str, line: str) -> Talk:
         with self._lock:
             talk, session = self._talks.get((member, line)), self._sessions.get(member, "")

@@ -44,6 +44,7 @@ class Take:
     """One receiver's part; `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
+        moved_bytes: verified in this run, or the last; only grows while it runs.
         lost: the source whose failure ended the last run, so that the caller plans without it; None: none did.
 
     Args:
@@ -76,6 +77,7 @@ class Take:
         self._laps: Laps | None = None
         self._sizes: list[tuple[int, ...]] = []
         self.lost: str | None = None
+        self.moved_bytes = 0
 
     def run(self, sources: Mapping[str, SourceLink], on_bucket: Callable[[int], None]) -> TakeReport:
         """Return once every bucket was handed on.
@@ -93,7 +95,7 @@ class Take:
 
         Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
-        self.lost = None
+        self.lost, self.moved_bytes = None, 0
         run = _Run(self, self._prepare(sources), sources, on_bucket, self._trace)
         return run.run()
 
@@ -239,6 +241,7 @@ class _Run:
             self._under_way_bytes -= step.nbytes
             self._left[step.lap] -= 1
             self.ticket.moved_bytes += step.nbytes
+            self._take.moved_bytes = self.ticket.moved_bytes
             self._hand_on()
             self._assign()
         self.ticket.wake()

@@ -1,0 +1,353 @@
+"""A receiver's way to one version: whom to ask for its part, the sources, the reading; again where one was lost.
+
+In: a roster, a target, which version. Out: the version verified in memory, as `Staged`; or a typed error.
+Not here: when it becomes live, and what the engine does then (`receive`).
+
+    planner: checkpoint's table (once a run) -> wanted -> layout -> part -> links to its sources -> take
+       source lost: again without it | fenced: again, for what is newest then | planner lost: the next one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.errors import (
+    ConfigError,
+    IntegrityError,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.fleet.identity import layout_digest
+from penstock.fleet.sync_messages import PartReply, PartRequest, Progress, SyncMember
+from penstock.plan.columns import decode, encode
+from penstock.plan.layout import Layout
+from penstock.plan.sync import Part
+from penstock.sync.held import Held
+from penstock.sync.layout import Load
+from penstock.sync.roster import Roster
+from penstock.sync.source import SourceFailed, open_links
+from penstock.sync.take import WATERMARK_BYTES, Take
+from penstock.sync.target import Landing, Target, table_of, wanted_of
+
+TRIES = 8
+"""Attempts at one update: each is without a source more, or for a newer version."""
+TELL_S = 0.5
+"""How often the planner is told how far we are."""
+_LOOK_S = 0.5
+_PAUSE_S = 0.05
+_LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
+"""Of whom another source or planner may do better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A version, read and verified."""
+
+    version: int
+    run: str
+    part: Part | None
+    begun: float
+    attempts: int
+    nbytes: int = 0
+    plan_s: float = 0.0
+    wire_s: float = 0.0
+    nbytes_by_path: dict[str, int]
+    sources: dict[str, int]
+    why: tuple[str, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is the one that is live already: nothing was read."""
+        return self.part is None
+
+
+class Attempts:
+    """See the module. One thread at a time takes; the door's threads ask what is held.
+
+    Attributes:
+        is_touched: whether the last `take` wrote to the target itself.
+
+    Args:
+        roster: who takes part.
+        target, load, strict: see `subscriber`.
+        staged: whether to receive beside the target.
+        memory_bytes: see `subscriber`.
+        stall_s: deadline by progress.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        target: Target,
+        *,
+        load: Load | None,
+        strict: bool,
+        staged: bool,
+        memory_bytes: int | None,
+        stall_s: float,
+    ) -> None:
+        self._roster, self._target, self._load, self._strict = roster, target, load, strict
+        self._is_staged, self._memory_bytes, self._stall_s = staged, memory_bytes, stall_s
+        self._landing: Landing | None = None
+        self._table = self._run = ""
+        self._take: Take | None = None
+        self.is_touched = False
+
+    @property
+    def held(self) -> Held | None:
+        """The target's memory, once it is known what is wanted."""
+        return None if self._landing is None else self._landing.held
+
+    @property
+    def layout(self) -> Layout | None:
+        """What is wanted, once that is known."""
+        return None if self._landing is None else self._landing.layout
+
+    @property
+    def digest(self) -> str:
+        """Of the layout; empty: not known yet."""
+        return "" if self._landing is None else self._landing.digest
+
+    def planners(self) -> list[SyncMember]:
+        """Who may plan for us, the likeliest first: publishers' rank 0, then receivers that have the newest version."""
+        members = self._roster.look(max_age_s=_LOOK_S)
+        zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
+        zeros.sort(key=lambda one: (-one.state.version, one.since))
+        having = [one for one in members if one.state.side == "subscriber" and one.state.state == "open"]
+        having = [one for one in having if one.member != self._roster.member.id]
+        having.sort(key=lambda one: (-one.state.version, one.member))
+        return zeros + having
+
+    def news(self, after: int, wait_s: float) -> int | None:
+        """The newest version announced, waited for at most `wait_s` if it is not above `after`; None: nobody says."""
+        for planner in self.planners():
+            with contextlib.suppress(*_LOST, NotFound):
+                return self._roster.ask(planner.member, lambda talk: talk.news(after, wait_s), line="news").version
+        return None
+
+    def take(
+        self,
+        version: int | None,
+        *,
+        live: tuple[str, int],
+        is_dirty: bool,
+        before_read: Callable[[int], None] | None,
+    ) -> Staged:
+        """Read and verify a version.
+
+        Args:
+            version: which; None: the newest.
+            live: the run and version that we have.
+            is_dirty: what we have is no version.
+            before_read: called once with the version, before the first byte is read.
+
+        Raises:
+            NotFound: nothing can be read yet. Else see `Subscriber.update`.
+        """
+        begun, lost = time.perf_counter(), dict[str, PenstockError]()
+        self.is_touched, called = False, before_read is None
+        for attempt in range(1, TRIES + 1):
+            planner = self._planner(lost)
+            try:
+                landing = self._landed(planner)
+                reply = self._asked(planner, landing, version, lost)
+                if _is_live(reply, live, is_dirty=is_dirty):
+                    return _nothing(reply, begun, attempt)
+                if before_read is not None and not called:
+                    before_read(reply.version)
+                    called = True
+                return self._read(planner, landing, reply, begun, attempt)
+            except SourceFailed as failed:
+                last, error = failed.member, failed.error
+            except _LOST as failed:
+                last, error = planner.member, failed
+            except PlanError:
+                if not lost:
+                    raise
+                raise next(reversed(lost.values())) from None  # of what is left nobody can make up a version
+            if not isinstance(error, StaleDescriptor):
+                lost[last] = error
+            if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
+                raise error
+            time.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def _planner(self, lost: dict[str, PenstockError]) -> SyncMember:
+        found = [one for one in self.planners() if one.member not in lost]
+        if not found:
+            if lost:
+                raise next(reversed(lost.values()))
+            raise NotFound(f"nobody publishes {self._roster.name!r} yet")
+        return found[0]
+
+    def _landed(self, planner: SyncMember) -> Landing:
+        """Where versions of this run are received; made anew where its checkpoint is another one."""
+        if self._landing is not None and self._run == planner.state.run:
+            return self._landing
+        table = table_of(self._roster.ask(planner.member, lambda talk: talk.checkpoint()))
+        digest = layout_digest(table)
+        if self._landing is None or digest != self._table:
+            if self._landing is not None:
+                self._landing.close()
+                self._landing = None
+            made = wanted_of(self._target, table, self._load, strict=self._strict)
+            links, member = self._roster.member.links, self._roster.member.id
+            budget = self._memory_bytes
+            self._landing = Landing(made, member, links, staged=self._is_staged, memory_bytes=budget)
+            self._take = None
+        self._table, self._run = digest, planner.state.run
+        return self._landing
+
+    def _asked(
+        self, planner: SyncMember, landing: Landing, version: int | None, lost: dict[str, PenstockError]
+    ) -> PartReply:
+        """Our part of the version; `self._take` is of its key then."""
+        have = self._take.part.key if self._take is not None else ""
+        request = PartRequest(
+            version=-1 if version is None else version, digest=landing.digest, have_key=have, without=tuple(lost)
+        )
+        reply = self._roster.ask(planner.member, lambda talk: talk.part(request))
+        if reply.needs_layout:
+            told = PartRequest(
+                version=request.version,
+                digest=request.digest,
+                layout=encode(landing.layout),
+                have_key=have,
+                without=request.without,
+            )
+            reply = self._roster.ask(planner.member, lambda talk: talk.part(told))
+        if reply.not_yet or reply.needs_layout:
+            raise NotFound(reply.not_yet or "the planner does not take our layout")
+        if reply.part is not None:
+            part = decode(reply.part, Part)
+            watermark = WATERMARK_BYTES if self._is_staged or self._memory_bytes is None else self._memory_bytes
+            names = landing.layout.names
+            self._take = Take(part, landing.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s)
+        if self._take is None or self._take.part.key != reply.key:
+            raise PlanError("the planner sent no part, or not the one it says")
+        return reply
+
+    def _read(self, planner: SyncMember, landing: Landing, reply: PartReply, begun: float, attempt: int) -> Staged:
+        assert self._take is not None
+        take, part = self._take, self._take.part
+        used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
+        with self._telling(planner.member, reply.version, take):
+            links = open_links(self._roster, used, reply.version, self._stall_s)
+            plan_s = time.perf_counter() - begun
+            try:
+                found = take.run(links, lambda bucket: None)
+            except PenstockError as error:
+                self.is_touched |= error.mutated and not self._is_staged
+                error.mutated = False
+                if take.lost is not None:
+                    raise SourceFailed(take.lost, error) from error
+                raise
+        self.is_touched |= not self._is_staged
+        return Staged(
+            version=reply.version,
+            run=reply.run,
+            part=part,
+            begun=begun,
+            attempts=attempt,
+            nbytes=found.nbytes,
+            plan_s=plan_s,
+            wire_s=found.seconds,
+            nbytes_by_path={f"{one.path} <- {one.member[:8]}": one.nbytes for one in found.links},
+            sources={one.member: one.nbytes for one in found.links},
+            why=(*dict.fromkeys(one.why for one in found.links if one.why), *landing.wanted.why()),
+        )
+
+    @contextlib.contextmanager
+    def _telling(self, planner: str, version: int, take: Take) -> Iterator[None]:
+        """While inside, tell the planner how far we are; at the end, what became of it."""
+        over = threading.Event()
+
+        def tell(progress: Progress) -> None:
+            # Who cannot be told counts us as late; the update goes on.
+            with contextlib.suppress(PenstockError):
+                self._roster.ask(planner, lambda talk: talk.progress(progress), line="progress")
+
+        def work() -> None:
+            while not over.wait(TELL_S):
+                tell(Progress(version=version, moved_bytes=take.moved_bytes))
+
+        teller = threading.Thread(target=work, name="penstock-tell", daemon=True)
+        teller.start()
+        outcome, why = "failed", "the update ended"
+        try:
+            yield
+            outcome, why = "committed", ""
+        except PenstockError as error:
+            why = str(error)[:1024]
+            raise
+        except SourceFailed as failed:
+            why = str(failed.error)[:1024]
+            raise
+        finally:
+            over.set()
+            teller.join()
+            tell(Progress(version=version, moved_bytes=take.moved_bytes, outcome=outcome, why=why))  # type: ignore[arg-type]
+
+    def flip(self, staged: Staged) -> None:
+        """Staged mode: what was read becomes the target's."""
+        assert self._landing is not None and staged.part is not None
+        self._landing.flip(staged.part, stall_s=self._stall_s)
+
+    def install(self) -> None:
+        """What is left to do once all bytes are in place."""
+        assert self._landing is not None
+        self._landing.install()
+
+    def fence(self) -> None:
+        """What we hold may change: nobody reads it from now on."""
+        held = self.held
+        if held is not None and held.version is not None:
+            held.fence()
+
+    def reopen(self, version: int) -> bool:
+        """Let others read what we hold, if we hold a version."""
+        held = self.held
+        if held is None or version < 0:
+            return False
+        if held.version is not None:
+            held.fence()
+        held.begin(version)
+        held.ready()
+        return True
+
+    def close(self) -> None:
+        """End the registrations."""
+        if self._landing is not None:
+            self._landing.close()
+
+
+def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
+    """Whether there is nothing to do. ConfigError: the version is not above the live one."""
+    run, version = live
+    if reply.version > version or (is_dirty and reply.version == version):
+        return False
+    if reply.version == version and reply.run == run:
+        return True
+    message = f"version {reply.version} is not above {version}, which is live"
+    raise ConfigError(message, hint="versions grow, over restarts of the trainer too: number on from Publisher.latest")
+
+
+def _nothing(reply: PartReply, begun: float, attempt: int) -> Staged:
+    return Staged(
+        version=reply.version,
+        run=reply.run,
+        part=None,
+        begun=begun,
+        attempts=attempt,
+        nbytes_by_path={},
+        sources={},
+    )

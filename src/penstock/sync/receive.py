@@ -1,0 +1,391 @@
+"""An inference rank as a subscriber: it takes version after version, each whole and verified, or none.
+
+In: a live model or tensors, a name, a hub or none. Out: for each update an `UpdateReport`; a source for others then.
+Not here: what it wants (`target`), one attempt at a version (`attempt`), whom it asks (`planner`).
+
+    staged:  stage(): read beside the live memory, verify | commit(): before_pause, flip, at_commit, after_resume
+    direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; failed: dirty
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from penstock.config import Settings, parse_bytes
+from penstock.errors import (
+    BudgetTooSmall,
+    Cancelled,
+    ConfigError,
+    NotFound,
+    PenstockError,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.fleet.client import TIMEOUT_S, HubClient
+from penstock.fleet.member import Member
+from penstock.fleet.messages import SyncState
+from penstock.sync.attempt import Attempts, Staged
+from penstock.sync.board import Board
+from penstock.sync.desk import Desk
+from penstock.sync.layout import Load
+from penstock.sync.planner import Planner
+from penstock.sync.report import UpdateMode, UpdateReport, path_of
+from penstock.sync.roster import Roster
+from penstock.sync.take import LEAST_BYTES
+from penstock.sync.target import Target
+
+ASK_S = 1.0
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What an engine does around the moment a version becomes live; each is told the version."""
+
+    before_pause: Callable[[int], object] | None = None
+    """No request may use the weights from its return on."""
+    at_commit: Callable[[int], object] | None = None
+    """The weights are the version's: drop or salt the prefix cache."""
+    after_resume: Callable[[int], object] | None = None
+    """Requests may go on."""
+
+
+class Subscriber:
+    """One rank. Made by `subscriber`; a context manager. One thread at a time updates.
+
+    Attributes:
+        name: of the sync.
+        version: the one that is live; -1: none yet.
+        is_dirty: a direct update failed: the target is neither version, and must not be used before an update succeeds.
+        member: this process in the fleet.
+        planner: plans for others once this has a version and no publisher lives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        member: Member,
+        *,
+        mode: UpdateMode,
+        load: Load | None,
+        strict: bool,
+        rank: int,
+        world_size: int,
+        hooks: Hooks,
+        serve: bool,
+        memory_bytes: int | None,
+        stall_s: float,
+    ) -> None:
+        self.name, self.mode, self.member = name, mode, member
+        self.version, self.is_dirty = -1, False
+        self._rank, self._world_size, self._hooks, self._stall_s, self._serve = rank, world_size, hooks, stall_s, serve
+        self._run = self._path = ""
+        self._board, self._roster = Board(), Roster(member, name, stall_s)
+        self._attempts = Attempts(
+            self._roster,
+            target,
+            load=load,
+            strict=strict,
+            staged=mode == "staged",
+            memory_bytes=memory_bytes,
+            stall_s=stall_s,
+        )
+        landing = self._attempts
+        self.planner = Planner(self._roster, self._board, lambda: landing.layout)
+        desk = Desk(
+            self._roster.key,
+            member.check_grant,
+            held=lambda: landing.held,
+            board=self._board,
+            planner=self.planner,
+        )
+        self._staged: Staged | None = None
+        self._updating, self._is_closed = threading.Lock(), False
+        member.door.rooms["sync"] = desk
+        member.syncs.append(self._state)
+        member.tell()
+
+    def _state(self) -> SyncState:
+        is_open = self._board.now.is_open
+        state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
+        layout = self._attempts.layout
+        return SyncState(
+            name=self.name,
+            side="subscriber",
+            run=self._run,
+            rank=self._rank,
+            world_size=self._world_size,
+            layout=self._attempts.digest,
+            version=self.version,
+            state=state,  # type: ignore[arg-type]
+            nbytes=0 if layout is None else sum(layout.regions),
+            path=self._path[:1024],
+        )
+
+    def wait_version(self, version: int, timeout_s: float | None = None) -> int:
+        """Return once this version or a later one is announced; which.
+
+        Raises:
+            SourceStalled: not within `timeout_s`; None: nobody who could announce one was there for the stall deadline.
+        """
+        begun = heard = time.monotonic()
+        while True:
+            self._check_open()
+            newest = self._attempts.news(version - 1, ASK_S)
+            now = time.monotonic()
+            if newest is not None:
+                heard = now
+                if newest >= version:
+                    return newest
+            else:
+                time.sleep(_PAUSE_S)
+            waited = now - (heard if timeout_s is None else begun)
+            if waited > (self._stall_s if timeout_s is None else timeout_s):
+                raise SourceStalled(f"version {version} of {self.name!r} was not announced in {waited:.1f} s")
+
+    def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
+        """Take a version and make it live.
+
+        Args:
+            version: exactly this one; None: the newest there is.
+            timeout_s: how long to wait for one that can be read; None: the stall deadline where none is published yet,
+                and not at all where one was and is past.
+
+        Returns:
+            What was done; of no bytes where the newest is live already.
+
+        Raises:
+            PlanError: names, dtypes or shapes of the two sides differ (lists them); nothing was touched.
+            ConfigError: the version is not above the live one. StaleDescriptor: it is past, and nobody has it any more.
+            SourceError, PeerLost, IntegrityError: no source could give it. Staged, the version before is live still;
+                direct, `mutated` says whether the target was touched; then it is dirty.
+        """
+        if self.mode == "staged":
+            with self._updating:
+                self._stage(version, timeout_s)
+                return self._commit()
+        with self._updating:
+            return self._direct(version, timeout_s)
+
+    def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
+        """Staged mode: have a version beside the live one, verified, ready to `commit`; which. Errors as `update`."""
+        if self.mode != "staged":
+            raise ConfigError("only a subscriber of mode 'staged' stages")
+        with self._updating:
+            return self._stage(version, timeout_s).version
+
+    def commit(self) -> UpdateReport:
+        """Staged mode: make what was staged live.
+
+        Raises:
+            ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
+        """
+        with self._updating:
+            return self._commit()
+
+    def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
+        self._check_open()
+        self.member.beat_now()
+        self._staged = None
+        found = self._taken(version, timeout_s, None)
+        self._staged = found
+        return found
+
+    def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None] | None) -> Staged:
+        """A version, read and verified; waits for one as long as it may."""
+        limit = self._stall_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                return self._attempts.take(
+                    version, live=(self._run, self.version), is_dirty=self.is_dirty, before_read=before_read
+                )
+            except StaleDescriptor:
+                if version is not None or timeout_s is None or time.monotonic() > deadline:
+                    raise
+            except NotFound:
+                if time.monotonic() > deadline:
+                    raise
+            self._check_open()
+            time.sleep(_PAUSE_S)
+
+    def _commit(self) -> UpdateReport:
+        staged = self._staged
+        if staged is None:
+            raise ConfigError("nothing is staged", hint="call stage() first")
+        self._staged = None
+        if staged.is_live:
+            return self._report(staged, 0.0, 0.0)
+        begun = time.perf_counter()
+        self._call(self._hooks.before_pause, staged.version)
+        self._close_board()
+        try:
+            self._attempts.flip(staged)
+            installed = time.perf_counter()
+            self._attempts.install()
+        except BaseException:
+            self.is_dirty = True
+            raise
+        install_s = time.perf_counter() - installed
+        return self._live(staged, begun, install_s)
+
+    def _direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
+        self._check_open()
+        begun: list[float] = []
+
+        def pause(found: int) -> None:
+            begun.append(time.perf_counter())
+            self._call(self._hooks.before_pause, found)
+            self._close_board()
+
+        try:
+            staged = self._taken(version, timeout_s, pause)
+            if staged.is_live:
+                return self._report(staged, 0.0, 0.0)
+            installed = time.perf_counter()
+            self._attempts.install()
+        except BaseException as error:
+            if begun and (self._attempts.is_touched or not isinstance(error, PenstockError)):
+                self.is_dirty = True
+                self.member.beat_now()
+                if isinstance(error, PenstockError):
+                    error.mutated = True
+            elif begun and self._attempts.reopen(self.version):
+                self._open_board()
+            raise
+        return self._live(staged, begun[0], time.perf_counter() - installed)
+
+    def _live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
+        """The version is in the target."""
+        self.version, self._run, self.is_dirty = staged.version, staged.run, False
+        self._path = path_of(staged.nbytes_by_path)
+        self._call(self._hooks.at_commit, staged.version)
+        if self._serve and self._attempts.reopen(staged.version):
+            self._open_board()
+        self.member.beat_now()
+        self._call(self._hooks.after_resume, staged.version)
+        return self._report(staged, time.perf_counter() - begun, install_s)
+
+    def _report(self, staged: Staged, pause_s: float, install_s: float) -> UpdateReport:
+        return UpdateReport(
+            name=self.name,
+            version=self.version,
+            revision=f"{self._run}:{self.version}",
+            mode=self.mode,
+            nbytes=staged.nbytes,
+            wall_s=time.perf_counter() - staged.begun,
+            plan_s=staged.plan_s,
+            wire_s=staged.wire_s,
+            install_s=install_s,
+            pause_s=pause_s,
+            path=path_of(staged.nbytes_by_path),
+            sources=staged.sources,
+            why=staged.why,
+            attempts=staged.attempts,
+        )
+
+    def _call(self, hook: Callable[[int], object] | None, version: int) -> None:
+        if hook is not None:
+            hook(version)
+
+    def _open_board(self) -> None:
+        self._board.post(self._run, self.version, is_open=True)
+
+    def _close_board(self) -> None:
+        """Give our version to nobody from now on: its memory is about to change."""
+        self._board.post(self._run, self.version, is_open=False)
+        self._attempts.fence()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Cancelled("the subscriber was closed")
+
+    def close(self) -> None:
+        """Leave. The target keeps its version. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._attempts.close()
+        self.member.leave(0.0)
+        self._roster.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def subscriber(
+    name: str,
+    target: Target,
+    *,
+    hub: str | None = None,
+    token: str | None = None,
+    mode: UpdateMode = "staged",
+    load: Load | None = None,
+    strict: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+    hooks: Hooks | None = None,
+    serve: bool = True,
+    listen: str | None = None,
+    rack: str = "",
+    transports: Sequence[str] | None = None,
+    memory_bytes: int | str | None = None,
+    stall_s: float | None = None,
+) -> Subscriber:
+    """Receive what is published under a name into a live model; a publisher need not be there yet.
+
+    Args:
+        name: of the sync.
+        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
+            each wanted as it is.
+        hub, token, listen, rack, transports, stall_s: see `publisher`.
+        mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
+            `direct`: received into the target itself while the engine is paused; takes no memory.
+        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
+        strict: every parameter of a module must be filled by what is published.
+        rank, world_size: for people.
+        hooks: what the engine does around a commit.
+        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
+        memory_bytes: staged, bound of the memory beside the target; direct, of bytes read and not yet verified.
+
+    Raises:
+        HubUnavailable: there is no hub. ConfigError, MissingExtra: an argument, or a package for it.
+        BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
+    """
+    if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
+        raise ConfigError(f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}")
+    settings = Settings.read(stall_s=stall_s)
+    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    if mode == "direct" and budget is not None and budget < LEAST_BYTES:
+        raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
+    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
+    with contextlib.ExitStack() as stack:
+        member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
+        stack.callback(member.leave, 0.0)
+        made = Subscriber(
+            name,
+            target,
+            member,
+            mode=mode,
+            load=load,
+            strict=strict,
+            rank=rank,
+            world_size=world_size,
+            hooks=hooks or Hooks(),
+            serve=serve,
+            memory_bytes=budget,
+            stall_s=settings.stall_s,
+        )
+        stack.pop_all()
+    return made

@@ -1,0 +1,140 @@
+"""What a subscriber was given to fill, as rows; and the memory it is received in.
+
+In: a module with or without a loader, or tensors by name; the checkpoint's table. Out: `Wanted`, and a `Landing`.
+Not here: recording (`record`), rows of records (`want`), receiving (`receive`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import torch
+
+from penstock.errors import BudgetTooSmall, PlanError
+from penstock.fleet.line import tabulate
+from penstock.fleet.sync_messages import TableReply
+from penstock.plan.layout import Layout
+from penstock.plan.match import MAX_LISTED
+from penstock.plan.sync import Part
+from penstock.sync.declare import Declarable, declared, layout_of, regions_of
+from penstock.sync.held import Held
+from penstock.sync.layout import Load, Recording
+from penstock.sync.record import record
+from penstock.sync.regions import Regions
+from penstock.sync.shadow import Shadow
+from penstock.sync.want import Wanted, wanted
+from penstock.transport.choose import Links
+from penstock.types import DType, TensorTable
+
+Target = torch.nn.Module | Mapping[str, Declarable]
+"""A module whose loader is recorded, or tensors by the checkpoint's names."""
+
+
+def table_of(told: TableReply) -> TensorTable:
+    """The checkpoint as the publishers say it."""
+    return tabulate(told.names, [DType(dtype) for dtype in told.dtypes], told.shapes)
+
+
+def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: bool) -> Wanted:
+    """What the target wants of the checkpoint.
+
+    Raises:
+        PlanError: names, dtypes or shapes do not fit; see `record` and `wanted`. With `strict`, a module has parameters
+            that no tensor of the checkpoint fills; lists them.
+    """
+    if isinstance(target, torch.nn.Module):
+        device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
+        recording = record(target, table, load=load, device=device)
+        if strict:
+            _check(recording, target)
+        return wanted(target, recording, table, load=load)
+    rows = declared(target)
+    return Wanted(
+        rows=rows,
+        num_live=len(rows),
+        scratch_bytes=0,
+        unrecorded={},
+        unfilled={},
+        _steps={},
+        _last=(),
+        _constants=(),
+        _whole={},
+        _load=lambda weights: None,
+        _live=(),
+    )
+
+
+def _check(recording: Recording, model: torch.nn.Module) -> None:
+    """PlanError where parameters are filled by nothing that is published."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    lacking = [name for name in recording.unfilled if name in params]
+    if not lacking or recording.unrecorded:
+        return  # what passes through the loader may fill them
+    lines = [f"{name}: {recording.unfilled[name]} of {params[name].numel()} elements" for name in lacking]
+    lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
+    unused = ", ".join(recording.unused[:5])
+    hint = f"published and not used: {unused}" if unused else "give strict=False if they are not to be published"
+    raise PlanError("the publishers fill not all parameters:\n  " + "\n  ".join(lines), hint=hint)
+
+
+class Landing:
+    """The memory that versions are received in: the target's own, and in staged mode a shadow beside it.
+
+    Attributes:
+        wanted: rows, and what is done to what arrived.
+        held: the target's memory, as others may read it once it has a version.
+        layout, digest: what the planner is told.
+        into: what is read into.
+
+    Args:
+        made: what is wanted.
+        member: this process life's id.
+        links: its transports.
+        staged: whether to receive beside the target.
+        memory_bytes: bound of the memory beside it; None: as much as it takes.
+
+    Raises:
+        BudgetTooSmall: the memory beside the target is more than `memory_bytes`.
+        DeviceOutOfMemory, DestinationError: there is no room for it. ConfigError: no transport reaches the memory.
+    """
+
+    def __init__(self, made: Wanted, member: str, links: Links, *, staged: bool, memory_bytes: int | None) -> None:
+        memories = regions_of(made.rows)
+        needed = sum(memory.nbytes for memory in memories)
+        if staged and memory_bytes is not None and needed > memory_bytes:
+            raise BudgetTooSmall(f"a version is staged in {needed} bytes", minimum_bytes=needed)
+        self.wanted = made
+        self.layout: Layout = layout_of(made.rows, member, secrets.token_hex(8), memories)
+        self.digest = self.layout.digest()
+        self.held = Held(self.layout, memories, links)
+        self._shadow: Shadow | None = None
+        try:
+            if staged:
+                self._shadow = Shadow(memories, links)
+        except BaseException:
+            self.held.close()
+            raise
+
+    @property
+    def into(self) -> Regions:
+        """What is read into."""
+        return self.held.regions if self._shadow is None else self._shadow.regions
+
+    def flip(self, part: Part, *, stall_s: float) -> None:
+        """Staged: what was read becomes the target's."""
+        if self._shadow is not None:
+            self._shadow.flip(part, stall_s=stall_s)
+
+    def install(self) -> None:
+        """What is left to do once all bytes are in the target's memory and scratch."""
+        self.wanted.install()
+        self.wanted.finish()
+        for device in {memory.device for memory in self.held.regions.memories} - {"cpu"}:
+            torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """End the registrations; the memory beside is freed. Idempotent."""
+        self.held.close()
+        if self._shadow is not None:
+            self._shadow.close()
