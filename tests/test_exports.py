@@ -9,7 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber"]
+VERBS += ["publisher", "subscriber", "convert"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -22,7 +22,7 @@ VALUES = [
     "Report",
     "TensorStream",
 ]
-VALUES += ["Keeper", "Verification", "Weights"]
+VALUES += ["ConvertReport", "Keeper", "Verification", "Weights"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name

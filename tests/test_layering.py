@@ -33,6 +33,8 @@ SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
 SAME_FLOOR |= {("integrations", "compat")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.
 SAME_FLOOR |= {("transport", "memory")}
+# Tensors over bytes: the two journeys on the engine share them.
+SAME_FLOOR |= {("jobs", "loader")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (
@@ -83,6 +85,7 @@ BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
         ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
+        ("jobs/worker.py", "_run"),  # an operation, perhaps a user's function; raised again as OperationFailed
         ("storage/exchange.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }
 )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.fleet.join import Fleet, join
     from penstock.fleet.keeper import Keeper
     from penstock.fleet.report import FetchReport
+    from penstock.jobs.convert import ConvertReport, convert
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import Report
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "AttachReport": "fleet.attach",
     "Attached": "fleet.attach",
+    "ConvertReport": "jobs.convert",
     "FetchReport": "fleet.report",
     "Fleet": "fleet.join",
     "Hooks": "sync.receive",
@@ -41,6 +43,7 @@ _ROOMS = {
     "Verification": "loader.verify",
     "Weights": "loader.load",
     "attach": "fleet.attach",
+    "convert": "jobs.convert",
     "inspect": "loader.verify",
     "join": "fleet.join",
     "load": "loader.load",
@@ -56,6 +59,7 @@ _ROOMS = {
 __all__ = [
     "AttachReport",
     "Attached",
+    "ConvertReport",
     "FetchReport",
     "Fleet",
     "Hooks",
@@ -71,6 +75,7 @@ __all__ = [
     "Verification",
     "Weights",
     "attach",
+    "convert",
     "inspect",
     "join",
     "load",

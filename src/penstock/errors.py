@@ -14,6 +14,7 @@ PenstockError
     BudgetTooSmall                     `minimum_bytes` is the least that would do
   DestinationError        destination
     DeviceOutOfMemory  DiskFull
+  OperationFailed         config       an operation raised, or gave other tensors than it said
   PeerLost                source       another rank or process failed or fell silent
   Cancelled               config       the caller cancelled, or abandoned an iterator
 """
@@ -76,6 +77,10 @@ class ConfigError(PenstockError):
 
 class MissingExtra(ConfigError):
     """A feature needs an optional package; the hint names the extra to install."""
+
+
+class OperationFailed(PenstockError):
+    """An operation of a conversion (a user's function, perhaps) raised, hung, or gave other tensors than it said."""
 
 
 class Cancelled(PenstockError):

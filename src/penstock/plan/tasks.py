@@ -57,6 +57,20 @@ class Input:
     box: Box
     at: int | None = 0
 
+    def read_rows(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows of the tensor that are read for these rows of the recipe, in their full width."""
+        box = self.taken(start, stop)
+        return (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
+
+    def read_nbytes(self, start: int, stop: int) -> int:
+        """Bytes of these."""
+        first, last = self.read_rows(start, stop)
+        return self.offset_of(last) - self.offset_of(first)
+
+    def offset_of(self, row: int) -> int:
+        """Bytes before a row of the tensor."""
+        return row * math.prod(self.spec.shape[1:]) * self.spec.dtype.bits // 8
+
     def taken(self, start: int, stop: int) -> Box | None:
         """The box that these rows of the recipe need; None: nothing of it."""
         if self.at is None or not self.box.start:
@@ -72,7 +86,8 @@ class Input:
 class Output:
     """What a recipe gives: rows `[a, b)` of it are rows `[a / per, b / per)`, rounded outwards, of this tensor.
 
-    `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full.
+    `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full. 0: all of it,
+    of a recipe that is not cut.
     """
 
     spec: Spec
@@ -80,6 +95,8 @@ class Output:
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """Rows of the tensor that these rows of the recipe give."""
+        if not self.per:
+            return 0, (self.spec.shape or (1,))[0]
         return start // self.per, -(-stop // self.per)
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
@@ -103,13 +120,9 @@ class Recipe:
     align: int = 1
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes that these rows take of all inputs, and give."""
-        taken = 0
-        for one in self.inputs:
-            if (box := one.taken(start, stop)) is not None:
-                taken += -(-box.num_elements * one.spec.dtype.bits // 8)
+        """Bytes that are read for these rows, and that they give."""
         given = (out.byte_range(start, stop) for out in self.outputs)
-        return taken, sum(last - first for first, last in given)
+        return sum(one.read_nbytes(start, stop) for one in self.inputs), sum(last - first for first, last in given)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -104,7 +104,7 @@ class OutputSet:
         """
         is_new = not self.directory.exists()
         try:
-            with _typed(self.directory):
+            with typed(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 for name, header, nbytes in zip(self.names, self._headers, self.file_nbytes, strict=True):
                     fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -121,14 +121,14 @@ class OutputSet:
 
     def open(self) -> None:
         """Open the files, which `create` made, here or in another process."""
-        with _typed(self.directory):
+        with typed(self.directory):
             for name in self.names:
                 self._fds.append(os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC))
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes, `offset` counting from the file's first body. Any thread. DiskFull, DestinationError."""
         at = self.data_offset[file] + offset
-        with _typed(self.directory / self.names[file]):
+        with typed(self.directory / self.names[file]):
             while data.nbytes:
                 done = os.pwrite(self._fds[file], data, at)
                 at, data = at + done, data[done:]
@@ -136,7 +136,7 @@ class OutputSet:
     def read(self, file: int, offset: int, into: memoryview) -> None:
         """Read bytes back, `offset` as in `write`. DestinationError where they are not there."""
         at = self.data_offset[file] + offset
-        with _typed(self.directory / self.names[file]):
+        with typed(self.directory / self.names[file]):
             while into.nbytes:
                 done = os.preadv(self._fds[file], [into], at)
                 if not done:
@@ -154,7 +154,7 @@ class OutputSet:
 
     def sync(self) -> None:
         """Have the files' bytes on the disk."""
-        with _typed(self.directory):
+        with typed(self.directory):
             for fd in self._fds:
                 os.fsync(fd)
 
@@ -165,7 +165,7 @@ class OutputSet:
             ConfigError: something is at `into`. DiskFull, DestinationError: nothing appeared.
         """
         self.sync()
-        with _typed(self.directory):
+        with typed(self.directory):
             for name, data in {**self.index(), **small}.items():
                 fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
                 with os.fdopen(fd, "wb") as file:
@@ -174,7 +174,7 @@ class OutputSet:
                     os.fsync(fd)
             _sync_directory(self.directory)
         require_free(into)
-        with _typed(into):
+        with typed(into):
             os.rename(self.directory, into)
             _sync_directory(into.parent)
 
@@ -209,7 +209,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _typed(path: Path) -> Iterator[None]:
+def typed(path: Path) -> Iterator[None]:
     """The house's error for an OSError of the file system that is written to."""
     try:
         yield
@@ -225,7 +225,7 @@ def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
 
 def _replace(path: Path, parts: Sequence[memoryview]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with _typed(path):
+    with typed(path):
         try:
             with open(partial, "wb") as file:
                 file.writelines(parts)

@@ -1,0 +1,119 @@
+"""A job: all of a conversion that is decided before it begins. The same words give the same job in every process.
+
+In: an operation and the tables of its sources. Out: a `Job`: recipes, files, tasks, and the key they are known by.
+Not here: running it (`worker`, `run`), what was done of it (`journal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from blake3 import blake3
+
+from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
+from penstock.errors import BudgetTooSmall
+from penstock.jobs.operation import Operation
+from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out
+from penstock.types import GB, Manifest
+
+SHARD_BYTES = 5 * GB
+"""Of a file of the output. Source: transformers' `max_shard_size` default until 4.x, which every hub is used to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Bytes of the output that one task writes: `[start, stop)` of a tensor."""
+
+    row: int
+    """Of the output's table."""
+    start: int
+    stop: int
+
+    def pieces(self, leaf_bytes: int) -> list[tuple[int, int]]:
+        """Cut at the tensor's leaves: what is digested, each for itself."""
+        cuts = [self.start, *range((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes), self.stop]
+        return [(a, b) for a, b in pairwise(cuts) if a < b]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Job:
+    """See the module."""
+
+    operation: Operation
+    recipes: tuple[Recipe, ...]
+    files: OutputFiles
+    tasks: Tasks
+    leaf_bytes: int
+    key: str
+    """32 hex digits: of the operation, the sources' revisions, and all that decides the output's bytes."""
+    row_of: dict[str, int]
+    """Row of the output's table by name."""
+
+    def written(self, task: int) -> Iterator[Written]:
+        """What a task writes, output after output."""
+        for index, start, stop in self.tasks.entries(task):
+            for out in self.recipes[index].outputs:
+                first, last = out.byte_range(start, stop)
+                yield Written(row=self.row_of[out.spec.name], start=first, stop=last)
+
+    def num_pieces(self, task: int) -> int:
+        """Digests that a task reports."""
+        return sum(len(one.pieces(self.leaf_bytes)) for one in self.written(task))
+
+    def check_budget(self, memory_bytes: int, what: str) -> None:
+        """BudgetTooSmall where the largest task needs more than `memory_bytes`."""
+        if not len(self.tasks):
+            return
+        largest = int(self.tasks.cost.argmax())
+        need = int(self.tasks.cost[largest])
+        if need > memory_bytes:
+            recipe = self.recipes[next(self.tasks.entries(largest))[0]]
+            raise BudgetTooSmall(
+                f"{what}: memory_bytes={memory_bytes}, but {recipe.outputs[0].spec.name!r} takes {need} bytes at once",
+                minimum_bytes=need,
+            )
+
+
+def plan_job(
+    operation: Operation,
+    sources: Sequence[Manifest],
+    *,
+    task_bytes: int = TASK_BYTES,
+    shard_bytes: int = SHARD_BYTES,
+    leaf_bytes: int = LEAF_BYTES,
+) -> Job:
+    """Decide all of a conversion.
+
+    Args:
+        operation: what is done.
+        sources: manifests of its sources, in its order.
+        task_bytes: see `plan.tasks.cut`.
+        shard_bytes: files of at most so many bytes.
+        leaf_bytes: of the output's digests.
+
+    Raises:
+        PlanError: see `Operation.recipes`.
+    """
+    recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
+    specs = [out.spec for recipe in recipes for out in recipe.outputs]
+    files = lay_out(specs, shard_bytes=shard_bytes)
+    told = [operation.name, str(task_bytes), str(shard_bytes), str(leaf_bytes)]
+    for manifest in sources:
+        told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
+    digest = blake3(b"penstock job 1\0")
+    for word in told:
+        digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
+    digest.update(canonical(files.table, name_order(files.table)))
+    digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
+    return Job(
+        operation=operation,
+        recipes=recipes,
+        files=files,
+        tasks=cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes),
+        leaf_bytes=leaf_bytes,
+        key=digest.hexdigest(length=16),
+        row_of={name: row for row, name in enumerate(files.table.names)},
+    )

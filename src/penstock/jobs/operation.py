@@ -1,0 +1,240 @@
+"""Operations: what a conversion does to tensors. The protocol, copying and renaming, and one operation after another.
+
+In: the sources' tensors, without bytes. Out: recipes (what is made of what); then, for rows of one, its tensors.
+Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.tasks`).
+
+    recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from penstock.errors import ConfigError, PlanError
+from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
+from penstock.types import Box, TensorTable
+
+
+class Operation(Protocol):
+    """What is done. Immutable, and made anew in every worker from the same words (`penstock.jobs.words`)."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports, with what it was told; part of the job's key."""
+        ...
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """What is made of what, in the order in which the inputs lie in storage.
+
+        Raises:
+            PlanError: the sources do not fit each other or the operation.
+        """
+        ...
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """Make rows `[start, stop)` of a recipe's outputs.
+
+        Args:
+            recipe: one of `recipes`.
+            start, stop: rows of it.
+            inputs: what `Input.taken` says of each, contiguous, on one device; None: nothing of it. Not to be kept.
+
+        Returns:
+            One tensor for each output, of the rows it gives, on the same device; the same bits however rows are cut.
+        """
+        ...
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint's `config.json` as it is to be afterwards."""
+        ...
+
+
+def specs_of(table: TensorTable) -> list[Spec]:
+    """A table's tensors, in file order."""
+    rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
+    return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
+
+
+def whole(source: int, spec: Spec) -> Input:
+    """All rows of a tensor, each for the same row of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape))
+
+
+def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
+    """A tensor copied, perhaps under another name."""
+    made = spec if name is None else replace(spec, name=name)
+    # Rows of packed elements may end within a byte: such a tensor is not cut.
+    row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
+    align = 0 if not spec.shape or row_bits % 8 else 1
+    return Recipe(
+        outputs=(Output(spec=made),),
+        inputs=(whole(source, spec),),
+        num_rows=spec.shape[0] if spec.shape else 1,
+        align=align,
+    )
+
+
+def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
+    """The only source. PlanError where there are several."""
+    if len(sources) != 1:
+        raise PlanError(f"{operation} takes one source, not {len(sources)}")
+    return sources[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tensors as they are: into shards of another size, into one file, out of one store into another."""
+
+    name = "copy"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        return [as_it_is(0, spec) for spec in specs_of(one(sources, self.name))]
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        return [tensor for tensor in inputs if tensor is not None]
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Copy):
+    """Tensors under other names; those renamed to nothing are left out.
+
+    Args:
+        rules: (pattern, replacement) as of `re.sub`; the first whose pattern is found anywhere in a name counts.
+    """
+
+    rules: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        for pattern, _ in self.rules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is not a pattern: {error}") from error
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """See `Operation.name`."""
+        return f"rename({', '.join(f'{a}={b}' for a, b in self.rules)})"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        found = []
+        for spec in specs_of(one(sources, "rename")):
+            name = spec.name
+            for pattern, replacement in self.rules:
+                if re.search(pattern, name):
+                    name = re.sub(pattern, replacement, name)
+                    break
+            if name:
+                found.append(as_it_is(0, spec, name))
+        return found
+
+
+class Chain:
+    """One operation on what another gives, in one reading and one writing.
+
+    What the second makes of several recipes of the first, or otherwise than row by row, is one recipe that is not cut.
+    """
+
+    def __init__(self, first: Operation, second: Operation) -> None:
+        self.first, self.second = first, second
+        self._parts: dict[str, tuple[list[Recipe], list[Recipe]]] = {}
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return f"{self.first.name}, {self.second.name}"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        firsts = list(self.first.recipes(sources))
+        between = lay_out([out.spec for recipe in firsts for out in recipe.outputs], shard_bytes=1 << 62).table
+        seconds = list(self.second.recipes([between]))
+        maker = {out.spec.name: i for i, recipe in enumerate(firsts) for out in recipe.outputs}
+        group = list(range(len(firsts)))
+
+        def root(i: int) -> int:
+            while group[i] != i:
+                i = group[i]
+            return i
+
+        for recipe in seconds:
+            makers = [root(maker[given.spec.name]) for given in recipe.inputs]
+            for other in makers:
+                group[root(other)] = min(makers)
+        parts: dict[int, tuple[list[Recipe], list[Recipe]]] = {}
+        for recipe in seconds:
+            at = root(maker[recipe.inputs[0].spec.name])
+            parts.setdefault(at, ([], []))[1].append(recipe)
+        for i, recipe in enumerate(firsts):
+            if root(i) in parts:
+                parts[root(i)][0].append(recipe)
+        made = [_joined(*both) for _, both in sorted(parts.items())]
+        self._parts = {made[i].outputs[0].spec.name: parts[at] for i, at in enumerate(sorted(parts))}
+        return made
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        firsts, seconds = self._parts[recipe.outputs[0].spec.name]
+        left, between = iter(inputs), dict[str, torch.Tensor]()
+        for part in firsts:
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            found = self.first.run(part, *rows, [next(left) for _ in part.inputs])
+            between |= {out.spec.name: tensor for out, tensor in zip(part.outputs, found, strict=True)}
+        made: list[torch.Tensor] = []
+        for part in seconds:
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            made += self.second.run(part, *rows, [_cut(between[given.spec.name], given) for given in part.inputs])
+        return made
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return self.second.config(self.first.config(config))
+
+
+def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
+    """A group of recipes and those of what they give, as one."""
+    rows = firsts[0].num_rows
+    row_by_row = len(firsts) == 1 and firsts[0].align > 0
+    for recipe in seconds:
+        row_by_row &= recipe.num_rows == rows and recipe.align > 0
+        for given in recipe.inputs:
+            row_by_row &= given.at == 0 and given.box == Box.full(given.spec.shape)
+    if row_by_row:
+        row_by_row = all(out.per == 1 for out in firsts[0].outputs)
+    outputs = tuple(out for recipe in seconds for out in recipe.outputs)
+    inputs = tuple(given for recipe in firsts for given in recipe.inputs)
+    if row_by_row:
+        align = math.lcm(firsts[0].align, *(recipe.align for recipe in seconds))
+        return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align)
+    return Recipe(
+        outputs=tuple(replace(out, per=0) for out in outputs),
+        inputs=tuple(replace(given, at=None) for given in inputs),
+        num_rows=1,
+        align=0,
+    )
+
+
+def _cut(tensor: torch.Tensor, given: Input) -> torch.Tensor:
+    """A whole tensor as an input of the second operation; row by row it is the rows already."""
+    if given.box == Box.full(given.spec.shape):
+        return tensor
+    return tensor[tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()

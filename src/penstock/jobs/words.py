@@ -1,0 +1,52 @@
+"""Operations in words, so that every process makes the same ones: `{"op": "cast", "to": "BF16"}`.
+
+In: words, from a command line, a call or a message. Out: an `Operation`.
+Not here: the operations themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.jobs.operation import Chain, Copy, Operation, Rename
+
+Word = Mapping[str, object]
+
+_MADE_BY: Mapping[str, str] = {}
+"""Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
+
+
+def operation_of(words: Sequence[Word]) -> Operation:
+    """The operations, one after the other; none: a copy.
+
+    Raises:
+        ConfigError: an unknown operation, or words that are not its own.
+    """
+    found: Operation | None = None
+    for word in words:
+        made = _make(dict(word))
+        found = made if found is None else Chain(found, made)
+    return Copy() if found is None else found
+
+
+def _make(word: dict[str, Any]) -> Operation:
+    name = word.pop("op", None)
+    makers: dict[str, Callable[..., Operation]] = {"copy": Copy, "rename": _rename}
+    if name in _MADE_BY:
+        module, _, attribute = _MADE_BY[name].partition(":")
+        makers[name] = getattr(importlib.import_module(module), attribute)
+    if name not in makers:
+        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {', '.join(sorted({*makers, *_MADE_BY}))}")
+    try:
+        inspect.signature(makers[name]).bind(**word)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    return makers[name](**word)
+
+
+def _rename(rules: Sequence[Sequence[str]]) -> Operation:
+    return Rename(tuple((pattern, replacement) for pattern, replacement in rules))

@@ -1,0 +1,189 @@
+"""Convert with real workers: what the format reads, bit for bit, whatever workers die, hang or are resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock
+from penstock.errors import BudgetTooSmall, ConfigError, SourceChanged
+from penstock.jobs.convert import convert
+from penstock.jobs.run import LocalCrew
+from penstock.testing.checkpoints import write_llama
+
+RULES = [{"op": "rename", "rules": [[r"^model\.", "m."]]}]
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("convert") / "source"
+    write_llama(directory, total_bytes=24_000_000)
+    (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The output's files, by one worker."""
+    into = tmp_path_factory.mktemp("expected") / "out"
+    report = convert(source, into, operations=RULES, devices="cpu", workers=1, task_bytes="1M", shard_bytes=10_000_000)
+    assert report.num_tasks > 20 and report.num_resumed == 0
+    return files(into)
+
+
+def run(source: Path, into: Path, **more):
+    return convert(source, into, operations=RULES, devices="cpu", task_bytes="1M", shard_bytes=10_000_000, **more)
+
+
+def test_what_comes_out_is_what_went_in_by_other_names(source, expected, tmp_path):
+    into = tmp_path / "out"
+    report = run(source, into, workers=2)
+    before, after = read(source), read(into)
+    assert after.keys() == {name.replace("model.", "m.", 1) if name.startswith("model.") else name for name in before}
+    for name, tensor in before.items():
+        renamed = "m." + name.removeprefix("model.") if name.startswith("model.") else name
+        assert raw(after[renamed]) == raw(tensor), name
+    assert files(into) == expected
+    checked = penstock.verify(into)
+    assert checked.verified and checked.revision == report.revision
+    assert (into / "tokenizer.json").read_text() == "{}"
+    assert msgspec.json.decode((into / "config.json").read_bytes()) == {"architectures": ["LlamaForCausalLM"]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert report.peak_bytes <= 512 << 20
+
+
+class Hostile(LocalCrew):
+    """Workers that something happens to, once they have begun: a signal for each of the first few."""
+
+    def __init__(self, signals: list[int]) -> None:
+        super().__init__()
+        self.signals, self.sent = signals, 0
+
+    def strike(self, done: int, total: int) -> None:
+        if self.sent < len(self.signals) and done >= 2 + 3 * self.sent:
+            alive = [process for process in self._processes.values() if process.poll() is None]
+            if len(alive) > 1 or self.signals[self.sent] == signal.SIGKILL:
+                os.kill(alive[0].pid, self.signals[self.sent])
+                self.sent += 1
+
+
+def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
+    crew = Hostile([signal.SIGKILL, signal.SIGKILL])
+    report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
+    assert crew.sent == 2
+    assert files(tmp_path / "out") == expected
+    assert sum("gone" in one.end for one in report.workers) >= 1
+
+
+def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STALL_S", "5")
+    crew = Hostile([signal.SIGSTOP])
+    run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
+    assert crew.sent == 1
+    assert files(tmp_path / "out") == expected
+
+
+PROGRAM = """
+import sys
+from penstock.jobs.convert import convert
+def said(done, total):
+    print(done, flush=True)
+convert(sys.argv[1], sys.argv[2], operations=[{"op": "rename", "rules": [["^model[.]", "m."]]}], devices="cpu",
+        workers=1, task_bytes="1M", shard_bytes=10_000_000, on_progress=said)
+"""
+
+
+def test_a_job_that_was_killed_goes_on_where_it_was(source, tmp_path):
+    into = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(source), str(into)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) >= 6:
+            break
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert not into.exists()
+    growing = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(growing) == 1
+    # One of the tasks it had done is damaged meanwhile: its bytes are read back, so it is done again.
+    with open(next(growing[0].glob("*00001*.safetensors")), "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"damage")
+    time.sleep(0.5)  # its worker notices that nobody is there
+    report = convert(
+        source,
+        into,
+        operations=[{"op": "rename", "rules": [["^model[.]", "m."]]}],
+        devices="cpu",
+        workers=1,
+        task_bytes="1M",
+        shard_bytes=10_000_000,
+    )
+    assert 4 <= report.num_resumed < report.num_tasks
+    assert penstock.verify(into).verified
+    before, after = read(source), read(into)
+    assert all(raw(after[name.replace("model.", "m.", 1)]) == raw(tensor) for name, tensor in before.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_source_that_changes_meanwhile_ends_it(source, tmp_path):
+    copy = tmp_path / "source"
+    write_llama(copy, total_bytes=24_000_000)
+    path = next(copy.glob("*.safetensors"))
+
+    def touch(done: int, total: int) -> None:
+        if done == 3:
+            with open(path, "r+b") as file:
+                file.seek(-10, os.SEEK_END)
+                file.write(b"changed")
+
+    with pytest.raises(SourceChanged) as caught:
+        run(copy, tmp_path / "out", workers=1, on_progress=touch)
+    assert not caught.value.mutated
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_not_overwritten(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="already"):
+        run(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_a_budget_too_small_for_the_largest_task_says_what_would_do(source, tmp_path):
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(source, tmp_path / "out", memory_bytes="100K")
+    report = run(source, tmp_path / "out", workers=1, memory_bytes=caught.value.minimum_bytes)
+    assert report.peak_bytes <= caught.value.minimum_bytes

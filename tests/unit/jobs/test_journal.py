@@ -1,0 +1,65 @@
+"""The journal: what was done is done again only where a line was cut short; another job's is not touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.errors import DestinationError
+from penstock.jobs.journal import Journal
+
+
+def digests(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+def test_what_was_added_is_there_again(tmp_path):
+    first = Journal(tmp_path / "j", "k" * 32)
+    first.add(3, digests(1, 2**64 - 1))
+    first.add(0, digests())
+    first.close()
+    again = Journal(tmp_path / "j", "k" * 32)
+    assert {task: found.tolist() for task, found in again.done.items()} == {3: [1, 2**64 - 1], 0: []}
+    again.close()
+
+
+def test_a_line_that_was_cut_short_is_as_if_it_had_not_been(tmp_path):
+    journal = Journal(tmp_path / "j", "k")
+    journal.add(1, digests(5))
+    journal.add(2, digests(6))
+    journal.close()
+    raw = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(raw[:-4])
+    again = Journal(tmp_path / "j", "k")
+    assert list(again.done) == [1]
+    again.add(2, digests(6))
+    again.close()
+    assert list(Journal(tmp_path / "j", "k").done) == [1, 2]
+
+
+def test_another_jobs_journal_is_refused_and_stays(tmp_path):
+    Journal(tmp_path / "j", "one").close()
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(DestinationError, match="another job"):
+        Journal(tmp_path / "j", "two")
+    assert (tmp_path / "j").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}\n", b"nonsense\n", b'{"task": 1, "digests": "xyz"}\n', b'{"task": 1, "digests": "00"}\n']
+)
+def test_nonsense_in_it_is_said(tmp_path, line):
+    Journal(tmp_path / "j", "k").close()
+    with open(tmp_path / "j", "ab") as file:
+        file.write(line)
+    with pytest.raises(DestinationError, match="cannot be read"):
+        Journal(tmp_path / "j", "k")
+
+
+def test_what_did_not_last_is_forgotten_for_good(tmp_path):
+    journal = Journal(tmp_path / "j", "k")
+    for task in range(4):
+        journal.add(task, digests(task))
+    journal.forget({1: None, 3: None})
+    journal.close()
+    assert list(Journal(tmp_path / "j", "k").done) == [0, 2]
