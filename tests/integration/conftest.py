@@ -21,6 +21,7 @@ from penstock.fleet.local import find_hub
 from penstock.fleet.messages import HoldingState
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
+from penstock.testing.sync import SyncTask, SyncWorker
 from penstock.testing.zygote import Zygote
 from penstock.types import MIB
 
@@ -73,6 +74,21 @@ class Host:
         constants = {**SMALL, **(constants or {})}
         task["environ"] = {**self.environ, **task.get("environ", {})}
         return self._stack.enter_context(Worker(Task(constants=constants, **task), self._zygote))
+
+    def start_rank(self, side: str, **task: Any) -> SyncWorker:
+        """A rank of a sync, its memory in arenas, so that `shm` reaches it."""
+        options = {"arena": True, **task.pop("options", {})}
+        environ = {**self.environ, **task.pop("environ", {})}
+        return self._stack.enter_context(
+            SyncWorker(SyncTask(side=side, options=options, environ=environ, **task), self._zygote)
+        )
+
+    def start_ranks(self, side: str, world_size: int, **task: Any) -> list[SyncWorker]:
+        """All ranks of a side, once they take part."""
+        found = [self.start_rank(side, rank=rank, world_size=world_size, **task) for rank in range(world_size)]
+        for one in found:
+            one.say_until("joined")
+        return found
 
     def start_at_once(self, count: int, **task: Any) -> list[Worker]:
         """Several that begin together."""

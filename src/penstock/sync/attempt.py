@@ -37,6 +37,7 @@ from penstock.sync.roster import Roster
 from penstock.sync.source import SourceFailed, open_links
 from penstock.sync.take import WATERMARK_BYTES, Take
 from penstock.sync.target import Landing, Target, table_of, wanted_of
+from penstock.sync.want import Wanted
 
 TRIES = 8
 """Attempts at one update: each is without a source more, or for a newer version."""
@@ -80,6 +81,7 @@ class Attempts:
         roster: who takes part.
         target, load, strict: see `subscriber`.
         staged: whether to receive beside the target.
+        serve: whether others are to read it between updates.
         memory_bytes: see `subscriber`.
         stall_s: deadline by progress.
     """
@@ -92,11 +94,12 @@ class Attempts:
         load: Load | None,
         strict: bool,
         staged: bool,
+        serve: bool,
         memory_bytes: int | None,
         stall_s: float,
     ) -> None:
         self._roster, self._target, self._load, self._strict = roster, target, load, strict
-        self._is_staged, self._memory_bytes, self._stall_s = staged, memory_bytes, stall_s
+        self._serve, self._is_staged, self._memory_bytes, self._stall_s = serve, staged, memory_bytes, stall_s
         self._landing: Landing | None = None
         self._table = self._run = ""
         self._take: Take | None = None
@@ -106,6 +109,11 @@ class Attempts:
     def held(self) -> Held | None:
         """The target's memory, once it is known what is wanted."""
         return None if self._landing is None else self._landing.held
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What is taken of the checkpoint, once that is known."""
+        return None if self._landing is None else self._landing.wanted
 
     @property
     def layout(self) -> Layout | None:
@@ -201,8 +209,9 @@ class Attempts:
                 self._landing = None
             made = wanted_of(self._target, table, self._load, strict=self._strict)
             links, member = self._roster.member.links, self._roster.member.id
-            budget = self._memory_bytes
-            self._landing = Landing(made, member, links, staged=self._is_staged, memory_bytes=budget)
+            self._landing = Landing(
+                made, member, links, staged=self._is_staged, serve=self._serve, memory_bytes=self._memory_bytes
+            )
             self._take = None
         self._table, self._run = digest, planner.state.run
         return self._landing
@@ -316,7 +325,7 @@ class Attempts:
     def reopen(self, version: int) -> bool:
         """Let others read what we hold, if we hold a version."""
         held = self.held
-        if held is None or version < 0:
+        if held is None or version < 0 or not self._serve:
             return False
         if held.version is not None:
             held.fence()

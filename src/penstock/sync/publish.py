@@ -25,7 +25,6 @@ from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
 from penstock.fleet.sync_messages import Decision
-from penstock.memory.rehome import rehome
 from penstock.sync import group
 from penstock.sync.audience import Audience
 from penstock.sync.board import Board
@@ -36,6 +35,7 @@ from penstock.sync.planner import Planner
 from penstock.sync.replica import Replica
 from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.roster import Roster
+from penstock.sync.target import to_arenas
 from penstock.transport.protocol import Memory
 
 ASK_S = 1.0
@@ -288,7 +288,7 @@ def publisher(
     rank, world_size = _place(rank, world_size)
     settings = Settings.read(stall_s=stall_s)
     if arena:
-        rehome(params)  # type: ignore[arg-type]
+        to_arenas(params)
     rows = declared(params)
     memories = regions_of(rows)
     with contextlib.ExitStack() as stack:

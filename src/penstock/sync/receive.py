@@ -37,7 +37,8 @@ from penstock.sync.planner import Planner
 from penstock.sync.report import UpdateMode, UpdateReport, path_of
 from penstock.sync.roster import Roster
 from penstock.sync.take import LEAST_BYTES
-from penstock.sync.target import Target
+from penstock.sync.target import Target, to_arenas
+from penstock.sync.want import Wanted
 
 ASK_S = 1.0
 _PAUSE_S = 0.1
@@ -84,7 +85,7 @@ class Subscriber:
     ) -> None:
         self.name, self.mode, self.member = name, mode, member
         self.version, self.is_dirty = -1, False
-        self._rank, self._world_size, self._hooks, self._stall_s, self._serve = rank, world_size, hooks, stall_s, serve
+        self._rank, self._world_size, self._hooks, self._stall_s = rank, world_size, hooks, stall_s
         self._run = self._path = ""
         self._board, self._roster = Board(), Roster(member, name, stall_s)
         self._attempts = Attempts(
@@ -93,6 +94,7 @@ class Subscriber:
             load=load,
             strict=strict,
             staged=mode == "staged",
+            serve=serve,
             memory_bytes=memory_bytes,
             stall_s=stall_s,
         )
@@ -110,6 +112,11 @@ class Subscriber:
         member.door.rooms["sync"] = desk
         member.syncs.append(self._state)
         member.tell()
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What an update fills, and what it leaves; None: not known before the first."""
+        return self._attempts.wanted
 
     def _state(self) -> SyncState:
         is_open = self._board.now.is_open
@@ -266,7 +273,7 @@ class Subscriber:
         self.version, self._run, self.is_dirty = staged.version, staged.run, False
         self._path = path_of(staged.nbytes_by_path)
         self._call(self._hooks.at_commit, staged.version)
-        if self._serve and self._attempts.reopen(staged.version):
+        if self._attempts.reopen(staged.version):
             self._open_board()
         self.member.beat_now()
         self._call(self._hooks.after_resume, staged.version)
@@ -337,6 +344,7 @@ def subscriber(
     world_size: int = 1,
     hooks: Hooks | None = None,
     serve: bool = True,
+    arena: bool = False,
     listen: str | None = None,
     rack: str = "",
     transports: Sequence[str] | None = None,
@@ -349,7 +357,7 @@ def subscriber(
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each wanted as it is.
-        hub, token, listen, rack, transports, stall_s: see `publisher`.
+        hub, token, arena, listen, rack, transports, stall_s: see `publisher`.
         mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
             `direct`: received into the target itself while the engine is paused; takes no memory.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
@@ -369,6 +377,8 @@ def subscriber(
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
+    if arena:
+        to_arenas(target)
     client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
     with contextlib.ExitStack() as stack:
         member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)

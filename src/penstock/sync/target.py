@@ -10,14 +10,16 @@ import secrets
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.fleet.line import tabulate
 from penstock.fleet.sync_messages import TableReply
+from penstock.memory.rehome import rehome
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED
 from penstock.plan.sync import Part
-from penstock.sync.declare import Declarable, declared, layout_of, regions_of
+from penstock.sync.declare import Declarable, Shard, declared, layout_of, regions_of
 from penstock.sync.held import Held
 from penstock.sync.layout import Load, Recording
 from penstock.sync.record import record
@@ -78,12 +80,25 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     raise PlanError("the publishers fill not all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 
+def to_arenas(params: Target) -> None:
+    """Move what is declared into one arena a device; see `memory.rehome`."""
+    if isinstance(params, torch.nn.Module):
+        named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
+    else:
+        named = {}
+        for name, value in params.items():
+            parts = [value] if isinstance(value, torch.Tensor | Shard) else value
+            for number, part in enumerate(parts):
+                named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
+    rehome({name: one._local_tensor if isinstance(one, DTensor) else one for name, one in named.items()})
+
+
 class Landing:
     """The memory that versions are received in: the target's own, and in staged mode a shadow beside it.
 
     Attributes:
         wanted: rows, and what is done to what arrived.
-        held: the target's memory, as others may read it once it has a version.
+        held: the target's memory, as others may read it once it has a version; None: they may not.
         layout, digest: what the planner is told.
         into: what is read into.
 
@@ -92,6 +107,7 @@ class Landing:
         member: this process life's id.
         links: its transports.
         staged: whether to receive beside the target.
+        serve: whether others are to read the target between updates.
         memory_bytes: bound of the memory beside it; None: as much as it takes.
 
     Raises:
@@ -99,7 +115,9 @@ class Landing:
         DeviceOutOfMemory, DestinationError: there is no room for it. ConfigError: no transport reaches the memory.
     """
 
-    def __init__(self, made: Wanted, member: str, links: Links, *, staged: bool, memory_bytes: int | None) -> None:
+    def __init__(
+        self, made: Wanted, member: str, links: Links, *, staged: bool, serve: bool, memory_bytes: int | None
+    ) -> None:
         memories = regions_of(made.rows)
         needed = sum(memory.nbytes for memory in memories)
         if staged and memory_bytes is not None and needed > memory_bytes:
@@ -107,19 +125,23 @@ class Landing:
         self.wanted = made
         self.layout: Layout = layout_of(made.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
-        self.held = Held(self.layout, memories, links)
+        self._memories = memories
+        self.held = Held(self.layout, memories, links) if serve or not staged else None
         self._shadow: Shadow | None = None
         try:
             if staged:
                 self._shadow = Shadow(memories, links)
         except BaseException:
-            self.held.close()
+            self.close()
             raise
 
     @property
     def into(self) -> Regions:
         """What is read into."""
-        return self.held.regions if self._shadow is None else self._shadow.regions
+        if self._shadow is not None:
+            return self._shadow.regions
+        assert self.held is not None
+        return self.held.regions
 
     def flip(self, part: Part, *, stall_s: float) -> None:
         """Staged: what was read becomes the target's."""
@@ -130,11 +152,11 @@ class Landing:
         """What is left to do once all bytes are in the target's memory and scratch."""
         self.wanted.install()
         self.wanted.finish()
-        for device in {memory.device for memory in self.held.regions.memories} - {"cpu"}:
+        for device in {memory.device for memory in self._memories} - {"cpu"}:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """End the registrations; the memory beside is freed. Idempotent."""
-        self.held.close()
-        if self._shadow is not None:
-            self._shadow.close()
+        for one in (self.held, self._shadow):
+            if one is not None:
+                one.close()

@@ -67,11 +67,14 @@ class Worker:
         prefix: words before its command, of one that is not forked.
     """
 
-    def __init__(self, task: Task, zygote: Zygote | None = None, *, prefix: Sequence[str] = ()) -> None:
+    room = "penstock.testing.fleet"
+    """The module that has its `work`."""
+
+    def __init__(self, task: Any, zygote: Zygote | None = None, *, prefix: Sequence[str] = ()) -> None:
         self.task = task
         self.process: subprocess.Popen[bytes] | Forked
         if zygote is not None:
-            self.process = zygote.fork("penstock.testing.fleet:work", asdict(task), task.environ)
+            self.process = zygote.fork(f"{self.room}:work", asdict(task), task.environ)
         else:
             changed = ["env", *(f"{name}={value}" for name, value in task.environ.items())]
             command = [
@@ -80,7 +83,7 @@ class Worker:
                 sys.executable,
                 "-u",
                 "-m",
-                "penstock.testing.fleet",
+                self.room,
                 json.dumps(asdict(task)),
             ]
             self.process = subprocess.Popen(
@@ -155,7 +158,8 @@ class Worker:
                     pipe.close()
 
 
-def _say(word: str, **values: Any) -> None:
+def say(word: str, **values: Any) -> None:
+    """A line of output: a word, and values of JSON."""
     print(json.dumps({"say": word, **values}), flush=True)  # noqa: T201
 
 
@@ -209,14 +213,14 @@ def _work(task: Task) -> None:
     if task.is_held:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)
-        _say("ready")
+        say("ready")
         sys.stdin.readline()
     if task.alone:
         _load_alone(task)
         return
     begun = time.monotonic()
     with ps.join(task.model, hub=task.hub, **task.join) as fleet:
-        _say("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
+        say("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
         weights: dict[str, torch.Tensor] = {}
         if task.in_place:
             assert task.fallback is not None
@@ -224,7 +228,7 @@ def _work(task: Task) -> None:
         try:
             _fetch(fleet, task, weights)
         except PenstockError as error:
-            _say(
+            say(
                 "failed",
                 error=type(error).__name__,
                 message=str(error),
@@ -235,13 +239,13 @@ def _work(task: Task) -> None:
         if task.serve:
             threading.Thread(target=_obey, args=(fleet, weights), daemon=True).start()
             fleet.serve()
-    _say("left")
+    say("left")
 
 
 def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
     begun = time.monotonic()
     report = fleet.fetch(weights, fallback=task.fallback, device=task.device, wait_s=task.wait_s)
-    _say(
+    say(
         "fetched",
         seconds=time.monotonic() - begun,
         nbytes=report.nbytes,
@@ -255,8 +259,8 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
     )
     if task.corrupt_at >= 0:
         _corrupt(weights, task.corrupt_at)
-        _say("corrupted")
-    _say("digests", digests=digests(weights))
+        say("corrupted")
+    say("digests", digests=digests(weights))
 
 
 def _corrupt(weights: dict[str, Any], at: int) -> None:
@@ -278,8 +282,8 @@ def _load_alone(task: Task) -> None:
     for tensor in weights.values():
         if tensor.device.type == "cpu" and tensor.numel():
             int(tensor.view(-1).view(torch.uint8)[::4096].max())
-    _say("loaded", seconds=time.monotonic() - begun, nbytes=weights.report.nbytes)
-    _say("digests", digests=digests(weights))
+    say("loaded", seconds=time.monotonic() - begun, nbytes=weights.report.nbytes)
+    say("digests", digests=digests(weights))
 
 
 def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
@@ -290,7 +294,7 @@ def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
             fleet.fence()
         elif word == "corrupt":
             _corrupt(weights, int(number))
-        _say(f"done {word}", digests=digests(weights))
+        say(f"done {word}", digests=digests(weights))
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.001)  # it does not serve yet
     os.kill(os.getpid(), signal.SIGTERM)
@@ -315,7 +319,7 @@ def work(values: dict[str, Any]) -> int:
     except SystemExit as error:
         return int(str(error.code))
     except PenstockError as error:
-        _say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated, num_tensors=0)
+        say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated, num_tensors=0)
         return 3
     return 0
 
@@ -333,7 +337,7 @@ def hub(values: dict[str, Any]) -> int:
 
         store = RedisStore(values["redis"])
     directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])
-    run_hub(directory, values["listen"], ready=lambda url: _say("ready", url=url))
+    run_hub(directory, values["listen"], ready=lambda url: say("ready", url=url))
     return 0
 
 

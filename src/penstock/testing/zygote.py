@@ -45,10 +45,13 @@ IMPORTS = (
     "penstock.fleet.openapi",
     "penstock.fleet.store_redis",
     "penstock.fleet.unix_http",
+    "penstock.sync.publish",
+    "penstock.sync.receive",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.shm",
     "penstock.testing.fleet",
+    "penstock.testing.sync",
 )
 _MAX_MESSAGE_BYTES = 64 << 10
 _START_S = 60.0

@@ -1,0 +1,212 @@
+"""Ranks of a sync as processes of their own: publishers and subscribers of weights that a seed and a version say.
+
+In: a `SyncTask` a rank. Out: what each says of every publish and update, and whether the bits are the version's.
+Not here: what is asserted of them (tests), the process itself (`testing.fleet.Worker`).
+
+    rank = SyncWorker(SyncTask(side="publisher", rank=0, world_size=2));  rank.tell("publish 1")
+    rank.say_until("publish 1 done");  rank.process.kill()
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import PenstockError
+from penstock.testing.fleet import Worker, digests, say, set_constants
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.sync.declare import Shard
+    from penstock.sync.publish import Publisher
+    from penstock.sync.receive import Subscriber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTask:
+    """What a rank is. Its tensors, `layers.I.weight`, are [rows, columns]; `dim` is cut among the ranks of its side."""
+
+    side: str
+    name: str = "policy"
+    rank: int = 0
+    world_size: int = 1
+    hub: str | None = None
+    mode: str = ""
+    """Empty: the side's default."""
+    num_layers: int = 6
+    rows: int = 64
+    columns: int = 96
+    dim: int = 0
+    dtype: str = "bfloat16"
+    rename: str = ""
+    """Put before each name: what the other side does not know."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `publisher` or `subscriber`."""
+    environ: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    pause_s: float = 0.0
+    """Time that each digesting of strips takes on top, at a source and a receiver: a slow rank."""
+
+
+class SyncWorker(Worker):
+    """One rank's process. Lines of input: `publish V`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
+    `spoil` (change a byte of what is held, unannounced), `digests`."""
+
+    room = "penstock.testing.sync"
+
+    def send(self, line: str) -> None:
+        """Tell it a line; what it said of such a line before is forgotten."""
+        self.said.pop(f"{line} done", None)
+        self.tell(line)
+
+    def result(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """What it says of a line: with `error` and `message` where that failed."""
+        return self.say_until(f"{line} done", timeout_s=timeout_s)
+
+    def ask(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Both."""
+        self.send(line)
+        return self.result(line, timeout_s=timeout_s)
+
+
+def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
+    """The weights of a version, all of them."""
+    import torch
+
+    found = {}
+    for layer in range(task.num_layers):
+        chance = torch.Generator().manual_seed(1_000_003 * (version + 1) + layer)
+        values = torch.randn(task.rows, task.columns, generator=chance)
+        found[f"{task.rename}layers.{layer}.weight"] = values.to(getattr(torch, task.dtype))
+    return found
+
+
+def part_of(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank has of them: views."""
+    return {name: one.chunk(task.world_size, task.dim)[task.rank] for name, one in tensors.items()}
+
+
+def truth(task: SyncTask, version: int) -> str:
+    """The digest of what a subscriber has once it has a version."""
+    return digests({name: one.contiguous() for name, one in part_of(task, whole(task, version)).items()})
+
+
+def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard]:
+    import penstock as ps
+
+    found = {}
+    for name, one in part_of(task, tensors).items():
+        size = tensors[name].shape[task.dim]
+        first = task.rank * -(-size // task.world_size)
+        offset = tuple(first if dim == task.dim else 0 for dim in range(one.ndim))
+        found[name] = ps.Shard(tensor=one.clone(), global_shape=tuple(tensors[name].shape), offset=offset)
+    return found
+
+
+def _slow(pause_s: float) -> None:
+    """Have every digesting of strips take this long, on top, in this process."""
+    from penstock.sync import regions
+
+    digest = regions.Regions.digests
+
+    def slow(self: regions.Regions, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(pause_s)
+        return digest(self, *args, **kwargs)
+
+    vars(regions)["Regions"].digests = slow
+
+
+def _work(task: SyncTask) -> None:
+    import torch
+
+    import penstock as ps
+
+    torch.set_num_threads(1)
+    set_constants(task.constants)
+    if task.pause_s:
+        _slow(task.pause_s)
+    begin = -1 if task.side == "publisher" else -2
+    shards = _shards(task, whole(task, begin))
+    common: dict[str, Any] = {"hub": task.hub, "rank": task.rank, "world_size": task.world_size, **task.options}
+    if task.mode:
+        common["mode"] = task.mode
+    if task.side == "publisher":
+        with ps.publisher(task.name, shards, **common) as publisher:
+            say("joined", member=publisher.member.id, latest=publisher.latest)
+            _obey(lambda word, number: _publish(task, publisher, shards, word, number))
+    else:
+        with ps.subscriber(task.name, shards, **common) as subscriber:
+            say("joined", member=subscriber.member.id)
+            _obey(lambda word, number: _update(subscriber, shards, word, number))
+    say("left")
+
+
+def _obey(answer: Any) -> None:
+    """Lines of input, one after the other, until they end."""
+    for line in sys.stdin:
+        word, _, number = line.strip().partition(" ")
+        try:
+            found = answer(word, int(number) if number else None)
+        except PenstockError as error:
+            found = {"error": type(error).__name__, "message": str(error), "mutated": error.mutated}
+        say(f"{line.strip()} done", **found)
+
+
+def _publish(
+    task: SyncTask, publisher: Publisher, shards: dict[str, Shard], word: str, number: int | None
+) -> dict[str, Any]:
+    if word == "subscribers":
+        publisher.wait_subscribers(number or 0)
+        return {}
+    if word == "spoil":
+        next(iter(shards.values())).tensor.view(-1)[0] += 1
+        return {}
+    assert word == "publish" and number is not None
+    for name, one in part_of(task, whole(task, number)).items():
+        shards[name].tensor.copy_(one)
+    found = publisher.publish(number)
+    return {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
+
+
+def _update(subscriber: Subscriber, shards: dict[str, Shard], word: str, number: int | None) -> dict[str, Any]:
+    if word == "wait":
+        return {"version": subscriber.wait_version(number or 0, timeout_s=60.0)}
+    if word == "stage":
+        return {"version": subscriber.stage(number)} | _state(subscriber, shards)
+    if word == "digests":
+        return _state(subscriber, shards)
+    found = subscriber.commit() if word == "commit" else subscriber.update(number)
+    told = {
+        "nbytes": found.nbytes,
+        "sources": dict(found.sources),
+        "path": found.path,
+        "attempts": found.attempts,
+        "pause_s": found.pause_s,
+        "wall_s": found.wall_s,
+    }
+    return told | _state(subscriber, shards)
+
+
+def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
+    held = digests({name: one.tensor for name, one in shards.items()})
+    return {"version": subscriber.version, "is_dirty": subscriber.is_dirty, "digests": held}
+
+
+def work(values: dict[str, Any]) -> int:
+    """A rank's process, as far as it goes; its exit code."""
+    threading.current_thread().name = f"{values['side']}-{values.get('rank', 0)}"
+    try:
+        _work(SyncTask(**values))
+    except PenstockError as error:
+        say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(json.loads(sys.argv[1])))

@@ -1,0 +1,42 @@
+"""Versions go from publishers' processes to subscribers' processes, whole and bit for bit, in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.integration.conftest import Host
+
+from penstock.testing.sync import SyncWorker, truth
+
+
+def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
+    """Publish a version, have it everywhere: what the subscribers say, then the publishers."""
+    for one in publishers:
+        one.send(f"publish {version}")
+    for one in subscribers:
+        one.send(f"wait {version}")
+        one.send("update")
+    said = [one.result("update") for one in subscribers]
+    return said + [one.result(f"publish {version}") for one in publishers]
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize("source", ["live", "snapshot"])
+@pytest.mark.parametrize("transport", ["shm", "http"])
+def test_each_version_arrives_bit_for_bit(host: Host, source: str, mode: str, transport: str) -> None:
+    options = {"transports": [transport]}
+    publishers = host.start_ranks("publisher", 2, mode=source, options=options)
+    subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, options=options)
+    publishers[0].ask("subscribers 2")
+    for version in (3, 4, 9):
+        *got, zero, one = step(publishers, subscribers, version)
+        for worker, said in zip(subscribers, got, strict=True):
+            assert (said["version"], said["is_dirty"]) == (version, False)
+            assert said["digests"] == truth(worker.task, version)
+            assert said["nbytes"] == sum(said["sources"].values()) == 6 * 64 * 96
+            assert transport in said["path"]
+        members = {worker.said["joined"]["member"] for worker in subscribers}
+        for said in (zero, one):
+            assert set(said["committed"]) == (members if source == "live" else set())
+            assert not said["late"] and not said["failed"]
