@@ -58,8 +58,11 @@ class Rule:
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Every rank has all of it."""
-    yield 0, Shard(tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
+    """Every rank has all of it, unless Megatron itself says on the parameter that it is cut."""
+    if getattr(tensor, "tensor_model_parallel", False):
+        yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
+    else:
+        yield 0, _along(tensor, 0, 0, 1)
 
 
 def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
@@ -133,6 +136,7 @@ GPT: Mapping[str, Rule] = {
         {
             "input_layernorm.weight": (whole, ("input_layernorm.weight",)),
             "self_attention.linear_qkv.layer_norm_weight": (whole, ("input_layernorm.weight",)),
+            "self_attention.linear_q_proj.layer_norm_weight": (whole, ("input_layernorm.weight",)),
             "pre_mlp_layernorm.weight": (whole, ("post_attention_layernorm.weight",)),
             "mlp.linear_fc1.layer_norm_weight": (whole, ("post_attention_layernorm.weight",)),
         },
@@ -252,7 +256,7 @@ def _add(
         rank = rank if grid.expert_tp_rank is None else grid.expert_tp_rank
         size = size if grid.expert_tp is None else grid.expert_tp
     try:
-        for which, shard in rule.cut(tensor.detach(), grid, rank, size):
+        for which, shard in rule.cut(tensor, grid, rank, size):
             found.setdefault(rule.names[which].format(**words), []).append(shard)
     except PlanError as error:
         error.tensor = name

@@ -110,7 +110,10 @@ class Converted:
 
     def latent(self, at: str, to: str) -> None:
         rank, size = self.grid.tp_rank, self.grid.tp
-        self.found[to + "linear_q_down_proj.weight"] = self.hf[at + "q_a_proj.weight"].clone()
+        is_cut = Q_RANK % size == 0
+        down = cut(self.hf[at + "q_a_proj.weight"], 0, rank if is_cut else 0, size if is_cut else 1)
+        down.tensor_model_parallel, down.partition_dim = is_cut, 0  # as layers without Transformer Engine
+        self.found[to + "linear_q_down_proj.weight"] = down
         self.found[to + "linear_q_up_proj.layer_norm_weight"] = self.hf[at + "q_a_layernorm.weight"].clone()
         self.found[to + "linear_q_up_proj.weight"] = cut(self.hf[at + "q_b_proj.weight"], 0, rank, size)
         self.found[to + "linear_kv_down_proj.weight"] = self.hf[at + "kv_a_proj_with_mqa.weight"].clone()

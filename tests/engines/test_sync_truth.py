@@ -1,0 +1,86 @@
+"""Models of transformers, trained under FSDP2 on several ranks, synced into ones that load themselves: bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from tests.engines.test_sync_record import CONFIGS, assert_same, make, saved, table_of  # noqa: E402 - after what it needs
+from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402
+from tests.unit.sync.moved import move, spoil  # noqa: E402
+
+from penstock.integrations.transformers import weights_loader  # noqa: E402
+from penstock.sync.declare import declared  # noqa: E402
+from penstock.sync.record import record  # noqa: E402
+from penstock.sync.rename import checkpoint_rows  # noqa: E402
+from penstock.sync.want import wanted  # noqa: E402
+from penstock.testing.ranks import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.engines
+
+
+def _train(rank: int, world_size: int, directory: str) -> dict[str, tuple[Told, dict[str, Any]]]:
+    return {which: _step(Path(directory) / which, CONFIGS[which]()) for which in CONFIGS}
+
+
+def _step(directory: Path, config: Any) -> tuple[Told, dict[str, Any]]:
+    """One optimiser step of the model there, sharded by layers; what this rank declares, and all of it gathered."""
+    from safetensors.torch import load_file
+    from torch.distributed.fsdp import fully_shard
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    table = table_of(load_file(directory / "model.safetensors"))
+    recording = record(empty, table, load=weights_loader(empty))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = torch.arange(24).reshape(2, 12) % 96
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    rows = checkpoint_rows(declared(model), recording)
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+    return told(rows), {name: tensor.numpy() for name, tensor in full.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: Any) -> tuple[Path, list[dict[str, tuple[Told, dict[str, Any]]]]]:
+    directory = tmp_path_factory.mktemp("models")
+    for which, config in CONFIGS.items():
+        saved(make(config()), directory / which)
+    outcomes = run_ranks(_train, 3, str(directory), timeout_s=300)
+    assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 3
+    return directory, [one.value for one in outcomes]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", CONFIGS)
+def test_after_a_step_the_receiver_is_what_the_trainer_would_save(
+    which: str, dtype: str, trained: Any, tmp_path: Path
+) -> None:
+    directory, ranks = trained
+    before = transformers.AutoModelForCausalLM.from_pretrained(directory / which, dtype=torch.float32)
+    stepped = make(CONFIGS[which]())
+    stepped.load_state_dict({name: torch.from_numpy(values) for name, values in ranks[0][which][1].items()})
+    tensors = saved(stepped, tmp_path)
+    true = type(stepped).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    model = type(stepped).from_pretrained(directory / which, dtype=getattr(torch, dtype))
+    table = table_of(tensors)
+    want = wanted(model, record(model, table, load=weights_loader(model)), table, load=weights_loader(model))
+    spoil(model.parameters())
+    move([heard(rank[which][0]) for rank in ranks], [want.rows])
+    want.install()
+    want.finish()
+    assert_same(model, true)
+    assert not want.unrecorded
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), stepped.parameters(), strict=True))
