@@ -24,6 +24,7 @@ from penstock.errors import (
     FormatError,
     PeerLost,
     PenstockError,
+    PlanError,
     SourceStalled,
     StaleDescriptor,
 )
@@ -33,7 +34,7 @@ from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_driver, cuda_ipc, fd_door
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.cuda_memory import CudaPayload, map_peer
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Memory, Rectangles
 
 NBYTES = 5_000_011
 
@@ -230,3 +231,23 @@ def test_what_the_driver_says_is_typed(code: int, kind: type[PenstockError]) -> 
         driver.fail("cuCall", code)
     assert type(caught.value) is kind
     assert caught.value.hint
+
+
+def test_rectangles_of_many_short_runs_are_one_read(reader) -> None:
+    rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
+    rows.append((7, 2_000_000, 100, 9, 100, 100))
+    columns = dict(
+        zip(("src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"), np.array(rows).T, strict=True)
+    )
+    with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
+        given, expected = pattern(NBYTES), bytearray(ctypes.string_at(reader.into.memory.address, NBYTES))
+        for src, dst, run, count, src_pitch, dst_pitch in rows:
+            for i in range(count):
+                expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
+        pending = reader.transport.post_rectangles(reader.into, holder.descriptor, Rectangles(**columns))
+        reader.transport.wait(pending, stall_s=5)
+        assert pending.moved_bytes == pending.nbytes == sum(row[2] * row[3] for row in rows)
+        assert ctypes.string_at(reader.into.memory.address, NBYTES) == bytes(expected)
+        with pytest.raises(PlanError):
+            outside = columns | {"src_pitch": columns["src"] + NBYTES}
+            reader.transport.post_rectangles(reader.into, holder.descriptor, Rectangles(**outside))

@@ -12,15 +12,6 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _pointer(address: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    if WIDTH == 16:
-        return tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint64))
-    if WIDTH == 4:
-        return address.to(tl.pointer_type(tl.uint32))
-    return address.to(tl.pointer_type(tl.uint8))
-
-
 @triton.jit(do_not_specialize=["columns"])
 def copy_tiles(
     table: tl.tensor, tiles: tl.tensor, columns: tl.tensor, TILE_BYTES: tl.constexpr, WIDTH: tl.constexpr
@@ -49,8 +40,13 @@ def copy_tiles(
     if WIDTH == 16:
         word = tl.arange(0, 2)
         mask = tl.broadcast_to((unit < left)[:, None], (TILE_BYTES // WIDTH, 2))
-        words = tl.load(tl.multiple_of(_pointer(source, WIDTH)[:, None] + word[None, :], (16, 16)), mask=mask)
-        tl.store(tl.multiple_of(_pointer(target, WIDTH)[:, None] + word[None, :], (16, 16)), words, mask=mask)
+        wide_source = source.to(tl.pointer_type(tl.uint64))[:, None] + word[None, :]
+        wide_target = target.to(tl.pointer_type(tl.uint64))[:, None] + word[None, :]
+        words = tl.load(tl.multiple_of(wide_source, (16, 16)), mask=mask)
+        tl.store(tl.multiple_of(wide_target, (16, 16)), words, mask=mask)
+    elif WIDTH == 4:
+        found = tl.load(source.to(tl.pointer_type(tl.uint32)), mask=unit < left)
+        tl.store(target.to(tl.pointer_type(tl.uint32)), found, mask=unit < left)
     else:
-        found = tl.load(_pointer(source, WIDTH), mask=unit < left)
-        tl.store(_pointer(target, WIDTH), found, mask=unit < left)
+        single = tl.load(source.to(tl.pointer_type(tl.uint8)), mask=unit < left)
+        tl.store(target.to(tl.pointer_type(tl.uint8)), single, mask=unit < left)

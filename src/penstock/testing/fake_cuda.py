@@ -14,10 +14,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from penstock.errors import PeerLost
 from penstock.memory.memfd import Mapping, create, open_peer, shared_at
 from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, U64, CudaDriver
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Memory, Rectangles
 
 _HANDLE = struct.Struct("<QQQ")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -159,6 +161,10 @@ class FakeCuda(CudaDriver):
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:  # noqa: D102
         self.copy(dst, src, nbytes, stream)
+
+    def gather_rectangles(self, rows: Rectangles, device: int, stream: int) -> None:  # noqa: D102
+        runs = rows.segments()
+        self.copy(runs.dst.astype(np.uint64), runs.src.astype(np.uint64), runs.nbytes.astype(np.uint64), stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:  # noqa: D102
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))

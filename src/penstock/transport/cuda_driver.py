@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PenstockError
+from penstock.transport.protocol import Rectangles
 
 U64 = npt.NDArray[np.uint64]
 
@@ -277,6 +278,18 @@ class CudaDriver:
             self.copy(dst, src, nbytes, stream)
         else:
             gather(dst, src, nbytes, device, stream)
+
+    def gather_rectangles(self, rows: Rectangles, device: int, stream: int) -> None:
+        """As `gather`: rectangles whose `src` and `dst` are addresses."""
+        try:
+            from penstock.transport.gather import gather_rectangles
+        except ModuleNotFoundError:
+            runs = rows.segments()
+            self.gather(
+                runs.dst.astype(np.uint64), runs.src.astype(np.uint64), runs.nbytes.astype(np.uint64), device, stream
+            )
+        else:
+            gather_rectangles(rows, device, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""

@@ -123,11 +123,15 @@ class Rectangles:
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
             raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
 
+    def longest_runs(self) -> I64:
+        """Bytes of each one's runs, where both ends lie in one piece all of it."""
+        whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
+        return np.where(whole, self.nbytes, self.run_bytes)
+
     def segments(self) -> Segments:
         """The same bytes, a run each; those in one piece at both ends are one run."""
-        whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
-        run = np.where(whole, self.nbytes, self.run_bytes)
-        rows = np.where(whole, 1, self.num_rows)
+        run = self.longest_runs()
+        rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
         turn = np.arange(len(at)) - np.repeat(np.cumsum(rows) - rows, rows)
         src, dst = self.src[at] + turn * self.src_pitch[at], self.dst[at] + turn * self.dst_pitch[at]

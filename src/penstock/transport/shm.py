@@ -18,12 +18,13 @@ from typing import Annotated, TypeVar
 import msgspec
 import numpy as np
 
+from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload
 from penstock.transport.page import Page, PageAddress
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
@@ -31,6 +32,9 @@ PIECE_BYTES = 8 * MIB
 
 Source: benchmarks/results/cpu2_202611/transport.md.
 """
+
+SHORT_BYTES = 64 << 10
+"""Shorter runs at a pitch are copied many by one call of numpy: to call memmove for each takes as long as 2 KB."""
 
 T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -66,11 +70,16 @@ class _Mapped:
 class ShmRead:
     """See `Pending`."""
 
-    def __init__(self, into: PagedHandle, claim: Claim, source: _Mapped, base: int, segments: Segments) -> None:
-        self._lock = threading.Lock()
-        self._work: tuple[PagedHandle, Claim, _Mapped, int, Segments] | None = (into, claim, source, base, segments)
+    def __init__(
+        self, into: PagedHandle, claim: Claim, source: _Mapped, base: int, rows: Segments, short: Rectangles | None
+    ) -> None:
+        self._lock, self._unlooked = threading.Lock(), PIECE_BYTES
+        self._work: tuple[PagedHandle, Claim, _Mapped, int] | None = (into, claim, source, base)
+        self._rows, self._short = rows, short
         self._error: PenstockError | None = None
-        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+        self.nbytes, self.moved_bytes = int(rows.nbytes.sum()), 0
+        if short is not None:
+            self.nbytes += int(short.nbytes.sum())
 
     def run(self) -> None:
         """Copy, in the first thread that comes; the others wait for it. Raises what it met."""
@@ -85,23 +94,47 @@ class ShmRead:
             if self._error is not None:
                 raise self._error
 
-    def _copy(self, into: PagedHandle, claim: Claim, _: _Mapped, base: int, rows: Segments) -> None:
-        memmove, unlooked = ctypes.memmove, PIECE_BYTES
+    def _copy(self, into: PagedHandle, claim: Claim, source: _Mapped, base: int) -> None:
+        memmove, rows = ctypes.memmove, self._rows
+        if self._short is not None:
+            self._copy_short(into, claim, source.array[base - source.address :], self._short)
         srcs, dsts = (rows.src + base).tolist(), (rows.dst + into.memory.address).tolist()
         for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
             at = 0
             while at < nbytes:
-                if unlooked >= PIECE_BYTES:
-                    into.check_open()
-                    claim.check()
-                    unlooked = 0
-                piece = min(PIECE_BYTES - unlooked, nbytes - at)
+                self._look(into, claim)
+                piece = min(PIECE_BYTES - self._unlooked, nbytes - at)
                 memmove(dst + at, src + at, piece)
                 at += piece
-                unlooked += piece
-                self.moved_bytes += piece
+                self._moved(piece)
         into.check_open()
         claim.check()
+
+    def _copy_short(self, into: PagedHandle, claim: Claim, theirs: Bytes, table: Rectangles) -> None:
+        ours = memory_at(into.memory.address, into.memory.nbytes)
+        columns = (table.src, table.dst, table.run_bytes, table.num_rows, table.src_pitch, table.dst_pitch)
+        for src, dst, run, count, src_pitch, dst_pitch in zip(*(column.tolist() for column in columns), strict=True):
+            block = PIECE_BYTES // run
+            for row in range(0, count, block):
+                self._look(into, claim)
+                num = min(block, count - row)
+                given = _strided(theirs[src + row * src_pitch :], num, run, src_pitch)
+                _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = given
+                self._moved(num * run)
+
+    def _look(self, into: PagedHandle, claim: Claim) -> None:
+        if self._unlooked >= PIECE_BYTES:
+            into.check_open()
+            claim.check()
+            self._unlooked = 0
+
+    def _moved(self, nbytes: int) -> None:
+        self._unlooked += nbytes
+        self.moved_bytes += nbytes
+
+
+def _strided(memory: Bytes, rows: int, run: int, pitch: int) -> Bytes:
+    return np.lib.stride_tricks.as_strided(memory, (rows, run), (pitch, 1))
 
 
 class ShmTransport:
@@ -132,6 +165,16 @@ class ShmTransport:
         """See `Transport.post_read`. FormatError: the descriptor reaches past the memory that it names."""
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        return self._post(mine, source, segments, None)
+
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> ShmRead:
+        """See `Striding`."""
+        mine = self._endpoint.check_mine(into, source)
+        rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        short = (rectangles.longest_runs() < SHORT_BYTES) & (rectangles.num_rows > 1)
+        return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
+
+    def _post(self, mine: PagedHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
         payload = decode_payload(source, _DECODER)
         claim = self._endpoint.claim(source, payload.page)
         with self._endpoint.changing:
@@ -140,7 +183,7 @@ class ShmTransport:
                 mapped = open_payload(source, payload, _Mapped)
                 claim.check()  # so that the number that was opened was still the holder's memfd
                 self._mapped.put(claim, mapped)
-        return ShmRead(mine, claim, mapped, mapped.at(payload.offset, source), segments.joined())
+        return ShmRead(mine, claim, mapped, mapped.at(payload.offset, source), rows.joined(), short)
 
     def sweep(self) -> None:
         """Let go of memory of peers that are gone or gave it up. A read that meets that does so itself."""
@@ -182,3 +225,4 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
 
 
 _fits: type[Transport] = ShmTransport
+_strides: type[Striding] = ShmTransport

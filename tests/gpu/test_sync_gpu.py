@@ -1,0 +1,157 @@
+"""The data plane of a sync on devices: digests as on the CPU, parts taken from other processes, flips, snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tests.gpu.sync_holder import SHAPES, Holder, bytes_of, on_device
+from tests.unit.sync.parts import naive, parts, sharded
+
+from penstock.digest import pack_cuda
+from penstock.digest.strip import Strips, strip_digests
+from penstock.digest.strip_cuda import strip_digests_cuda
+from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
+from penstock.memory.arena import Arena
+from penstock.sync.copy import Copy
+from penstock.sync.held import Held
+from penstock.sync.link import LocalLink
+from penstock.sync.replica import Replica
+from penstock.sync.shadow import Shadow
+from penstock.sync.take import Take
+from penstock.transport.choose import Links, open_links
+from penstock.transport.protocol import Memory
+from penstock.types import MIB
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda:0"
+HOLDER_DEVICE = ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.gpus(2))]
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    with open_links(only=["cuda_ipc"]) as opened:
+        yield opened
+
+
+def content(memory: Memory) -> torch.Tensor:
+    assert isinstance(memory.owner, Arena)
+    return memory.owner.bytes_at(0, memory.nbytes)
+
+
+def whole(memories) -> np.ndarray:
+    torch.cuda.synchronize()
+    return np.concatenate([content(memory).cpu().numpy() for memory in memories])
+
+
+def random_strips(nbytes: int, num: int, seed: int) -> Strips:
+    """Strips of every kind of length and alignment."""
+    chance = np.random.default_rng(seed)
+    run = chance.choice([1, 2, 3, 16, 100, 256, 4096, 4100, 16384, 300_000], num)
+    rows = np.minimum(chance.integers(1, 200, num), 2_000_000 // run + 1)
+    pitch = run + chance.choice([0, 1, 2, 16, 4096, 5000], num)
+    at = chance.integers(0, nbytes - (rows - 1) * pitch - run) // chance.choice([1, 2, 16, 16], num) * 16
+    at = np.minimum(at, nbytes - (rows - 1) * pitch - run)
+    return Strips(at=at, run_bytes=run, num_rows=rows, pitch=pitch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_digests_of_strips_are_the_cpus(seed: int) -> None:
+    data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 40_000_000, np.uint8))
+    there = data.to(DEVICE)
+    strips = random_strips(data.numel(), 300, seed)
+    strips.check(data.numel())
+    got = strip_digests_cuda(there.data_ptr(), strips, torch.device(DEVICE), slab_bytes=3 * MIB)
+    assert np.array_equal(got.cpu().numpy().view(np.uint64), strip_digests(data.numpy(), strips))
+
+
+def test_rectangles_are_copied_and_nothing_beside() -> None:
+    chance = np.random.default_rng(5)
+    src = torch.from_numpy(chance.integers(0, 256, 20_000_000, np.uint8)).to(DEVICE)
+    dst, at, rows = torch.zeros(60_000_000, dtype=torch.uint8, device=DEVICE), 3, []
+    for strip in range(200):
+        run = int(chance.choice([1, 5, 16, 64, 4096, 16384, 70_000]))
+        num = int(min(chance.integers(1, 50), 200_000 // run + 1))
+        pitch, to_pitch = run + int(chance.choice([0, 16, 48, 1000])), run + int(chance.choice([0, 16, 7]))
+        at += -at % 16 if strip % 4 else 0
+        rows.append((at, int(chance.integers(0, 1_000_000)) * 16 % 15_000_000, run, num, to_pitch, pitch))
+        at += num * to_pitch + 5
+    expected, given = np.zeros(60_000_000, np.uint8), src.cpu().numpy()
+    for to, of, run, num, to_pitch, pitch in rows:
+        for i in range(num):
+            expected[to + i * to_pitch :][:run] = given[of + i * pitch :][:run]
+    to, of, run, num, to_pitch, pitch = np.array(rows, np.int64).T
+    pack_cuda.copy(to + dst.data_ptr(), of + src.data_ptr(), run, num, to_pitch, pitch, torch.device(DEVICE))
+    assert np.array_equal(dst.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("device", HOLDER_DEVICE)
+def test_a_part_from_other_processes(links: Links, device: str) -> None:
+    holdings, wants = sharded("p", SHAPES, 0, 2, 2), sharded("s", SHAPES, 1, 2, 2)
+    part = parts(holdings, wants, MIB)[1]
+    into = Held(wants[1], on_device(wants[1], DEVICE), links)
+    given = [np.concatenate([one.cpu().numpy() for one in bytes_of(layout, "cpu")]) for layout in holdings]
+    expected = naive(part, given, whole(into.regions.memories))
+    holders = [Holder("p", rank, 2, device) for rank in range(2)]
+    try:
+        take, buckets = Take(part, into.regions, stall_s=20.0), []
+        report = take.run({one.member: one for one in holders}, buckets.append)
+        assert np.array_equal(whole(into.regions.memories), expected)
+        assert buckets == list(range(len(part.bucket_first) - 1)) and {one.path for one in report.links} == {"cuda_ipc"}
+        holders[1].ask("fence")
+        with pytest.raises(StaleDescriptor):
+            take.run({one.member: one for one in holders}, buckets.append)
+        assert take.lost == "p1"
+        holders[0].process.kill()
+        holders[0].process.wait()
+        with pytest.raises((PeerLost, StaleDescriptor)):
+            take.run({one.member: one for one in holders}, buckets.append)
+    finally:
+        for one in holders:
+            one.close()
+
+
+def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
+    holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
+    part = parts(holdings, wants, 1 << 30)[0]
+    source = Held(holdings[0], on_device(holdings[0], DEVICE), links)
+    source.begin(1)
+    source.ready()
+
+    class Changing(LocalLink):
+        def digests(self, strips: Strips, *, wait_s: float):
+            said = super().digests(strips, wait_s=wait_s)
+            content(source.regions.memories[0]).bitwise_xor_(1)
+            torch.cuda.synchronize()
+            return said
+
+    into = Held(wants[0], on_device(wants[0], DEVICE), links)
+    buckets: list[int] = []
+    with pytest.raises(IntegrityError) as caught:
+        Take(part, into.regions).run({"p0": Changing(source)}, buckets.append)
+    assert buckets == [] and caught.value.mutated
+
+
+def test_shadow_and_replica(links: Links) -> None:
+    with open_links(only=["cuda_ipc", "shm"]) as links:
+        holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
+        part = parts(holdings, wants, MIB)[1]
+        publisher, live = on_device(holdings[0], DEVICE), on_device(wants[1], DEVICE)
+        before = whole(live)
+        with Replica(holdings[0], publisher, links) as replica, Shadow(live, links) as shadow:
+            replica.snapshot(2)
+            expected = naive(part, [whole(publisher)], before.copy())
+            for memory in publisher:
+                content(memory).zero_()
+            Take(part, shadow.regions).run({"p0": LocalLink(replica.held)}, lambda bucket: None)
+            assert np.array_equal(whole(live), before)
+            assert shadow.flip(part) > 0
+            assert np.array_equal(whole(live), expected)
+        with Replica(wants[1], live, links, on_host=True) as pinned:
+            pinned.snapshot(3)
+            assert np.array_equal(whole(pinned.held.regions.memories), expected)
+            content(live[0]).zero_()
+            Copy(live, pinned.held.regions.memories).run()
+            assert np.array_equal(whole(live), expected)
