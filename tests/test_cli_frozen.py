@@ -17,8 +17,13 @@ COMMANDS = {
     "hub": "--listen --redis --token-file --cert --key --client-ca --audit",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
-    "doctor": "--path --format",
+    "doctor": "--path --calibrate --format",
     "version": "--format",
+    "plan load": "URI --names --memory-bytes --explain --format",
+    "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
+    "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --one-node "
+    "--bucket-bytes --watermark-bytes --cluster --rates --seed --picture --format",
+    "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --seed --picture --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
 }

@@ -21,6 +21,7 @@ import typer
 from penstock.cli.options import Format, FormatOption
 from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
 from penstock.config import ecosystem, environment
+from penstock.errors import ConfigError
 from penstock.types import GB, GIB, MIB
 
 _ECOSYSTEMS = {
@@ -59,9 +60,21 @@ def doctor(
         Path | None,
         typer.Option("--path", metavar="FILE", help="A large file on the disk to measure.", show_default=False),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Measure instead the stages that a simulation needs; write their rates.",
+            show_default=False,
+        ),
+    ] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Report devices, measured limits, engines available and why not, and environment variables in force."""
+    if calibrate is not None:
+        _calibrate(calibrate, format)
+        return
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()
     if format is Format.json:
@@ -81,6 +94,24 @@ def doctor(
     write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in engines})
     write_lines("", "environment")
     write_columns(["  variable", "value", "what it is"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
+
+
+def _calibrate(path: Path, format: Format) -> None:
+    """Measure the stages, write them to the file, and show them."""
+    from penstock.cli.calibrate import calibrate
+    from penstock.plan.cluster import to_json
+
+    rates = calibrate()
+    try:
+        path.write_bytes(to_json(rates))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if format is Format.json:
+        write_json({name: getattr(rates, name) for name in rates.__struct_fields__})
+        return
+    said = dict(rates.source)
+    shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in said}
+    write_fields({name: f"{value:.6g}  {said[name]}" for name, value in shown.items()})
 
 
 def package_version(name: str) -> str | None:

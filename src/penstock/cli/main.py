@@ -14,7 +14,21 @@ from typing import NoReturn
 
 import typer
 
-from penstock.cli import bench, doctor, hub, inspect, keep, load, manifest, output, pull, status, version
+from penstock.cli import (
+    bench,
+    doctor,
+    hub,
+    inspect,
+    keep,
+    load,
+    manifest,
+    output,
+    plan,
+    pull,
+    simulate,
+    status,
+    version,
+)
 from penstock.errors import ConfigError, PenstockError
 
 DONE, USAGE, FAILED, DIRTY = 0, 2, 3, 4
@@ -38,6 +52,8 @@ app.command("status")(status.status)
 app.command("why")(status.why)
 app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
+app.add_typer(plan.app, name="plan")
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
 
 

@@ -81,6 +81,17 @@ class Part:
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
 
+    def laps(self, lap_bytes: int) -> list[int]:
+        """Neighbouring buckets joined while they are at most `lap_bytes`: where laps begin, and the last ends."""
+        done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
+        edges, taken = [0], 0
+        for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
+            if taken and taken + nbytes > lap_bytes:
+                edges.append(bucket)
+                taken = 0
+            taken += nbytes
+        return [*edges, len(self.bucket_first) - 1] if len(self.bucket_first) > 1 else [0]
+
     def runs(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         """Segments `[start, stop)` as `src`, `dst` and `nbytes` of runs contiguous at both ends."""
         rows = self.num_rows[start:stop]

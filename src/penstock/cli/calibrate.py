@@ -1,0 +1,206 @@
+"""What `penstock doctor --calibrate` measures: the rates of a sync's and a fetch's stages on this machine.
+
+In: nothing. Out: `Rates`, for `penstock simulate --rates`. A few seconds; memory of half a GiB, host or device.
+Not here: links between GPUs and hosts, which a cluster's description says (`plan.cluster`).
+"""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from penstock.cli.doctor import importable
+from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.plan.chunks import CHUNK_BYTES
+from penstock.plan.cluster import SHORT_RUN_BYTES, Rates
+from penstock.types import GB, MIB
+
+_BYTES = 128 * MIB
+_REPEAT = 5
+_RUNS = 256
+_SHORT_BYTES = 4096
+
+Timed = Callable[[], object]
+
+
+def calibrate() -> Rates:
+    """Measure on the first CUDA device, where there is one, else on the CPU; asking is measured over loopback."""
+    on_device = False
+    if importable("torch"):
+        import torch
+
+        on_device = torch.cuda.is_available()
+    stages = _device_stages() if on_device else _host_stages()
+    post_s, run_s, short_run_s = _posting()
+    answer_s = _answer()
+    chunk_digest_s = CHUNK_BYTES / stages["digest_gb_per_s"] / GB
+    hop_s = 2 * answer_s + post_s + 2 * stages["step_s"]
+    where = "measured by penstock doctor --calibrate"
+    source = [(name, f"{where}, {'cuda:0' if on_device else 'one core'}") for name in stages]
+    source += [(name, f"{where}, loopback transport: one process") for name in ("post_s", "run_s", "short_run_s")]
+    source += [("answer_s", f"{where}, HTTP over loopback")]
+    source += [
+        ("hop_s", f"assumed: two answers, a post, two steps; a chunk's digest ({chunk_digest_s:.4f} s) is apart")
+    ]
+    quantise = _quantise(on_device)
+    if quantise is None:
+        source.append(("quantise_gb_per_s", "assumed: torch is not installed; as fast as a copy"))
+    else:
+        source.append(("quantise_gb_per_s", f"{where}, fp8-block128"))
+    return Rates(
+        name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
+        quantise_gb_per_s=quantise or stages["device_copy_gb_per_s"],
+        post_s=post_s,
+        run_s=run_s,
+        short_run_s=short_run_s,
+        answer_s=answer_s,
+        hop_s=hop_s,
+        source=tuple(source),
+        **stages,
+    )
+
+
+def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
+    """The quickest of some runs, after one that warms up."""
+    work()
+    best = float("inf")
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _host_stages() -> dict[str, float]:
+    source, target = np.ones(_BYTES, np.uint8), np.empty(_BYTES, np.uint8)
+    leaves = np.zeros(_BYTES // LEAF_BYTES, np.uint64)
+    view = source.data
+    return {
+        "device_copy_gb_per_s": _BYTES / GB / _best_s(lambda: np.copyto(target, source)),
+        "digest_gb_per_s": _BYTES / GB / _best_s(lambda: leaf_digests(view, LEAF_BYTES, leaves)),
+        "step_s": _best_s(lambda: leaf_digests(view[:64], LEAF_BYTES, leaves)),
+    }
+
+
+def _device_stages() -> dict[str, float]:
+    import torch
+
+    from penstock.digest.cuda import leaf_digests_cuda
+
+    device = torch.device("cuda:0")
+    source, target = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    at = np.arange(source.data_ptr(), source.data_ptr() + _BYTES, LEAF_BYTES)
+
+    def digest(count: int) -> None:
+        leaf_digests_cuda(at[:count], np.full(count, LEAF_BYTES), device)
+        torch.cuda.synchronize(device)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    return {
+        "device_copy_gb_per_s": _BYTES / GB / _best_s(copy),
+        "digest_gb_per_s": _BYTES / GB / _best_s(lambda: digest(len(at))),
+        "step_s": _best_s(lambda: digest(1)),
+    }
+
+
+def _quantise(on_device: bool) -> float | None:
+    """GB/s of BF16 that the transform reads; None without torch."""
+    if not importable("torch"):
+        return None
+    import torch
+
+    from penstock.transform.fuse import Job, fuse
+    from penstock.transform.geometry import format_of
+
+    form = format_of("fp8-block128")
+    rows, cols = (8192, 8192) if on_device else (1024, 2048)
+    device = torch.device("cuda:0" if on_device else "cpu")
+    source = torch.ones(rows, cols, dtype=torch.bfloat16, device=device)
+    codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(rows // 128, cols // 128, device=device)
+    fusion = fuse(form, [Job(source=source, outputs=(codes, scales))])
+
+    def run() -> None:
+        fusion.run()
+        if on_device:
+            torch.cuda.synchronize(device)
+
+    return source.nbytes / GB / _best_s(run)
+
+
+def _posting() -> tuple[float, float, float]:
+    """What a read costs beside its bytes, what a further long run, and what a short one."""
+    from penstock.transport.loopback import LoopbackTransport
+    from penstock.transport.protocol import Memory, Segments
+
+    transport = LoopbackTransport()
+    room = _RUNS * SHORT_RUN_BYTES
+    ends = [transport.register(Memory.of_buffer(np.ones(room, np.uint8).data)) for _ in range(2)]
+
+    def read(count: int, nbytes: int) -> None:
+        at = np.arange(count) * (room // count)
+        segments = Segments(src=at, dst=at, nbytes=np.full(count, nbytes))
+        transport.wait(transport.post_read(ends[1], ends[0].descriptor, segments), stall_s=60.0)
+
+    try:
+        one_s = _best_s(lambda: read(1, _SHORT_BYTES))
+        short_s = (_best_s(lambda: read(_RUNS, _SHORT_BYTES)) - one_s) / (_RUNS - 1)
+        joined_s = _best_s(lambda: read(1, room))
+        long_s = (_best_s(lambda: read(_RUNS, SHORT_RUN_BYTES)) - joined_s) / (_RUNS - 1)
+    finally:
+        transport.close()
+    return one_s, max(long_s, short_s), short_s
+
+
+def _answer() -> float:
+    """A small question over a kept connection, answered."""
+    with _answering() as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
+
+        def ask() -> None:
+            connection.request("POST", "/", body=b"x" * 512)
+            connection.getresponse().read()
+
+        try:
+            return _best_s(ask, repeat=50)
+        finally:
+            connection.close()
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        """Answer with as many bytes."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def _answering() -> Iterator[int]:
+    """The port of a server of this process that answers."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="penstock-answers", daemon=True)
+        thread.start()
+        try:
+            yield int(server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()

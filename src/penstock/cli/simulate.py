@@ -1,0 +1,248 @@
+"""`penstock simulate`: how long a fetch or a sync would take on a cluster that is described, not there.
+
+In: a described cluster, a model's shapes. Out: the prediction on stdout, and as a picture.
+Not here: the simulations (`plan.simulate_fetch`, `plan.simulate_sync`), measuring rates (`calibrate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from penstock.cli.options import Format, FormatOption
+from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
+from penstock.config import parse_bytes
+from penstock.errors import ConfigError
+from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
+
+if TYPE_CHECKING:
+    from penstock.plan.layout import Layout
+    from penstock.plan.shapes import Shape
+    from penstock.plan.simulate import Prediction
+
+app = typer.Typer(help="Predict, on a described cluster.", no_args_is_help=True, rich_markup_mode=None)
+
+_LISTED = 8
+
+
+@app.callback()
+def simulate() -> None:
+    """Predict, on a described cluster."""
+
+
+ClusterOption = Annotated[
+    str,
+    typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file of JSON."),
+]
+RatesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--rates", metavar="FILE", help="Of the stages, as `doctor --calibrate` writes them.", show_default=False
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of who is slow, who fails, who comes first.")]
+PictureOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--picture", metavar="FILE", help="Write the timeline and the links' load as SVG.", show_default=False
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="kimi-k2, or a weight set whose headers are read.", show_default=False),
+]
+Trainers = Annotated[int, typer.Option("--trainers", min=1, help="Ranks that publish.")]
+Receivers = Annotated[int, typer.Option("--receivers", min=1, help="Ranks that receive.")]
+Shards = Annotated[
+    int, typer.Option("--shards", min=1, help="Ranks over which a trainer cuts rows; more are replicas.")
+]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Receivers of a tensor-parallel group.")]
+WholeExperts = Annotated[
+    bool, typer.Option("--whole-experts", help="Receivers hold experts whole, over all ranks; else cut over a group.")
+]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="Projections go as FP8 in blocks of 128, quantised at the source.")]
+BucketBytes = Annotated[str, typer.Option("--bucket-bytes", metavar="BYTES", help="Most a receiver takes in a bucket.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """Both sides of a sync, as the options describe them."""
+
+    model: str
+    trainers: int
+    receivers: int
+    shards: int
+    tp: int
+    whole_experts: bool
+    fp8: bool
+
+    def layouts(self) -> tuple[list[Layout], list[Layout]]:
+        """What each rank holds, and what each wants."""
+        from penstock.plan.shapes import receiver_layouts, trainer_layouts
+
+        model = read_shapes(self.model)
+        held = trainer_layouts(model, self.trainers, shards=self.shards, fp8=self.fp8)
+        wanted = receiver_layouts(model, self.receivers, tp=self.tp, whole_experts=self.whole_experts, fp8=self.fp8)
+        return held, wanted
+
+
+@app.command("sync")
+def simulate_sync(
+    model: Model,
+    trainers: Trainers = 256,
+    receivers: Receivers = 128,
+    shards: Shards = 32,
+    tp: Tp = 8,
+    whole_experts: WholeExperts = False,
+    fp8: Fp8 = False,
+    direct: Annotated[bool, typer.Option("--direct", help="Into live memory: no flip at the end.")] = False,
+    one_node: Annotated[
+        bool, typer.Option("--one-node", help="Receivers may share a node with trainers: they take the next GPUs.")
+    ] = False,
+    bucket_bytes: BucketBytes = "256M",
+    watermark_bytes: Annotated[
+        str, typer.Option("--watermark-bytes", metavar="BYTES", help="Most a receiver has asked for, not verified.")
+    ] = "4G",
+    cluster: ClusterOption = "h200",
+    rates: RatesOption = None,
+    seed: SeedOption = 0,
+    picture: PictureOption = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Predict a sync: the planner's own plan of made-up ranks, run over the cluster."""
+    from penstock.plan import simulate_sync as simulation
+    from penstock.plan.sync import plan_sync
+
+    sides = Sides(
+        model=model,
+        trainers=trainers,
+        receivers=receivers,
+        shards=shards,
+        tp=tp,
+        whole_experts=whole_experts,
+        fp8=fp8,
+    )
+    described, speeds = read_cluster(cluster, rates)
+    held, wanted = sides.layouts()
+    plan = plan_sync(held, wanted, bucket_bytes=parse_bytes(bucket_bytes))
+    found = simulation.simulate_sync(
+        plan,
+        described,
+        speeds,
+        transformed=simulation.transformed_bytes(plan, held, wanted),
+        watermark_bytes=parse_bytes(watermark_bytes),
+        staged=not direct,
+        one_node=one_node,
+        seed=seed,
+    )
+    write_prediction(found, described.name, format, picture)
+
+
+@app.command("fetch")
+def simulate_fetch(
+    total_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Of the weights.")] = "128G",
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, help="Nodes of the cluster; all of their GPUs take part.")
+    ] = 1,
+    parts: Annotated[
+        int,
+        typer.Option("--parts", min=1, help="Ranks of a replica, each with its part: 8 is TP8; 1: all on each GPU."),
+    ] = 1,
+    holders: Annotated[
+        int, typer.Option("--holders", min=0, help="Replicas that are whole at the start; 0: storage is read.")
+    ] = 1,
+    cluster: ClusterOption = "h200",
+    rates: RatesOption = None,
+    seed: SeedOption = 0,
+    picture: PictureOption = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Predict how a fleet fills: the relay's own chains over the cluster, from holders or from storage."""
+    from penstock.plan import simulate_fetch as simulation
+
+    described, speeds = read_cluster(cluster, rates)
+    described = msgspec.structs.replace(described, num_nodes=nodes)
+    fleet = simulation.Fleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
+    found = simulation.simulate_fetch(fleet, described, speeds, seed=seed)
+    write_prediction(found, described.name, format, picture)
+
+
+def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
+    """A described cluster by name or from a file, and the rates of its stages. ConfigError: neither."""
+    known = CLUSTERS.get(cluster)
+    described = known[0] if known else from_json(_read(Path(cluster)), Cluster)
+    described.check()
+    if rates is None:
+        return described, known[1] if known else CLUSTERS["h200"][1]
+    speeds = from_json(_read(rates), Rates)
+    speeds.check()
+    return described, speeds
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        hint = f"names known: {', '.join(CLUSTERS)}"
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from error
+
+
+def read_shapes(model: str) -> list[Shape]:
+    """Tensors of a model known by name, or of a weight set's headers."""
+    from penstock.plan.shapes import kimi_k2, shape_of
+
+    if model == "kimi-k2":
+        return list(kimi_k2())
+    from penstock import api
+
+    table = api.inspect(model).manifest.tensors
+    return [shape_of(name, shape) for name, shape in zip(table.names, table.shapes, strict=True)]
+
+
+def write_prediction(found: Prediction, cluster: str, format: Format, picture: Path | None) -> None:
+    """The prediction on stdout, and its picture."""
+    if picture is not None:
+        from penstock.plan.picture import svg
+
+        picture.write_text(svg(found), encoding="utf-8")
+    if format is Format.json:
+        write_json({**plain(found), "of_limit": found.of_limit, "cluster": cluster})
+        return
+    times = f"first {found.first_s:.3f} s, median {found.median_s:.3f} s, last {found.predicted_s:.3f} s"
+    write_fields(
+        {
+            found.kind: found.what,
+            "cluster": cluster,
+            "bytes": f"{bytes_text(found.moved_bytes)} to {found.num_receivers} receivers",
+            "predicted": f"{found.predicted_s:.3f} s",
+            "limit": f"{found.limit_s:.3f} s, the wire alone; {found.of_limit:.0%} of it reached",
+            "receivers": times,
+            "bottleneck": found.bottleneck,
+        }
+    )
+    write_lines("")
+    stages = [[one.name, one.member, f"{one.busy_s:.4f}", one.detail] for one in found.stages]
+    write_columns(["stage", "busiest", "busy s", ""], stages)
+    write_lines("")
+    header = ["link", "in use", "busiest", "all", "busy s", "mean load"]
+    rows: list[list[object]] = [
+        [
+            load.name,
+            load.num_used,
+            bytes_text(load.most_bytes),
+            bytes_text(load.total_bytes),
+            f"{load.busiest_s:.4f}",
+            f"{sum(load.load) / len(load.load):.0%}",
+        ]
+        for load in found.links
+    ]
+    write_columns(header, rows)
+    for title, lines in (("died", found.failed), ("assumed, not measured", found.assumed)):
+        if lines:
+            write_lines("", title, *(f"  {line}" for line in lines[:_LISTED]))
+        if len(lines) > _LISTED:
+            write_lines(f"  ... and {len(lines) - _LISTED} more")

@@ -1,0 +1,255 @@
+"""A described cluster, and what a machine's stages were measured to give: what a simulation knows of hardware.
+
+In: numbers, or the JSON of one. Out: frozen `Cluster` and `Rates`; the links between two of its GPUs.
+Not here: what moves (`sync`, `relay`), how flows share links (`flow`), measuring (`penstock doctor --calibrate`).
+
+    node: gpu 0 --nvlink--> gpu 1     gpu 0 --nic--> fabric --nic--> gpu of another node
+          storage (all) --> storage of the node --> pcie of the gpu
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError, PlanError
+from penstock.types import GB, I64
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_GPUS = 100_000
+WIDTH = 3
+"""Most links of one flow: storage of all, storage of the node, PCIe; between GPUs there are two."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes that are alike. Rates are decimal GB/s one way, each direction by itself; 0: not there."""
+
+    name: str
+    num_nodes: int = 1
+    gpus_per_node: int = 8
+    nvlink_gb_per_s: float
+    """Out of a GPU to others of its node, and into it."""
+    nics_per_node: int = 8
+    """GPUs of a node share them evenly, neighbours the same one."""
+    nic_gb_per_s: float
+    pcie_gb_per_s: float
+    storage_gb_per_s: float = 0.0
+    """Of all nodes together; 0: no bound of its own."""
+    node_storage_gb_per_s: float = 0.0
+    """What one node reads from storage."""
+    straggler_share: float = 0.0
+    """Of the GPUs; their links are slower by `straggler_slowdown`."""
+    straggler_slowdown: float = 2.0
+    failures_per_gpu_hour: float = 0.0
+    source: str = ""
+    """Where the numbers are from."""
+
+    def check(self) -> None:
+        """Raise PlanError unless it describes something."""
+        least = (self.num_nodes, self.gpus_per_node, self.nics_per_node)
+        if min(least) < 1 or self.num_nodes * self.gpus_per_node > MAX_GPUS:
+            raise PlanError(f"{self.name}: a cluster has 1 to {MAX_GPUS} GPUs, in nodes of at least one NIC")
+        rates = (self.nvlink_gb_per_s, self.nic_gb_per_s, self.pcie_gb_per_s)
+        if min(rates) <= 0 or min(self.storage_gb_per_s, self.node_storage_gb_per_s, self.failures_per_gpu_hour) < 0:
+            raise PlanError(f"{self.name}: NVLink, NIC and PCIe need a rate above 0, and none may be below")
+        if not 0 <= self.straggler_share <= 1 or self.straggler_slowdown < 1:
+            raise PlanError(f"{self.name}: stragglers are a share of the GPUs, slower by a factor of at least 1")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    def with_gpus(self, num_gpus: int) -> Cluster:
+        """As many nodes as hold so many GPUs."""
+        return msgspec.structs.replace(self, num_nodes=max(1, -(-num_gpus // self.gpus_per_node)))
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the stages beside the wire give on one machine. Rates are decimal GB/s of one GPU, costs seconds."""
+
+    name: str
+    quantise_gb_per_s: float
+    """BF16 read by the transform at the source."""
+    digest_gb_per_s: float
+    device_copy_gb_per_s: float
+    """Bytes copied within one device: the flip of a staged update."""
+    step_s: float
+    """One batch of a device's work, from the call on: a digest, a transform, a copy of many."""
+    post_s: float
+    """One read posted, of one run."""
+    run_s: float
+    """Each further run of a read from `SHORT_RUN_BYTES` on."""
+    short_run_s: float
+    """The same of shorter ones."""
+    answer_s: float
+    """A question to another member's door, answered."""
+    hop_s: float
+    """A chunk that a relay has to the same chunk asked for by the next: verified, told, posted."""
+    source: tuple[tuple[str, str], ...] = ()
+    """Per figure where it is from; `assumed: ...` where nobody measured it."""
+
+    def check(self) -> None:
+        """Raise PlanError unless every rate and cost can be one."""
+        if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
+            raise PlanError(f"{self.name}: a stage needs a rate above 0")
+        if min(self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s) < 0:
+            raise PlanError(f"{self.name}: a cost below 0 s")
+
+
+SHORT_RUN_BYTES = 256 << 10
+"""From here on a run is a copy of its own. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+
+H200_RATES = Rates(
+    name="h200",
+    quantise_gb_per_s=2450.0,
+    digest_gb_per_s=2306.0,
+    device_copy_gb_per_s=2118.0,
+    step_s=110e-6,
+    post_s=0.65e-3,
+    run_s=1.06e-6,
+    short_run_s=0.2e-6,
+    answer_s=1e-3,
+    hop_s=3.5e-3,
+    source=(
+        ("quantise_gb_per_s", "assumed: a trial kernel on one H200, block 128; not this project's transform"),
+        ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load.md, row f"),
+        ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
+        ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),
+        ("post_s", "benchmarks/results/h200x2_202611/transport.md, one segment; assumed for NICs"),
+        ("run_s", "benchmarks/results/h200x2_202611/transport.md, 16 MiB segments; assumed for NICs"),
+        ("short_run_s", "benchmarks/results/h200x2_202611/transport.md, 4 KiB segments; assumed for NICs"),
+        ("answer_s", "assumed: a small request to a door"),
+        ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
+    ),
+)
+CPU_RATES = Rates(
+    name="cpu-pair",
+    quantise_gb_per_s=2.0,
+    digest_gb_per_s=10.0,
+    device_copy_gb_per_s=12.0,
+    step_s=20e-6,
+    post_s=50e-6,
+    run_s=1.7e-6,
+    short_run_s=1.7e-6,
+    answer_s=1e-3,
+    hop_s=3.5e-3,
+    source=(
+        ("run_s", "benchmarks/results/cpu2_202611/transport.md, 4 KiB segments"),
+        ("device_copy_gb_per_s", "benchmarks/results/cpu2_202611/transport.md, one memmove"),
+        ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
+        ("quantise_gb_per_s", "assumed; so are the others"),
+    ),
+)
+
+_HOPPER = "400 Gb/s a GPU; NVLink and PCIe: benchmarks/results/h200x2_202611/transport.md, h200x1_202611/load.md"
+CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
+    "h200": (
+        Cluster(name="h200", nvlink_gb_per_s=392.0, nic_gb_per_s=50.0, pcie_gb_per_s=55.5, source=_HOPPER),
+        H200_RATES,
+    ),
+    "h100": (
+        Cluster(
+            name="h100",
+            nvlink_gb_per_s=392.0,
+            nic_gb_per_s=50.0,
+            pcie_gb_per_s=55.5,
+            source=f"as h200, assumed: {_HOPPER}",
+        ),
+        H200_RATES,
+    ),
+    "cpu-pair": (
+        Cluster(
+            name="cpu-pair",
+            num_nodes=2,
+            gpus_per_node=1,
+            nics_per_node=1,
+            nvlink_gb_per_s=11.0,
+            nic_gb_per_s=1.25,
+            pcie_gb_per_s=12.0,
+            source="benchmarks/results/cpu2_202611/hosts.md, transport.md",
+        ),
+        CPU_RATES,
+    ),
+}
+"""What `--cluster` knows by name; any other is a file of JSON."""
+
+
+def to_json(value: Cluster | Rates) -> bytes:
+    """The value as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def from_json(raw: bytes, kind: type[T]) -> T:
+    """A value of `kind`. ConfigError where the bytes are none."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"this is no {kind.__name__}: {error}") from error
+
+
+class Links:
+    """The links of a cluster, numbered, with their capacities in bytes per second.
+
+    Attributes:
+        capacity: [num_links]; the last one is no link: what a flow needs nothing of.
+        classes: names of kinds of link, and the numbers `[start, stop)` of each.
+
+    Args:
+        slowdown: per GPU, what its links' rates are divided by.
+    """
+
+    def __init__(self, cluster: Cluster, slowdown: np.ndarray) -> None:
+        cluster.check()
+        self._cluster = cluster
+        gpus, nics = cluster.num_gpus, cluster.num_nodes * cluster.nics_per_node
+        gpu_slow = np.asarray(slowdown, np.float64)
+        nic_slow = np.ones(nics)
+        np.maximum.at(nic_slow, self._nic(np.arange(gpus)), gpu_slow)
+        whole = cluster.storage_gb_per_s or np.inf
+        sizes = (
+            ("nvlink out", cluster.nvlink_gb_per_s / gpu_slow),
+            ("nvlink in", cluster.nvlink_gb_per_s / gpu_slow),
+            ("nic out", cluster.nic_gb_per_s / nic_slow),
+            ("nic in", cluster.nic_gb_per_s / nic_slow),
+            ("pcie in", cluster.pcie_gb_per_s / gpu_slow),
+            ("storage of a node", np.full(cluster.num_nodes, cluster.node_storage_gb_per_s or np.inf)),
+            ("storage", np.full(1, whole)),
+        )
+        self.capacity = np.concatenate([*(rates * GB for _, rates in sizes), [np.inf]])
+        stops = np.cumsum([len(rates) for _, rates in sizes]).tolist()
+        self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
+
+    def _nic(self, gpu: I64) -> I64:
+        one = self._cluster
+        local = gpu % one.gpus_per_node * one.nics_per_node // one.gpus_per_node
+        nic: I64 = gpu // one.gpus_per_node * one.nics_per_node + local
+        return nic
+
+    def _at(self, name: str, number: I64) -> I64:
+        found: I64 = self.classes[name][0] + number
+        return found
+
+    def between(self, source: I64, receiver: I64) -> I64:
+        """[num_flows, WIDTH] links from GPUs to GPUs."""
+        near = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
+        nowhere = np.full(len(source), len(self.capacity) - 1)
+        out = np.where(near, self._at("nvlink out", source), self._at("nic out", self._nic(source)))
+        into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self._nic(receiver)))
+        return np.stack((out, into, nowhere), axis=1)
+
+    def from_storage(self, receiver: I64) -> I64:
+        """[num_flows, WIDTH] links from storage to GPUs."""
+        node = receiver // self._cluster.gpus_per_node
+        all_of_it = np.full(len(receiver), self.classes["storage"][0])
+        return np.stack((all_of_it, self._at("storage of a node", node), self._at("pcie in", receiver)), axis=1)
+
+
+def slowdowns(cluster: Cluster, seed: int) -> np.ndarray:
+    """Per GPU 1, or the straggler's factor for those that the seed makes one."""
+    chance = np.random.default_rng(seed)
+    slow = chance.permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
+    return np.where(slow, cluster.straggler_slowdown, 1.0)

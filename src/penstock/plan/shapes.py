@@ -1,0 +1,204 @@
+"""Layouts of both sides of a sync, from names and shapes alone: for models that nobody holds yet.
+
+In: tensors by name and shape, how each side splits them. Out: `Layout`s, as ranks would declare and record them.
+Not here: layouts of live models (`sync.declare`, `sync.record`).
+
+    trainer:  experts over groups, an expert's rows over its group; the rest, rows over `shards` ranks, in replicas
+    receiver: experts over groups of `tp`, each cut as tensor parallelism does, or whole; the rest tensor parallel
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.plan.layout import Form, Layout
+from penstock.types import Box, DType
+
+FP8 = "fp8-block128"
+"""The tag of weights quantised in blocks of 128 x 128, scales beside them."""
+_BLOCK = 128
+_ALIGN_BYTES = 256
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_COLUMNS = re.compile(r"(o_proj|down_proj|out_proj|c_proj)\.weight$")
+_ROWS = re.compile(
+    r"(q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj"
+    r"|embed_tokens|lm_head)\.weight$"
+)
+_PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
+
+Cut = tuple[int | None, int, int]
+"""(dim, part, of): a part along a dim; of one, or of no dim, all of it."""
+
+
+class Shape(NamedTuple):
+    """One tensor of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    """What tensor parallelism splits."""
+    expert: int
+    """-1: of no expert."""
+
+
+def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
+    """By the names that checkpoints of transformers have; a tensor of another name is whole on each rank."""
+    found = _EXPERT.search(name)
+    dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
+    return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(found[1]) if found else -1)
+
+
+def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
+    """The shapes of Kimi-K2: latent attention, experts in all but the first layer. A trillion parameters.
+
+    Source: its config.json (hidden 7168, 64 heads, q rank 1536, kv rank 512, 384 experts of 2048).
+    """
+    hidden, heads, q_rank, kv_rank, rope, nope, expert, dense, vocab = 7168, 64, 1536, 512, 64, 128, 2048, 18432, 163840
+
+    def layer_of(p: str, rows: int, mlp: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield p + "input_layernorm.weight", (hidden,)
+        yield p + "post_attention_layernorm.weight", (hidden,)
+        yield p + "self_attn.q_a_proj.weight", (q_rank, hidden)
+        yield p + "self_attn.q_a_layernorm.weight", (q_rank,)
+        yield p + "self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank)
+        yield p + "self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden)
+        yield p + "self_attn.kv_a_layernorm.weight", (kv_rank,)
+        yield p + "self_attn.kv_b_proj.weight", (heads * 2 * nope, kv_rank)
+        yield p + "self_attn.o_proj.weight", (hidden, heads * nope)
+        for name, shape in (("gate", (rows, hidden)), ("up", (rows, hidden)), ("down", (hidden, rows))):
+            yield f"{mlp}{name}_proj.weight", shape
+
+    yield shape_of("model.embed_tokens.weight", (vocab, hidden))
+    for layer in range(num_layers):
+        p = f"model.layers.{layer}."
+        rows, mlp = (expert, p + "mlp.shared_experts.") if layer else (dense, p + "mlp.")
+        yield from (shape_of(name, shape) for name, shape in layer_of(p, rows, mlp))
+        if not layer:
+            continue
+        yield shape_of(p + "mlp.gate.weight", (num_experts, hidden))
+        yield shape_of(p + "mlp.gate.e_score_correction_bias", (num_experts,))
+        for e in range(num_experts):
+            mine = f"{p}mlp.experts.{e}."
+            yield shape_of(mine + "gate_proj.weight", (expert, hidden))
+            yield shape_of(mine + "up_proj.weight", (expert, hidden))
+            yield shape_of(mine + "down_proj.weight", (hidden, expert))
+    yield shape_of("model.norm.weight", (hidden,))
+    yield shape_of("lm_head.weight", (vocab, hidden))
+
+
+@cache
+def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
+    """The part-th of `of` along a dim, as torch's chunk cuts it; None where that is nothing."""
+    if dim is None or of == 1:
+        return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
+    step = -(-shape[dim] // of)
+    a, b = min(part * step, shape[dim]), min((part + 1) * step, shape[dim])
+    if a == b:
+        return None
+    start = tuple(a if d == dim else 0 for d in range(len(shape)))
+    stop = tuple(b if d == dim else n for d, n in enumerate(shape))
+    return Form(dtype=dtype, shape=shape, box=Box(start=start, stop=stop), tag=tag)
+
+
+def _rows(one: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
+    """What a rank has of a tensor: its part, or the part quantised with its scales."""
+    tagged = fp8 and _PROJECTION.search(one.name) is not None
+    form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", one.shape, *cut)
+    if form is None:
+        return
+    yield one.name, form
+    if tagged:
+        scales = tuple(-(-n // _BLOCK) for n in one.shape)
+        scale = _form(DType.F32, FP8, scales, *cut)
+        if scale is not None:
+            yield f"{one.name}_scale_inv", scale
+
+
+def _layout(member: str, rows: Sequence[tuple[str, Form]]) -> Layout:
+    """These rows, one after the other in one region."""
+    forms = {form: i for i, form in enumerate({form: None for _, form in rows})}
+    sizes = np.array([form.span_bytes for form in forms], np.int64)
+    index = np.array([forms[form] for _, form in rows], np.int64)
+    aligned = -(-sizes[index] // _ALIGN_BYTES) * _ALIGN_BYTES
+    return Layout(
+        member=member,
+        address="0" * 32,
+        regions=(int(aligned.sum()),),
+        forms=tuple(forms),
+        names=tuple(name for name, _ in rows),
+        form=index,
+        offset=np.cumsum(aligned) - aligned,
+    )
+
+
+def _side(
+    word: str,
+    model: Iterable[Shape],
+    num_ranks: int,
+    fp8: bool,
+    cut_of: Callable[[int, Shape], Cut],
+    has: Callable[[int, int, int], bool],
+) -> list[Layout]:
+    experts: dict[int, list[Shape]] = defaultdict(list)
+    for one in model:
+        experts[one.expert].append(one)
+    dense, num_experts = experts.pop(-1, []), len(experts)
+    layouts = []
+    for rank in range(num_ranks):
+        mine = [one for e, some in experts.items() if has(rank, e, num_experts) for one in some]
+        rows = [row for one in (*dense, *mine) for row in _rows(one, cut_of(rank, one), fp8)]
+        layouts.append(_layout(f"{word}-{rank}", rows))
+    return layouts
+
+
+def trainer_layouts(
+    model: Iterable[Shape], num_ranks: int, *, shards: int = 32, expert_groups: int = 0, fp8: bool = False
+) -> list[Layout]:
+    """Rows over ranks, as FSDP2 cuts them.
+
+    Args:
+        model: its tensors.
+        num_ranks: of the trainer.
+        shards: ranks over which what is of no expert is cut; as many replicas as there are ranks for (HSDP).
+        expert_groups: groups that each hold some experts; 0: groups of four ranks.
+        fp8: what is a projection is held quantised.
+    """
+    groups = expert_groups or max(num_ranks // 4, 1)
+    if groups > num_ranks or num_ranks % groups:
+        raise PlanError(f"{num_ranks} ranks are not {groups} equal groups")
+    per_group = num_ranks // groups
+
+    def cut_of(rank: int, one: Shape) -> Cut:
+        of = min(shards, num_ranks) if one.expert < 0 else per_group
+        return 0, rank % of, of
+
+    def has(rank: int, expert: int, num_experts: int) -> bool:
+        return expert * groups // num_experts == rank // per_group
+
+    return _side("trainer", model, num_ranks, fp8, cut_of, has)
+
+
+def receiver_layouts(
+    model: Iterable[Shape], num_ranks: int, *, tp: int = 8, whole_experts: bool = False, fp8: bool = False
+) -> list[Layout]:
+    """Tensor parallel in groups of `tp`, experts over the groups; or each expert whole, over all ranks."""
+    tp = min(tp, num_ranks)
+    if num_ranks % tp:
+        raise PlanError(f"{num_ranks} ranks are not groups of {tp}")
+
+    def cut_of(rank: int, one: Shape) -> Cut:
+        return (0, 0, 1) if one.expert >= 0 and whole_experts else (one.dim, rank % tp, tp)
+
+    def has(rank: int, expert: int, num_experts: int) -> bool:
+        if whole_experts:
+            return expert * num_ranks // num_experts == rank
+        return expert * (num_ranks // tp) // num_experts == rank // tp
+
+    return _side("engine", model, num_ranks, fp8, cut_of, has)

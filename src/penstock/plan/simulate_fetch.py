@@ -1,0 +1,332 @@
+"""How long a fleet takes to fill: the project's relay over a described cluster, as streams that follow each other.
+
+In: a weight set's bytes, who is whole, a cluster, rates. Out: a `Prediction`.
+Not here: who takes from whom (`relay`), who shares a link how (`flow`).
+
+A member is a stream from its parent. It begins a hop after its parent did, is never nearer than a hop behind it, and
+catches up when its links let it: chunks are small beside a line, so the line flows like water.
+
+    holder ==> a ==> b          nobody whole: a ring; each reads its part of storage, the rest comes round
+                 ==> c (far)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.plan.chunks import CHUNK_BYTES
+from penstock.plan.cluster import Cluster, Links, Rates, slowdowns
+from penstock.plan.flow import F64, fair_rates
+from penstock.plan.relay import Node, Relay
+from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
+from penstock.types import GB, I64
+
+PATIENCE_S = 0.5
+"""A member that fell silent holds its readers back for so long. Source: `fleet.upstream.PATIENCE_S`."""
+_STEPS = 4000
+"""Moments a copy is looked at: what begins or ends within one part of so many is taken together."""
+_ROUNDS = 16
+_NEAR_ENOUGH = 1e-6
+_UNBOUND = np.finfo(np.float64).max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Who wants what: GPU g of every node has part `g % parts` of the weights, and exchanges with those of its part."""
+
+    nbytes: int
+    """Of all parts together."""
+    parts: int = 1
+    """Ranks of a replica: 8 is tensor parallelism over a node's GPUs; 1: each GPU has all of it."""
+    holders: int = 1
+    """Replicas that are whole at the start, on the first GPUs; 0: all read storage, each a part."""
+
+
+def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
+    """Fill every GPU of the cluster.
+
+    Args:
+        fleet: what they want and who has it.
+        cluster: all of its GPUs take part.
+        rates: of the stages.
+        seed: of the order in which members came, who is slow, and who dies when.
+
+    Raises:
+        PlanError: no replica fits, or nobody has the weights and there is no storage.
+    """
+    cluster.check()
+    rates.check()
+    if fleet.parts < 1 or cluster.num_gpus % fleet.parts or fleet.nbytes < 1:
+        raise PlanError(f"{cluster.num_gpus} GPUs are not replicas of {fleet.parts}")
+    if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
+        raise PlanError(f"{fleet.holders} holders among {cluster.num_gpus // fleet.parts} replicas")
+    run = _Run(fleet, cluster, rates, seed)
+    run.go()
+    return run.prediction()
+
+
+class _Run:
+    """The events of one fetch."""
+
+    def __init__(self, fleet: Fleet, cluster: Cluster, rates: Rates, seed: int) -> None:
+        self.fleet, self.cluster, self.rates = fleet, cluster, rates
+        self._links = Links(cluster, slowdowns(cluster, seed))
+        self.nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
+        self.meter = Meter(self._links)
+        count = cluster.num_gpus
+        self.line = -(-fleet.nbytes // fleet.parts)
+        self.num_chunks = max(1, -(-self.line // CHUNK_BYTES))
+        self.gpu = np.arange(count)
+        self.have = np.zeros(count)
+        self.have[: fleet.holders * fleet.parts] = self.line
+        self.is_holder = self.have >= self.line
+        self.dead = np.zeros(count, bool)
+        self.start, self.done = np.full(count, np.inf), np.full(count, np.inf)
+        self.start[self.is_holder] = self.done[self.is_holder] = 0.0
+        self.rate_of = np.zeros(count)
+        self.joined = np.random.default_rng((seed, 2)).permutation(count)
+        self.parent = np.full(count, -1)
+        self.depth = np.zeros(count, np.int64)
+        self.relinked: list[str] = []
+        self._plan_relay()
+        slowest = min(cluster.nic_gb_per_s, cluster.nvlink_gb_per_s) * GB
+        copy_s = self.line / slowest
+        self.quantum = copy_s / _STEPS
+        self.deaths = self._deaths(copy_s, seed)
+        self.storage_s = 0.0
+        self.from_storage = np.zeros(count)
+
+    def _deaths(self, copy_s: float, seed: int) -> list[tuple[float, int]]:
+        chance = np.random.default_rng((seed, 3))
+        count = chance.poisson(self.cluster.failures_per_gpu_hour * self.cluster.num_gpus * copy_s / 3600)
+        who = chance.permutation(np.flatnonzero(~self.is_holder))[:count]
+        return sorted(zip(chance.uniform(0.0, copy_s, len(who)).tolist(), who.tolist(), strict=True))
+
+    def _plan_relay(self) -> None:
+        """Ask the project's relay, for each part the same question."""
+        parts, per_node = self.fleet.parts, self.cluster.gpus_per_node
+        for part in range(parts):
+            mine = self.gpu[part::parts]
+            mine = mine[~self.dead[mine]]
+            chunks = np.minimum(self.have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
+            whole = self.have[mine] >= self.line
+            chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
+            columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), self.parent[mine].tolist())
+            nodes = [
+                Node(
+                    member=f"{gpu}",
+                    host=f"node-{gpu // per_node}",
+                    device=f"cuda:{gpu % per_node}",
+                    joined=joined,
+                    num_have=have,
+                    num_chunks=self.num_chunks,
+                    parent=str(parent) if parent >= 0 else "",
+                )
+                for gpu, have, joined, parent in zip(*columns, strict=True)
+            ]
+            self.parent[mine] = -1
+            for child, parent in Relay(nodes).parents.items():
+                self.parent[int(child)] = int(parent)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Depths, and what a hop takes over each link."""
+        self.streams = np.flatnonzero((self.parent >= 0) & ~self.is_holder & ~self.dead)
+        parent = self.parent[self.streams]
+        links = self._links.between(parent, self.streams)
+        self.links = np.zeros((len(self.gpu), links.shape[1]), np.int64)
+        self.links[self.streams] = links
+        wire_s = min(CHUNK_BYTES, self.line) / self._links.capacity[links].min(axis=1)
+        digest_s = min(CHUNK_BYTES, self.line) / self.rates.digest_gb_per_s / GB
+        self.hop = np.zeros(len(self.gpu))
+        self.hop[self.streams] = self.rates.hop_s + wire_s + digest_s
+        at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
+        while self.fleet.holders and (at >= 0).any():
+            at = np.where(at >= 0, self.parent[at], -1)
+            self.depth += at >= 0
+
+    def go(self) -> None:
+        """Until everyone alive has all."""
+        if self.fleet.holders:
+            self._flow()
+        else:
+            self._ring()
+
+    def _flow(self) -> None:
+        now, deaths = 0.0, list(self.deaths)
+        relink_s = np.inf
+        while True:
+            self._begin(now)
+            filling = self.streams[~np.isfinite(self.done[self.streams])]
+            orphans = (self.parent < 0) & ~self.is_holder & ~self.dead & ~np.isfinite(self.done)
+            if not len(filling) and not orphans.any():
+                return
+            ready = filling[self.start[filling] <= now]
+            rate = self._rates(ready)
+            waits = self.start[filling]
+            flows = rate > 0
+            left_s = float(((self.line - self.have[ready])[flows] / rate[flows]).min(initial=np.inf))
+            until = now + min(left_s, self._caught_up_s(ready, rate))
+            until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
+            until = min(until, deaths[0][0]) if deaths else until
+            assert np.isfinite(until), "a fetch that does not end"
+            until = max(until, now) + self.quantum
+            self._move(now, until, ready, rate)
+            now = until
+            while deaths and deaths[0][0] <= now:
+                self._die(deaths.pop(0)[1], now)
+                relink_s = now + PATIENCE_S
+            if relink_s <= now:
+                relink_s = np.inf
+                self._plan_relay()
+
+    def _begin(self, now: float) -> None:
+        """Streams whose parents have begun begin a hop later, each by its parent's own beginning."""
+        waiting = self.streams[~np.isfinite(self.start[self.streams])]
+        while len(waiting):
+            parent = self.parent[waiting]
+            known = np.isfinite(self.start[parent]) & (self.start[parent] <= now)
+            if not known.any():
+                return
+            some = waiting[known]
+            self.start[some] = np.maximum(self.start[self.parent[some]], now - self.quantum) + self.hop[some]
+            waiting = waiting[~known]
+
+    def _rates(self, ready: I64) -> F64:
+        """What each stream gets now: its links' share, and no more than its parent where it has caught up with it."""
+        if not len(ready):
+            return np.zeros(0)
+        links, parent = self.links[ready], self.parent[ready]
+        follows = self.have[parent] < self.line
+        place = np.full(len(self.gpu), -1)
+        place[ready] = np.arange(len(ready))
+        bound = np.full(len(ready), _UNBOUND)
+        rate = np.zeros(len(ready))
+        for _ in range(_ROUNDS):
+            rate = fair_rates(links, self._links.capacity, bound)
+            theirs = np.where(place[parent] >= 0, rate[place[parent]], 0.0)
+            behind = self.have[parent] - self.have[ready]
+            near = follows & (behind <= theirs * self.hop[ready] * (1 + _NEAR_ENOUGH) + 1.0)
+            limit = np.where(near, self._least_above(rate, near, place[parent]), _UNBOUND)
+            if np.array_equal(limit, bound) or np.allclose(limit, bound, rtol=_NEAR_ENOUGH):
+                break
+            bound = limit
+        self.rate_of[:] = 0.0
+        self.rate_of[ready] = rate
+        return rate
+
+    @staticmethod
+    def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
+        """Per stream the least rate of those above it, as far up as each follows the next."""
+        own = np.append(rate, 0.0)
+        above = np.append(np.where(near, parent, -1), -1)
+        least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))
+        while (above >= 0).any():
+            least = np.minimum(least, np.where(above >= 0, least[above], _UNBOUND))
+            above = np.where(above >= 0, above[above], -1)
+        return least[:-1]
+
+    def _caught_up_s(self, ready: I64, rate: F64) -> float:
+        """When the first stream that is faster than its parent has caught up with it."""
+        parent = self.parent[ready]
+        theirs = self.rate_of[parent]
+        gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
+        gains = (rate - theirs > 1.0) & (self.have[parent] < self.line) & (gap > 1.0)
+        return float((gap[gains] / (rate - theirs)[gains]).min(initial=np.inf))
+
+    def _move(self, now: float, until: float, ready: I64, rate: F64) -> None:
+        left = self.line - self.have[ready]
+        moved = np.minimum(rate * (until - now), left)
+        over = (moved >= left * (1 - 1e-12)) & (rate > 0)
+        self.meter.add(now, until, self.links[ready], moved)
+        self.have[ready] += moved
+        self.have[ready[over]] = self.line
+        self.done[ready[over]] = now + left[over] / rate[over]
+
+    def _die(self, who: int, now: float) -> None:
+        """It gives and takes no more; those below it find others once they have lost patience."""
+        if self.dead[who]:
+            return
+        below = int((self.parent == who).sum())
+        self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} members that read it read others")
+        self.dead[who] = True
+        self.rate_of[who] = 0.0
+        self.parent[self.parent == who] = -1
+        self._measure()
+
+    def _ring(self) -> None:
+        """Storage is read once, each a part by its speed; then as fast as the slowest link round the ring."""
+        cluster = self.cluster
+        if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
+            raise PlanError("nobody has the weights, and the cluster has no storage")
+        read = fair_rates(self._links.from_storage(self.gpu), self._links.capacity)
+        of_part = np.bincount(self.gpu % self.fleet.parts, weights=read)[self.gpu % self.fleet.parts]
+        self.from_storage = self.line * read / of_part
+        self.storage_s = float((self.from_storage / read).max())
+        self.meter.add(0.0, self.storage_s, self._links.from_storage(self.gpu), self.from_storage)
+        if not len(self.streams):
+            self.done[:] = self.start[:] = self.storage_s
+            return
+        rate = fair_rates(self.links[self.streams], self._links.capacity)
+        part = self.streams % self.fleet.parts
+        slowest = np.full(self.fleet.parts, np.inf)
+        np.minimum.at(slowest, part, rate)
+        wanted = self.line - self.from_storage[self.streams]
+        stream_s = np.maximum(wanted / slowest[part], self.storage_s)
+        around = np.zeros(self.fleet.parts)
+        np.add.at(around, part, self.hop[self.streams])
+        self.start[:] = 0.0
+        self.done[self.streams] = stream_s + around[part] - self.hop[self.streams]
+        self.meter.add(0.0, float(stream_s.max()), self.links[self.streams], wanted)
+        self.have[:] = self.line
+
+    def prediction(self) -> Prediction:
+        """What came of it."""
+        fleet, cluster = self.fleet, self.cluster
+        alive = ~self.dead & ~self.is_holder
+        done = self.done[alive]
+        total_s = float(done.max(initial=0.0))
+        loads = self.meter.loads(total_s)
+        limit_s = self.meter.limit_s(self.nominal)
+        one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
+        last = int(np.where(alive, self.done, -1.0).argmax())
+        hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
+        stages = [Stage(name="hops", member=f"GPU {last}", busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
+        if self.storage_s:
+            around_s = total_s - max(self.storage_s, one_copy_s)
+            stages = [
+                Stage(name="storage", member="all", busy_s=self.storage_s),
+                Stage(name="hops", member=f"GPU {last}", busy_s=max(around_s, 0.0), detail=f"ring of {len(done)}"),
+            ]
+        digest_s = self.line / self.rates.digest_gb_per_s / GB
+        stages.append(Stage(name="digest and compare", member="each", busy_s=digest_s))
+        what = f"{fleet.holders} -> {cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs, {fleet.parts} parts"
+        return Prediction(
+            kind="fetch",
+            what=what,
+            predicted_s=total_s,
+            limit_s=min(limit_s, max(one_copy_s, self.storage_s)),
+            bottleneck=bottleneck(stages, loads, total_s, "waiting for those before"),
+            moved_bytes=round(float((self.have - self.line * self.is_holder)[alive].sum())),
+            num_receivers=int(alive.sum()),
+            first_s=float(done.min(initial=total_s)),
+            median_s=float(np.median(done)) if len(done) else 0.0,
+            stages=tuple(stages),
+            links=loads,
+            timeline=self._timeline(alive, last),
+            failed=tuple(self.relinked),
+            assumed=assumed(self.rates, ("digest_gb_per_s", "hop_s")),
+        )
+
+    def _timeline(self, alive: np.ndarray, last: int) -> tuple[Span, ...]:
+        """The way of the last member: whom it read, whom those read."""
+        spans: list[Span] = []
+        at = last
+        while at >= 0 and not self.is_holder[at] and len(spans) < 64:
+            lane = f"GPU {at}, {int(self.depth[at])} deep" if self.fleet.holders else f"GPU {at}"
+            spans.append(Span(lane=lane, stage="wire", start_s=float(self.start[at]), stop_s=float(self.done[at])))
+            at = int(self.parent[at]) if self.fleet.holders else -1
+        return tuple(reversed(spans))

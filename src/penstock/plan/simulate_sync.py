@@ -1,0 +1,392 @@
+"""How long a sync takes: a `SyncPlan` over a described cluster, read by read.
+
+In: the plan, what each source transforms in which bucket, a cluster, rates. Out: a `Prediction`.
+Not here: the plan (`sync`), who shares a link how (`flow`).
+
+    source:    transform b0 | b1 | b2 ...                  one after the other, digests of what is asked among them
+    receiver:  ask -> post -> wire -> digest, compare      laps in order, two at a time, below a watermark, as
+                                                           `sync.take` does; posts one by one, reads side by side
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.plan.cluster import SHORT_RUN_BYTES, Cluster, Links, Rates, slowdowns
+from penstock.plan.flow import F64, fair_rates
+from penstock.plan.intersect import spread
+from penstock.plan.layout import Layout
+from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
+from penstock.plan.sync import Part, SyncPlan, plan_sync
+from penstock.types import GB, GIB, I64
+
+WATERMARK_BYTES = 4 * GIB
+READS_AT_ONCE = 16
+READS_OF_ONE = 4
+AHEAD_LAPS = 2
+"""As `sync.take` runs a part; a test holds them equal."""
+_STEPS = 4000
+"""Moments a run is looked at, at least: reads that begin or end within one part of so many are taken together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The reads of a sync, as columns: receiver after receiver, lap after lap, the sources of one taking turns."""
+
+    receiver: I64
+    lap: I64
+    """Buckets joined, counted over all receivers."""
+    source: I64
+    bucket: I64
+    """The last it has something of."""
+    nbytes: I64
+    cost_s: F64
+    """Of posting it."""
+
+    @classmethod
+    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
+        """The steps that each receiver's take cuts its part to. Cost: that of all parts."""
+        columns = [(np.zeros(0, np.int64),) * 5]
+        costs = [np.zeros(0)]
+        num_laps = 0
+        for r in range(len(plan.receivers)):
+            part = plan.part(r)
+            if not len(part.source):
+                continue
+            lap, source, bucket, nbytes, cost_s = _steps(part, rates, watermark_bytes)
+            columns.append((np.full(len(lap), r), num_laps + lap, source, bucket, nbytes))
+            costs.append(cost_s)
+            num_laps += int(lap[-1]) + 1
+        receiver, laps, source, bucket, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+        cost_s = np.concatenate(costs)
+        return cls(receiver=receiver, lap=laps, source=source, bucket=bucket, nbytes=nbytes, cost_s=cost_s)
+
+
+def _steps(part: Part, rates: Rates, watermark_bytes: int) -> tuple[I64, I64, I64, I64, F64]:
+    """(lap, source, last bucket, bytes, cost) of each step of a part, in the order they are posted."""
+    edges = np.array(part.laps(watermark_bytes // AHEAD_LAPS), np.int64)
+    bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
+    lap = np.searchsorted(edges, bucket, side="right") - 1
+    run_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
+    nbytes = part.run_bytes * part.num_rows
+    # By lap and source, then cut where a step would be too large.
+    order = np.lexsort((bucket, part.source, lap))
+    lap, source, bucket, nbytes, run_s = (column[order] for column in (lap, part.source, bucket, nbytes, run_s))
+    piece_bytes = max(watermark_bytes // 16, 1)
+    cuts = -(-nbytes // piece_bytes)
+    lap, source, bucket, each, of = (np.repeat(column, cuts) for column in (lap, source, bucket, nbytes, cuts))
+    turn = spread(np.zeros(len(cuts), np.int64), cuts)
+    nbytes, run_s = each * (turn + 1) // of - each * turn // of, np.repeat(run_s / cuts, cuts)
+    stop = np.cumsum(nbytes)
+    fresh = np.ones(len(lap), bool)
+    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    begin = (stop - nbytes)[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
+    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
+    head = np.flatnonzero(fresh)
+    last = np.append(head[1:], len(lap)) - 1
+    pair = lap[head] * (int(source.max()) + 1) + source[head]
+    number = np.arange(len(head)) - np.searchsorted(pair, pair)
+    turns = np.lexsort((number, lap[head]))
+    cost_s = rates.post_s + np.add.reduceat(run_s, head)
+    total = np.add.reduceat(nbytes, head)
+    return lap[head][turns], source[head][turns], bucket[last][turns], total[turns], cost_s[turns]
+
+
+def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
+    """[num_sources, num_buckets] bytes of BF16 that each source reads for the tensors it holds under a tag."""
+    bucket_of: dict[str, int] = {}
+    for r, want in enumerate(wants):
+        rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
+        named = zip(plan.want_row[rows].tolist(), plan.want_bucket[rows].tolist(), strict=True)
+        bucket_of.update((want.names[row], bucket) for row, bucket in named)
+    found = np.zeros((len(holdings), plan.num_buckets), np.int64)
+    for s, holding in enumerate(holdings):
+        elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
+        bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
+        wanted = bucket >= 0
+        np.add.at(found[s], bucket[wanted], 2 * elements[holding.form[wanted]])
+    return found
+
+
+def simulate_sync(
+    plan: SyncPlan,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    transformed: I64 | None = None,
+    watermark_bytes: int = WATERMARK_BYTES,
+    staged: bool = True,
+    one_node: bool = False,
+    seed: int = 0,
+) -> Prediction:
+    """Run the plan over the cluster; it grows to as many nodes as both sides need.
+
+    Args:
+        plan: of `plan_sync`.
+        cluster: sources take its first GPUs, receivers those from the next node on.
+        rates: of the stages.
+        transformed: bytes each source transforms in each bucket (`transformed_bytes`); None: nothing is.
+        watermark_bytes: most that a receiver has asked for and not verified.
+        staged: the flip at the end counts: a copy of all bytes on the device.
+        one_node: receivers take the next GPUs, be they of the sources' node.
+        seed: of who is slow and who fails.
+    """
+    rates.check()
+    per_node = 1 if one_node else cluster.gpus_per_node
+    first = -(-len(plan.sources) // per_node) * per_node
+    cluster = cluster.with_gpus(first + len(plan.receivers))
+    links = Links(cluster, slowdowns(cluster, seed))
+    work = Work.of(plan, rates, watermark_bytes=watermark_bytes)
+    ready, source_s = _ready(work, plan, rates, transformed)
+    run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes)
+    run.go()
+    flip_s = run.nbytes_of / rates.device_copy_gb_per_s / GB if staged else np.zeros(len(plan.receivers))
+    done = run.done + flip_s
+    total_s = float(done.max(initial=0.0))
+    nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
+    stages = _stages(run, source_s, flip_s, plan)
+    loads = run.meter.loads(total_s)
+    return Prediction(
+        kind="sync",
+        what=f"{len(plan.sources)} sources -> {len(plan.receivers)} receivers, {plan.num_buckets} buckets",
+        predicted_s=total_s,
+        limit_s=run.meter.limit_s(nominal),
+        bottleneck=bottleneck(stages, loads, total_s, "waiting: for answers, for the lap before"),
+        moved_bytes=round(run.moved),
+        num_receivers=len(plan.receivers),
+        first_s=float(done.min(initial=total_s)),
+        median_s=float(np.median(done)) if len(done) else 0.0,
+        stages=stages,
+        links=loads,
+        timeline=_timeline(run, plan, ready, flip_s),
+        failed=_failures(run, plan, cluster, total_s, seed),
+        assumed=assumed(rates, _USED),
+    )
+
+
+_USED = (
+    "quantise_gb_per_s",
+    "digest_gb_per_s",
+    "device_copy_gb_per_s",
+    "step_s",
+    "post_s",
+    "run_s",
+    "short_run_s",
+    "answer_s",
+)
+
+
+def predict_sync(
+    holdings: Sequence[Layout], wants: Sequence[Layout], cluster: Cluster, rates: Rates, *, one_node: bool = False
+) -> Prediction:
+    """What a sync between these layouts would take, planned as it would be: to hold beside a measured one."""
+    plan = plan_sync(holdings, wants)
+    transformed = transformed_bytes(plan, holdings, wants)
+    return simulate_sync(plan, cluster, rates, transformed=transformed, one_node=one_node)
+
+
+def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) -> tuple[F64, F64]:
+    """[num_sources, num_buckets] when a bucket is transformed and digested; and what that takes each source."""
+    shape = len(plan.sources), max(plan.num_buckets, 1)
+    given, asked = np.zeros(shape), np.zeros(shape)
+    np.add.at(given, (work.source, work.bucket), work.nbytes)
+    np.add.at(asked, (work.source, work.bucket), 1)
+    took = given / rates.digest_gb_per_s / GB + asked * rates.step_s
+    if transformed is not None:
+        took += transformed / rates.quantise_gb_per_s / GB + (transformed > 0) * rates.step_s
+    ready = np.cumsum(took, axis=1)
+    return ready, took.sum(axis=1)
+
+
+class _Run:
+    """The events of one sync."""
+
+    def __init__(
+        self, work: Work, num_receivers: int, links: Links, first: int, rates: Rates, ready: F64, watermark: int
+    ) -> None:
+        self.work, self.rates, self.num = work, rates, num_receivers
+        self._links, self._watermark = links, watermark
+        self.meter = Meter(links)
+        self._flow_links = links.between(work.source, first + work.receiver)
+        self.first = np.searchsorted(work.receiver, np.arange(num_receivers + 1))
+        count = len(work.receiver)
+        self.asked, self.posted, self.begun, self.landed, self.verified = (np.zeros(count) for _ in range(5))
+        self.done = np.zeros(num_receivers)
+        self.nbytes_of = np.bincount(work.receiver, weights=work.nbytes, minlength=num_receivers)
+        self.moved = 0.0
+        # Plain lists: they are read one number at a time.
+        self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
+        self._nbytes, self._lap = work.nbytes.tolist(), work.lap.tolist()
+        self._cost_s = work.cost_s.tolist()
+        self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
+        laps = int(work.lap[-1]) + 1 if count else 0
+        self._left = np.bincount(work.lap, minlength=laps).tolist()
+        self._lap_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
+        self._lap_stop = [self._lap[stop - 1] + 1 if stop else 0 for stop in self._lap_stop]
+        self._whole = [self._lap[start] if start < count else laps for start in self.first[:-1].tolist()]
+        self._next = self.first[:-1].tolist()
+        self._stop = self.first[1:].tolist()
+        self._flying = [0] * num_receivers
+        self._of_one: dict[tuple[int, int], int] = {}
+        self._held = [0] * num_receivers
+        self._post_free, self._compute_free = [0.0] * num_receivers, [0.0] * num_receivers
+        self._events: list[tuple[float, int, int]] = []
+        self._new: list[int] = []
+
+    def go(self) -> None:
+        """Run until every read is verified."""
+        work, links = self.work, self._links
+        busiest = max(
+            (np.bincount(column, weights=work.nbytes, minlength=len(links.capacity)) / links.capacity).max(initial=0.0)
+            for column in self._flow_links.T
+        )
+        quantum = busiest / _STEPS
+        active: I64 = np.zeros(0, np.int64)
+        left = np.zeros(0)
+        for r in range(self.num):
+            self._ask(r, 0.0)
+        now = 0.0
+        while len(active) or self._events:
+            rates = fair_rates(self._flow_links[active], links.capacity) if len(active) else left
+            ends = now + left / rates if len(active) else left
+            first = min(float(ends.min(initial=np.inf)), self._events[0][0] if self._events else np.inf)
+            until = first + quantum
+            moved = np.minimum(rates * (until - now), left)
+            over = ends <= until
+            moved[over] = left[over]
+            self.meter.add(now, until, self._flow_links[active], moved)
+            self.moved += float(moved.sum())
+            left = left - moved
+            for read, at in zip(active[over].tolist(), ends[over].tolist(), strict=True):
+                self._land(read, at)
+            active, left, now = active[~over], left[~over], until
+            while self._events and self._events[0][0] <= now:
+                self._happen(*heapq.heappop(self._events))
+            if self._new:
+                fresh = np.array(self._new, np.int64)
+                self._new = []
+                self.begun[fresh] = now
+                active, left = np.concatenate((active, fresh)), np.concatenate((left, work.nbytes[fresh]))
+
+    def _ask(self, r: int, at: float) -> None:
+        """Have a receiver ask for the reads that it may."""
+        while self._next[r] < self._stop[r] and self._flying[r] < READS_AT_ONCE:
+            read = self._next[r]
+            pair = r, self._source[read]
+            room = self._watermark - self._held[r]
+            late = self._lap[read] >= self._whole[r] + AHEAD_LAPS or (self._held[r] and self._nbytes[read] > room)
+            if late or self._of_one.get(pair, 0) >= READS_OF_ONE:
+                return
+            self._next[r] += 1
+            self._flying[r] += 1
+            self._of_one[pair] = self._of_one.get(pair, 0) + 1
+            self._held[r] += self._nbytes[read]
+            self.asked[read] = at
+            heapq.heappush(self._events, (max(at, self._ready[read]) + self.rates.answer_s, read, 0))
+
+    def _happen(self, at: float, read: int, what: int) -> None:
+        """0: answered, 1: posted, 2: verified."""
+        r = self._receiver[read]
+        if what == 0:
+            self.posted[read] = start = max(self._post_free[r], at)
+            self._post_free[r] = start + self._cost_s[read]
+            heapq.heappush(self._events, (self._post_free[r], read, 1))
+        elif what == 1:
+            self._new.append(read)
+        else:
+            self._check(r, read, at)
+
+    def _land(self, read: int, at: float) -> None:
+        """Its bytes are there: they are digested once those before them are."""
+        r = self._receiver[read]
+        self.landed[read] = at
+        self._flying[r] -= 1
+        self._of_one[r, self._source[read]] -= 1
+        took = self.rates.step_s + self._nbytes[read] / self.rates.digest_gb_per_s / GB
+        self._compute_free[r] = max(self._compute_free[r], at) + took
+        heapq.heappush(self._events, (self._compute_free[r], read, 2))
+        self._ask(r, at)
+
+    def _check(self, r: int, read: int, at: float) -> None:
+        """A read is verified; perhaps its lap is whole, and another one may begin."""
+        self.verified[read] = at
+        self.done[r] = max(self.done[r], at)
+        self._held[r] -= self._nbytes[read]
+        self._left[self._lap[read]] -= 1
+        while self._whole[r] < self._lap_stop[r] and not self._left[self._whole[r]]:
+            self._whole[r] += 1
+        self._ask(r, at)
+
+
+def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
+    """What the busiest member of each stage spent on it."""
+    work = run.work
+    post_s = np.bincount(work.receiver, weights=work.cost_s, minlength=run.num)
+    reads = np.bincount(work.receiver, minlength=run.num)
+    digest_s = reads * run.rates.step_s + run.nbytes_of / run.rates.digest_gb_per_s / GB
+    found = []
+    for name, times, members in (
+        ("transform and digest", source_s, plan.sources),
+        ("posting reads", post_s, plan.receivers),
+        ("digest and compare", digest_s, plan.receivers),
+        ("flip", flip_s, plan.receivers),
+    ):
+        if len(times) and times.max() > 0:
+            most = int(times.argmax())
+            detail = f"{reads[most]} reads" if members is plan.receivers else ""
+            found.append(Stage(name=name, member=members[most], busy_s=float(times[most]), detail=detail))
+    return tuple(found)
+
+
+def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
+    """The source's buckets and the receiver's laps: the source that gives most, and the receiver that was last."""
+    if not len(run.done) or not len(run.work.receiver):
+        return ()
+    last = int((run.done + flip_s).argmax())
+    given = np.bincount(run.work.source, weights=run.work.nbytes, minlength=len(plan.sources))
+    most = int(given.argmax())
+    starts = np.concatenate(([0.0], ready[most, :-1]))
+    spans = [
+        Span(lane=plan.sources[most], stage="transform", start_s=float(a), stop_s=float(b))
+        for a, b in zip(starts, ready[most], strict=True)
+        if b > a
+    ]
+    name = plan.receivers[last]
+    reads = slice(int(run.first[last]), int(run.first[last + 1]))
+    heads = np.flatnonzero(np.diff(run.work.lap[reads], prepend=-1))
+    for stage, start, stop in (
+        ("ask", run.asked[reads], run.posted[reads]),
+        ("post", run.posted[reads], run.begun[reads]),
+        ("wire", run.begun[reads], run.landed[reads]),
+        ("digest", run.landed[reads], run.verified[reads]),
+    ):
+        begins, ends = np.minimum.reduceat(start, heads), np.maximum.reduceat(stop, heads)
+        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
+        spans += [Span(lane=f"{name} {stage}", stage=stage, start_s=a, stop_s=b) for a, b in pairs]
+    if flip_s[last]:
+        end = float(run.done[last])
+        spans.append(Span(lane=f"{name} flip", stage="flip", start_s=end, stop_s=end + float(flip_s[last])))
+    return tuple(spans)
+
+
+def _failures(run: _Run, plan: SyncPlan, cluster: Cluster, total_s: float, seed: int) -> tuple[str, ...]:
+    """Who dies meanwhile, by the seed, and how many receivers stay on the version before for it."""
+    chance = np.random.default_rng((seed, 1))
+    sides = len(plan.sources) + len(plan.receivers)
+    count = int(chance.poisson(cluster.failures_per_gpu_hour * sides * total_s / 3600))
+    found = []
+    for who in chance.choice(sides, min(count, sides), replace=False).tolist():
+        at = float(chance.uniform(0.0, total_s))
+        if who >= len(plan.sources):
+            found.append(f"{plan.receivers[who - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
+            continue
+        short = np.unique(run.work.receiver[(run.work.source == who) & (run.landed > at)])
+        found.append(
+            f"{plan.sources[who]} dies at {at:.3f} s; {len(short)} receivers stay on the version before until another "
+            "source, or a receiver that has it, gives the rest"
+        )
+    return tuple(found)

@@ -1,0 +1,80 @@
+"""`penstock simulate` and `penstock plan`: shapes by name or from headers, clusters by name or from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import ConfigError
+from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json
+from penstock.testing.checkpoints import write_llama
+
+SMALL = ["--trainers", "4", "--receivers", "2", "--tp", "2", "--shards", "4"]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    place = tmp_path_factory.mktemp("llama")
+    write_llama(str(place), total_bytes=4 << 20, shards=2)
+    return str(place)
+
+
+def test_a_sync_of_a_weight_sets_shapes(llama: str, tmp_path: Path) -> None:
+    picture = tmp_path / "sync.svg"
+    found = json.loads(run("simulate", "sync", llama, *SMALL, "--format", "json", "--picture", str(picture)))
+    assert found["kind"] == "sync" and found["num_receivers"] == 2
+    assert found["predicted_s"] >= found["limit_s"] > 0
+    assert found["of_limit"] == pytest.approx(found["limit_s"] / found["predicted_s"])
+    assert picture.read_text().startswith("<svg")
+    for word in ("predicted", "limit", "bottleneck", "nic in", "assumed, not measured"):
+        assert word in run("simulate", "sync", llama, *SMALL)
+
+
+def test_a_fetch_on_a_cluster_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_bytes(to_json(CLUSTERS["cpu-pair"][0]))
+    by_file = run("simulate", "fetch", "--bytes", "1G", "--nodes", "3", "--cluster", str(file), "--format", "json")
+    assert json.loads(by_file)["num_receivers"] == 2
+    told = run("simulate", "fetch", "--bytes", "1G", "--nodes", "3", "--cluster", "cpu-pair")
+    for word in ("predicted", "hops", "nic out"):
+        assert word in told
+
+
+def test_what_is_no_cluster_is_a_config_error(tmp_path: Path) -> None:
+    for name, match in (("no-such", "cannot read"), (str(tmp_path / "bad"), "no Cluster")):
+        (tmp_path / "bad").write_text("{}")
+        with pytest.raises(ConfigError, match=match):
+            CliRunner().invoke(app, ["simulate", "fetch", "--cluster", name], catch_exceptions=False)
+
+
+def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
+    file = tmp_path / "rates.json"
+    run("doctor", "--calibrate", str(file))
+    rates = from_json(file.read_bytes(), Rates)
+    rates.check()
+    said = dict(rates.source)
+    assert set(said) == set(rates.__struct_fields__) - {"name", "source"}
+    assert "measured" in said["digest_gb_per_s"]
+    slow = tmp_path / "slow.json"
+    slow.write_bytes(to_json(CLUSTERS["cpu-pair"][1]).replace(b'"post_s": 0.00005', b'"post_s": 2.0'))
+    found = json.loads(run("simulate", "sync", llama, *SMALL, "--rates", str(slow), "--format", "json"))
+    assert found["predicted_s"] > 2.0
+
+
+def test_plans_are_shown_and_explained(llama: str) -> None:
+    assert "reads" in run("plan", "load", llama)
+    assert "read 0:" in run("plan", "load", llama, "--explain")
+    assert json.loads(run("plan", "load", llama, "--format", "json"))["num_reads"] > 0
+    assert "engine-0: " in run("plan", "sync", llama, *SMALL, "--explain")
+    facts = json.loads(run("plan", "sync", llama, *SMALL, "--format", "json", "--explain"))
+    assert facts["num_sources"] == 4 and "explain" in facts

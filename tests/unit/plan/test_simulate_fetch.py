@@ -1,0 +1,128 @@
+"""A simulated fetch against what can be said without one: copies, hops, storage; and what must not depend on chance."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.plan.chunks import CHUNK_BYTES
+from penstock.plan.cluster import H200_RATES, Cluster, Rates
+from penstock.plan.simulate_fetch import Fleet, simulate_fetch
+from penstock.types import GB
+
+RATES = H200_RATES
+HOP_S = 0.004
+NBYTES = 50 * GB
+
+
+def cluster(nodes: int, gpus: int = 1, **fields) -> Cluster:
+    given = {"nvlink_gb_per_s": 400.0, "nic_gb_per_s": 50.0, "pcie_gb_per_s": 55.0, "nics_per_node": gpus}
+    return Cluster(name="test", num_nodes=nodes, gpus_per_node=gpus, **given | fields)
+
+
+def hop_s(rates: Rates, gb_per_s: float) -> float:
+    return rates.hop_s + CHUNK_BYTES / GB * (1 / gb_per_s + 1 / rates.digest_gb_per_s)
+
+
+def near(value: float, copies: float = 1.0) -> object:
+    return pytest.approx(value, abs=copies * NBYTES / 50e9 / 500)
+
+
+def test_one_copy_to_one_other() -> None:
+    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(2), RATES)
+    assert found.predicted_s == near(1.0 + hop_s(RATES, 50))
+    assert found.limit_s == pytest.approx(1.0)
+    assert found.moved_bytes == NBYTES
+
+
+@pytest.mark.parametrize("nodes", [3, 8, 30])
+def test_a_chain_takes_one_copy_and_its_hops(nodes: int) -> None:
+    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(nodes), RATES)
+    assert found.predicted_s == near(1.0 + (nodes - 1) * hop_s(RATES, 50))
+    assert found.moved_bytes == (nodes - 1) * NBYTES
+
+
+def test_within_a_node_the_copy_goes_by_nvlink() -> None:
+    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(1, 8), RATES)
+    assert found.predicted_s == pytest.approx(NBYTES / 400e9 + 7 * hop_s(RATES, 400), rel=0.02)
+    assert {load.name for load in found.links} == {"nvlink out", "nvlink in"}
+
+
+def test_holders_fill_the_rest_side_by_side() -> None:
+    alone = simulate_fetch(Fleet(nbytes=NBYTES), cluster(20), RATES)
+    four = simulate_fetch(Fleet(nbytes=NBYTES, holders=4), cluster(20), RATES)
+    assert four.predicted_s < alone.predicted_s
+    assert four.num_receivers == 16
+
+
+def test_parts_of_a_replica_travel_side_by_side() -> None:
+    found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(2, 8), RATES)
+    assert found.predicted_s == near(1.0 + hop_s(RATES, 50))
+    assert found.moved_bytes == 8 * NBYTES
+
+
+def test_from_storage_each_byte_is_read_once() -> None:
+    one = cluster(4, node_storage_gb_per_s=2.0)
+    found = simulate_fetch(Fleet(nbytes=NBYTES, holders=0), one, RATES)
+    storage = next(load for load in found.links if load.name == "storage of a node")
+    assert storage.total_bytes == pytest.approx(NBYTES, rel=1e-6)
+    assert found.predicted_s == pytest.approx(NBYTES / 8e9 + 3 * hop_s(RATES, 50), rel=0.01)
+
+
+def test_a_slow_member_slows_those_below_it() -> None:
+    slow = cluster(20, straggler_share=0.1, straggler_slowdown=4.0)
+    found = simulate_fetch(Fleet(nbytes=NBYTES), slow, RATES, seed=1)
+    assert found.predicted_s > 3.5
+
+
+def test_the_dead_are_gone_round() -> None:
+    one = msgspec.structs.replace(cluster(40), failures_per_gpu_hour=400.0)
+    found = simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=3)
+    assert found.failed
+    assert found.num_receivers == 39 - len(found.failed)
+    assert found.moved_bytes == found.num_receivers * NBYTES
+    assert found.predicted_s > 1.0
+
+
+def test_who_cannot_be_filled_is_told() -> None:
+    with pytest.raises(PlanError, match="no storage"):
+        simulate_fetch(Fleet(nbytes=NBYTES, holders=0), cluster(4), RATES)
+    with pytest.raises(PlanError, match="replicas of 3"):
+        simulate_fetch(Fleet(nbytes=NBYTES, parts=3), cluster(4), RATES)
+    with pytest.raises(PlanError, match="5 holders"):
+        simulate_fetch(Fleet(nbytes=NBYTES, holders=5), cluster(4), RATES)
+
+
+fleets = st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(0, 9), st.sampled_from([0.0, 0.2]))
+
+
+@given(fleets)
+@settings(max_examples=25, deadline=None)
+def test_equal_seeds_give_equal_predictions_and_every_byte_arrives(given) -> None:
+    nodes, gpus, seed, slow = given
+    one = cluster(nodes, gpus, straggler_share=slow)
+    first, again = (simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=seed) for _ in range(2))
+    assert first == again
+    assert first.moved_bytes == (one.num_gpus - 1) * NBYTES
+    assert first.predicted_s >= first.limit_s * (1 - 1e-6)
+
+
+@given(fleets, st.floats(1.1, 8.0))
+@settings(max_examples=25, deadline=None)
+def test_faster_links_are_never_slower(given, factor: float) -> None:
+    nodes, gpus, seed, slow = given
+    one = cluster(nodes, gpus, straggler_share=slow)
+    fast = msgspec.structs.replace(
+        one, nic_gb_per_s=one.nic_gb_per_s * factor, nvlink_gb_per_s=one.nvlink_gb_per_s * factor
+    )
+    before, after = (simulate_fetch(Fleet(nbytes=NBYTES), each, RATES, seed=seed).predicted_s for each in (one, fast))
+    assert after <= before * 1.01
+
+
+def test_a_thousand_nodes_of_eight_are_simulated() -> None:
+    found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(1024, 8), RATES)
+    assert found.num_receivers == 8184
+    assert found.moved_bytes == 1023 * 8 * NBYTES

@@ -1,0 +1,210 @@
+"""A simulated sync against what can be said without one; bytes as planned; steps as the take itself cuts them."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.cluster import CLUSTERS, Cluster, Rates
+from penstock.plan.layout import Form, Layout
+from penstock.plan.picture import svg
+from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
+from penstock.plan.simulate_sync import Work, predict_sync, simulate_sync, transformed_bytes
+from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.types import GB, MIB, Box, DType
+
+ROWS = 1024
+FREE = Rates(
+    name="free",
+    quantise_gb_per_s=1e9,
+    digest_gb_per_s=1e9,
+    device_copy_gb_per_s=1e9,
+    step_s=0.0,
+    post_s=0.0,
+    run_s=0.0,
+    short_run_s=0.0,
+    answer_s=0.0,
+    hop_s=0.0,
+)
+CLUSTER = Cluster(name="test", gpus_per_node=1, nics_per_node=1, nvlink_gb_per_s=400, nic_gb_per_s=50, pcie_gb_per_s=55)
+
+
+def layout(member: str, names: list[str], start: int = 0, stop: int = ROWS) -> Layout:
+    shape = (ROWS, 1 << 16)
+    form = Form(dtype=DType.U8, shape=shape, box=Box(start=(start, 0), stop=(stop, 1 << 16)))
+    each = form.span_bytes
+    return Layout(
+        member=member,
+        regions=(each * len(names),),
+        forms=(form,),
+        names=tuple(names),
+        form=np.zeros(len(names), np.int64),
+        offset=np.arange(len(names)) * each,
+    )
+
+
+NAMES = [f"layers.{i}.w" for i in range(16)]
+NBYTES = 16 * ROWS << 16
+
+
+def plan(sources: int, receivers: int, *, bucket_bytes: int = 64 * MIB) -> SyncPlan:
+    step = ROWS // sources
+    held = [layout(f"s{i}", NAMES, i * step, (i + 1) * step) for i in range(sources)]
+    return plan_sync(held, [layout(f"r{i}", NAMES) for i in range(receivers)], bucket_bytes=bucket_bytes)
+
+
+def near(seconds: float) -> object:
+    return pytest.approx(seconds, rel=0.02)
+
+
+def test_one_to_one_is_the_wire() -> None:
+    found = simulate_sync(plan(1, 1), CLUSTER, FREE)
+    assert found.predicted_s == near(NBYTES / 50e9)
+    assert found.limit_s == pytest.approx(NBYTES / 50e9)
+    assert "nic" in found.bottleneck
+
+
+def test_two_receivers_share_what_one_source_sends() -> None:
+    found = simulate_sync(plan(1, 2), CLUSTER, FREE)
+    assert found.predicted_s == near(2 * NBYTES / 50e9)
+    assert found.first_s == near(2 * NBYTES / 50e9)
+
+
+def test_two_sources_fill_one_receivers_link() -> None:
+    assert simulate_sync(plan(2, 1), CLUSTER, FREE).predicted_s == near(NBYTES / 50e9)
+
+
+def test_four_to_four_is_as_one_to_one() -> None:
+    assert simulate_sync(plan(4, 4), CLUSTER, FREE).predicted_s == pytest.approx(NBYTES / 50e9, rel=0.1)
+
+
+def test_ranks_of_one_node_go_by_nvlink() -> None:
+    one = msgspec.structs.replace(CLUSTER, gpus_per_node=8, nics_per_node=8)
+    found = simulate_sync(plan(2, 2), one, FREE, one_node=True)
+    assert found.predicted_s == near(NBYTES / 400e9)
+    assert {load.name for load in found.links} == {"nvlink out", "nvlink in"}
+    assert simulate_sync(plan(2, 2), one, FREE).predicted_s == near(NBYTES / 50e9)
+
+
+def test_transform_and_flip_add_what_cannot_overlap() -> None:
+    rates = msgspec.structs.replace(FREE, quantise_gb_per_s=1.0, device_copy_gb_per_s=1.0)
+    one = plan(1, 1)
+    source = np.full((1, one.num_buckets), GB // 100)
+    found = simulate_sync(one, CLUSTER, rates, transformed=source, staged=False)
+    whole_s = one.num_buckets * 0.01
+    assert found.predicted_s == pytest.approx(whole_s + 64 * MIB / 50e9, rel=0.05)
+    assert found.bottleneck.startswith("transform")
+    staged = simulate_sync(one, CLUSTER, rates, transformed=source)
+    assert staged.predicted_s == pytest.approx(found.predicted_s + NBYTES / 1e9)
+
+
+def test_posts_are_made_one_by_one() -> None:
+    rates = msgspec.structs.replace(FREE, post_s=0.5)
+    one = plan(4, 2)
+    reads = len(Work.of(one, rates).receiver) // 2
+    found = simulate_sync(one, CLUSTER, rates)
+    assert found.predicted_s == pytest.approx(reads * 0.5, rel=0.1)
+    assert found.bottleneck.startswith("posting reads")
+
+
+def test_a_small_watermark_waits_for_each_answer() -> None:
+    rates = msgspec.structs.replace(FREE, answer_s=0.1)
+    wide, narrow = (simulate_sync(plan(2, 1), CLUSTER, rates, watermark_bytes=n) for n in (4096 * MIB, 64 * MIB))
+    assert narrow.predicted_s > 3 * wide.predicted_s
+    assert narrow.moved_bytes == wide.moved_bytes == NBYTES
+
+
+def test_a_slow_source_is_named_by_its_link() -> None:
+    slow = msgspec.structs.replace(CLUSTER, straggler_share=0.5, straggler_slowdown=10.0)
+    found = simulate_sync(plan(4, 4), slow, FREE, seed=2)
+    assert found.predicted_s > 5 * found.limit_s
+    assert found.bottleneck.startswith("the busiest link: nic")
+
+
+def test_the_dead_are_told_with_who_misses_them() -> None:
+    deadly = msgspec.structs.replace(CLUSTER, failures_per_gpu_hour=1e5)
+    found = simulate_sync(plan(2, 2), deadly, FREE, seed=1)
+    assert any("stay on the version before" in line or "delays nobody" in line for line in found.failed)
+
+
+sides = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0.0, 0.5]))
+
+
+@given(sides)
+@settings(max_examples=20, deadline=None)
+def test_equal_seeds_give_equal_predictions_and_every_planned_byte_moves(given) -> None:
+    sources, receivers, seed, share = given
+    one = plan(sources, receivers)
+    cluster = msgspec.structs.replace(CLUSTER, straggler_share=share)
+    first, again = (simulate_sync(one, cluster, CLUSTERS["h200"][1], seed=seed) for _ in range(2))
+    assert first == again
+    assert first.moved_bytes == one.nbytes
+    assert first.predicted_s >= first.limit_s * (1 - 1e-6)
+    into = next(load for load in first.links if load.name == "nic in")
+    assert into.total_bytes == one.nbytes
+
+
+@given(sides, st.floats(1.1, 8.0))
+@settings(max_examples=20, deadline=None)
+def test_faster_links_are_never_slower(given, factor: float) -> None:
+    sources, receivers, seed, share = given
+    slow = msgspec.structs.replace(CLUSTER, straggler_share=share)
+    fast = msgspec.structs.replace(slow, nic_gb_per_s=50 * factor)
+    one = plan(sources, receivers)
+    before, after = (simulate_sync(one, each, CLUSTERS["h200"][1], seed=seed).predicted_s for each in (slow, fast))
+    assert after <= before * 1.02
+
+
+def test_the_picture_shows_each_lane_and_link() -> None:
+    found = simulate_sync(plan(2, 2), CLUSTER, CLUSTERS["h200"][1])
+    drawn = svg(found)
+    assert drawn.startswith("<svg") and drawn.endswith("</svg>\n")
+    for word in ("nic out", "nic in", "predicted", *(span.lane for span in found.timeline)):
+        assert word in drawn
+
+
+def test_laps_and_steps_are_those_of_the_take() -> None:
+    pytest.importorskip("torch")
+    from penstock.plan import simulate_sync as ours
+    from penstock.sync import take
+    from penstock.sync.steps import cut
+
+    for name in ("WATERMARK_BYTES", "READS_AT_ONCE", "READS_OF_ONE", "AHEAD_LAPS"):
+        assert getattr(ours, name) == getattr(take, name)
+    one = plan(4, 1)
+    part = one.part(0)
+    for watermark in (4096 * MIB, 256 * MIB, 32 * MIB):
+        first = [np.array([0, NBYTES // 4])] * 4
+        lap_bytes, piece_bytes = watermark // take.AHEAD_LAPS, watermark // 16
+        laps = cut(part, first, np.array([0, NBYTES]), lap_bytes=lap_bytes, piece_bytes=piece_bytes)
+        work = Work.of(one, FREE, watermark_bytes=watermark)
+        assert part.laps(lap_bytes) == list(laps.bucket_first)
+        assert work.lap.tolist() == [step.lap for step in laps.steps]
+        assert work.source.tolist() == [step.source for step in laps.steps]
+        assert work.nbytes.tolist() == [step.nbytes for step in laps.steps]
+
+
+def test_shapes_are_the_models_and_both_sides_fit() -> None:
+    assert sum(np.prod(one.shape) for one in kimi_k2()) == pytest.approx(1.03e12, rel=0.01)
+    model = list(kimi_k2(3, 8))
+    assert {one.dim for one in model if one.name.endswith("down_proj.weight")} == {1}
+    assert shape_of("model.layers.3.mlp.experts.17.up_proj.weight", (8, 8)).expert == 17
+    for whole in (False, True):
+        held = trainer_layouts(model, 8, shards=4, fp8=True)
+        wanted = receiver_layouts(model, 4, tp=2, whole_experts=whole, fp8=True)
+        one = plan_sync(held, wanted)
+        tagged = sum(np.prod(m.shape) for m in model if "_proj" in m.name)
+        twice = transformed_bytes(one, held, wanted)
+        dense = sum(np.prod(m.shape) for m in model if "_proj" in m.name and m.expert < 0)
+        assert twice.sum() == 2 * (tagged + dense)  # what is of no expert is held by two replicas
+
+
+def test_a_measured_sync_is_held_beside_its_prediction() -> None:
+    held, wanted = [layout("s0", NAMES)], [layout("r0", NAMES)]
+    found = predict_sync(held, wanted, CLUSTER, FREE)
+    assert found.predicted_s == pytest.approx(simulate_sync(plan_sync(held, wanted), CLUSTER, FREE).predicted_s)
+    assert found.off_by(found.predicted_s / 2) == pytest.approx(1.0)
+    assert found.off_by(found.predicted_s * 2) == pytest.approx(-0.5)
