@@ -32,6 +32,7 @@ from penstock.sync.digits import meet
 from penstock.sync.layout import Load, Record, Recording, cut, install, live_tensors
 from penstock.sync.operators import written
 from penstock.sync.record import own_loader, record
+from penstock.sync.tape import Recorded
 from penstock.types import MIB, Box, TensorTable
 
 _NAMED = 10
@@ -74,7 +75,7 @@ class Wanted:
     _constants: tuple[tuple[torch.Tensor, float], ...] = field(repr=False)
     _whole: Mapping[str, torch.Tensor] = field(repr=False)
     _load: Load = field(repr=False)
-    _live: tuple[torch.Tensor, ...] = field(repr=False)
+    _model: torch.nn.Module = field(repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,11 +113,12 @@ class Wanted:
         """
         with torch.no_grad():
             if self._whole:
-                before = [tensor.data_ptr() for tensor in self._live]
+                before = _addresses(self._model)
                 self._load(self._whole.items())
-                if before != [tensor.data_ptr() for tensor in self._live]:
+                if changed := dict(before.items() - _addresses(self._model).items()):
                     hint = "give a loader that copies into the parameters"
-                    raise PlanError("the loader exchanged the memory of a parameter", mutated=True, hint=hint)
+                    message = f"the loader put other memory in the place of {len(changed)} tensors"
+                    raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
             for target, value in self._constants:
                 target.fill_(value)
             for step in self._last:
@@ -196,7 +198,7 @@ class _Keep:
     """What goes where, tensor after tensor; scratch is allocated when all are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
-        self._live, self._touched = live_tensors(model), touched
+        self._model, self._live, self._touched = model, live_tensors(model), touched
         self._device = next((t.device for t in self._live.values()), torch.device("cpu"))
         self._places: list[_Place] = []
         self._whole: dict[str, _Place] = {}
@@ -273,7 +275,7 @@ class _Keep:
             _constants=tuple((cut(self._live[one.target], one.target_box), one.value) for one in recording.constants),
             _whole={name: place.cut(place.box) for name, place in self._whole.items()},
             _load=load,
-            _live=tuple(self._live.values()),
+            _model=self._model,
         )
 
     def _allocate(self, places: Sequence[_Place]) -> int:
@@ -298,6 +300,10 @@ def _apart(boxes: Sequence[Box]) -> bool:
     return len(boxes) < 2
 
 
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}
+
+
 class _Watch(TorchDispatchMode):
     """Notes what memory operators write to."""
 
@@ -306,7 +312,7 @@ class _Watch(TorchDispatchMode):
         self.spans: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.spans += [_span(one) for one in written(func, args, kwargs or {}) if type(one) is torch.Tensor]
+        self.spans += [_span(one) for one in written(func, args, kwargs or {}) if not isinstance(one, Recorded)]
         return func(*args, **(kwargs or {}))
 
 
