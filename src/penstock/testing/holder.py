@@ -27,6 +27,7 @@ from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.descriptor import Descriptor, decode, encode
 from penstock.transport.endpoint import PagedHandle
+from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
 
@@ -48,9 +49,11 @@ _fake = FakeCuda()
 
 
 def open_transport(name: str) -> Transport:
-    """A transport of one host by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
+    """A transport by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
     if name == "shm":
         return ShmTransport()
+    if name == "nixl":
+        return NixlTransport()
     return CudaIpcTransport(_fake if name.startswith("fake") else None)
 
 
