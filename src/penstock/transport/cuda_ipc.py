@@ -9,6 +9,7 @@ Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`pag
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload, handle_here
 from penstock.transport.fd_door import FdDoor
 from penstock.transport.page import Page, PageAddress
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
 from penstock.types import MIB
 
 GROUP_BYTES = 256 * MIB
@@ -75,7 +76,12 @@ class _Lane:
         self._driver, self._device, self._spare = driver, device, list[int]()
         with driver.entered(device):
             self.streams = [driver.make_stream() for _ in range(num_streams)]
-        self.turn = 0
+        self._turn = 0
+
+    def take_stream(self) -> int:
+        """They take turns."""
+        self._turn += 1
+        return self.streams[self._turn % len(self.streams)]
 
     def take_event(self) -> int:
         return self._spare.pop() if self._spare else self._driver.make_event()
@@ -176,18 +182,30 @@ class CudaIpcTransport:
         """
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        return self._post(mine, source, segments.joined(), None)
+
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
+        """See `Striding`. Raises as `post_read`."""
+        mine = self._endpoint.check_mine(into, source)
+        rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        short = rectangles.longest_runs() < SHORT_BYTES
+        if int(rectangles.num_rows[short].sum()) < MANY:
+            return self._post(mine, source, rectangles.segments().joined(), None)
+        return self._post(mine, source, rectangles[~short].segments().joined(), rectangles[short])
+
+    def _post(self, mine: PagedHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> CudaRead:
         payload = decode_payload(source, _DECODER)
         device = _ordinal(mine.memory.device)
-        rows = segments.joined()
+        nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         claim = self._endpoint.claim(source, payload.page)
-        mapped = self._map(claim, payload, device) if len(rows.nbytes) else None
+        mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
             self.sweep()
-            read = CudaRead(mine, claim, mapped, int(rows.nbytes.sum()))
+            read = CudaRead(mine, claim, mapped, nbytes)
             if mapped is not None:
                 base = mapped.at(payload.offset, source)
                 try:
-                    self._queue(read, rows, base, device)
+                    self._queue(read, rows, short, base, device)
                 except PenstockError as error:
                     error.mutated = bool(read.events)
                     raise
@@ -236,25 +254,30 @@ class CudaIpcTransport:
                     self._mapped.put(claim, found, device)
         return found
 
-    def _queue(self, read: CudaRead, rows: Segments, base: int, device: int) -> None:
+    def _queue(self, read: CudaRead, rows: Segments, rectangles: Rectangles | None, base: int, device: int) -> None:
         """Queue every copy, an event behind each group; nothing waits for the device."""
-        lane, done = self._lane(device), 0
+        lane, ours = self._lane(device), read.into.memory.address
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         with self._driver.entered(device):
+            for some in () if rectangles is None else _grouped(rectangles, ours, base):
+                stream = lane.take_stream()
+                self._driver.gather_rectangles(some, device, stream)
+                self._mark(read, lane, stream, int(some.nbytes.sum()))
             for is_short in (True, False):
-                some = _taken(rows, short == is_short)
-                for dst, src, nbytes in _groups(some, read.into.memory.address, base):
-                    stream = lane.streams[lane.turn % len(lane.streams)]
-                    lane.turn += 1
+                for dst, src, nbytes in _groups(_taken(rows, short == is_short), ours, base):
+                    stream = lane.take_stream()
                     if is_short:
                         self._driver.gather(dst, src, nbytes, device, stream)
                     else:
                         self._driver.copy(dst, src, nbytes, stream)
-                    done += int(nbytes.sum())
-                    event = lane.take_event()
-                    self._driver.record(event, stream)
-                    read.events.append((event, done))
+                    self._mark(read, lane, stream, int(nbytes.sum()))
+
+    def _mark(self, read: CudaRead, lane: _Lane, stream: int, nbytes: int) -> None:
+        """An event behind what the stream has: then these bytes more will have arrived."""
+        event = lane.take_event()
+        self._driver.record(event, stream)
+        read.events.append((event, nbytes + (read.events[-1][1] if read.events else 0)))
 
     def _lane(self, device: int) -> _Lane:
         if device not in self._lanes:
@@ -375,4 +398,14 @@ def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64,
         yield dst[start:stop], src[start:stop], nbytes[start:stop]
 
 
+def _grouped(rows: Rectangles, dst_base: int, src_base: int) -> Iterator[Rectangles]:
+    """The rectangles with addresses, gathered to about `GROUP_BYTES`."""
+    group = (np.cumsum(rows.nbytes) - 1) // GROUP_BYTES
+    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(rows)]
+    for start, stop in pairwise(edges):
+        some = rows[start:stop]
+        yield dataclasses.replace(some, src=some.src + src_base, dst=some.dst + dst_base)
+
+
 _fits: type[Transport] = CudaIpcTransport
+_strides: type[Striding] = CudaIpcTransport
