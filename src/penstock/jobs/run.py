@@ -45,7 +45,13 @@ BEGIN_S = 120.0
 
 
 class Crew(Protocol):
-    """Who starts workers and ends them."""
+    """Who starts workers and ends them.
+
+    Attributes:
+        listen: where they reach the coordinator: a name or address of this host; None: from this host alone.
+    """
+
+    listen: str | None
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """Have a worker of this name connect to `address`."""
@@ -62,6 +68,8 @@ class Crew(Protocol):
 
 class LocalCrew:
     """Processes of this host."""
+
+    listen: str | None = None
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -123,8 +131,7 @@ class Coordinator:
         crew: who starts workers.
         devices: one worker for each.
         stall_s: a worker that does not get on for so long is replaced.
-        address: where workers connect: `tcp:HOST` for those of other hosts; None: this host only.
-        on_task: called after each task with how many are left.
+        on_progress: called with tasks done and tasks in all, after each.
     """
 
     def __init__(
@@ -136,11 +143,10 @@ class Coordinator:
         devices: Sequence[str],
         *,
         stall_s: float,
-        address: str | None = None,
-        on_task: Callable[[int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._job, self._words, self._journal, self._crew = job, words, journal, crew
-        self._devices, self._stall_s, self._on_task = devices, stall_s, on_task
+        self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
         self.placement = Placement(job.tasks.cost.tolist(), done=journal.done)
         self.stats: list[WorkerStats] = []
         self._places: dict[str, _Place] = {}
@@ -149,7 +155,7 @@ class Coordinator:
         self._numbers = 0
         self._select = selectors.DefaultSelector()
         self._home = tempfile.mkdtemp(prefix="penstock-job-")
-        self._listener, self._address = _listen(address, self._home)
+        self._listener, self._address = _listen(crew.listen, self._home)
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
@@ -242,8 +248,9 @@ class Coordinator:
         outcome = self.placement.done(name, message.task, now)
         if outcome.first:
             self._journal.add(message.task, digests)
-            if self._on_task is not None:
-                self._on_task(self.placement.num_left)
+            if self._on_progress is not None:
+                total = len(self._job.tasks)
+                self._on_progress(total - self.placement.num_left, total)
         self._revoke(outcome.revoked)
 
     # -- what goes
@@ -340,15 +347,14 @@ class Coordinator:
         self.close()
 
 
-def _listen(address: str | None, home: str) -> tuple[socket.socket, str]:
+def _listen(host: str | None, home: str) -> tuple[socket.socket, str]:
     """Where workers connect, and what they are told of it."""
-    if address is None:
+    if host is None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = os.path.join(home, "job.sock")
         listener.bind(path)
         told = f"unix:{path}"
     else:
-        host = address.removeprefix("tcp:")
         listener = socket.create_server((host, 0))
         told = f"tcp:{host}:{listener.getsockname()[1]}"
     listener.listen(256)

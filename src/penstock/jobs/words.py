@@ -16,7 +16,10 @@ from penstock.jobs.operation import Chain, Copy, Operation, Rename
 
 Word = Mapping[str, object]
 
-_MADE_BY: Mapping[str, str] = {}
+_MADE_BY: Mapping[str, str] = {
+    "store": "penstock.jobs.formats:Store",
+    "dequantise": "penstock.jobs.formats:Dequantise",
+}
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
 
 

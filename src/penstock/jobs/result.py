@@ -1,0 +1,120 @@
+"""What became of a job: bytes of earlier runs held to their digests, the manifest, the small files beside weights.
+
+In: a job, its journal, its output. Out: a journal that is true; a `Manifest`; files by name.
+Not here: the run (`run`), publishing (`convert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.config import Settings
+from penstock.digest.leaf import leaf_digests, num_leaves, revision
+from penstock.jobs.job import Job
+from penstock.jobs.journal import Journal
+from penstock.storage import list_uris, read_small
+from penstock.storage.files import FileSource
+from penstock.storage.manifest import WeightSet
+from penstock.storage.output import OutputSet
+from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
+
+_SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_MAX_SMALL_BYTES = 64 * MIB
+"""Longest configuration or tokenizer that is copied along."""
+
+
+def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
+    """Read back what earlier runs wrote, and forget tasks whose bytes are not those of their digests."""
+    lost: dict[int, None] = {}
+    for task, digests in journal.done.items():
+        if not 0 <= task < len(job.tasks) or not np.array_equal(_digests_of(job, task, out), digests):
+            lost[task] = None
+    if lost:
+        journal.forget(lost)
+    journal.kept = frozenset(journal.done)
+
+
+def _digests_of(job: Job, task: int, out: OutputSet) -> U64:
+    found = []
+    for one in job.written(task):
+        at = int(job.files.table.offset[one.row])
+        for start, stop in one.pieces(job.leaf_bytes):
+            found.append(_digest(out, int(job.files.table.file_index[one.row]), at + start, stop - start))
+    return np.array(found, np.uint64)
+
+
+def _digest(out: OutputSet, file: int, offset: int, nbytes: int) -> int:
+    data, digest = memoryview(bytearray(nbytes)), np.empty(1, np.uint64)
+    out.read(file, offset, data)
+    leaf_digests(data, nbytes, digest)
+    return int(digest[0])
+
+
+def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
+    """The output's, from what tasks said; leaves that no one task wrote whole are read back."""
+    table, leaf_bytes = job.files.table, job.leaf_bytes
+    counts = num_leaves(table.nbytes, leaf_bytes)
+    first = np.concatenate([[0], np.cumsum(counts)])
+    leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
+    for task in range(len(job.tasks)):
+        digests = iter(journal.done[task].tolist())
+        for one in job.written(task):
+            for start, stop in one.pieces(leaf_bytes):
+                digest = next(digests)
+                whole = min((start // leaf_bytes + 1) * leaf_bytes, int(table.nbytes[one.row]))
+                if start % leaf_bytes == 0 and stop == whole:
+                    at = int(first[one.row]) + start // leaf_bytes
+                    leaves[at], is_known[at] = digest, True
+    for at in np.flatnonzero(~is_known).tolist():
+        row = int(np.searchsorted(first, at, side="right")) - 1
+        start = (at - int(first[row])) * leaf_bytes
+        nbytes = min(leaf_bytes, int(table.nbytes[row]) - start)
+        leaves[at] = _digest(out, int(table.file_index[row]), int(table.offset[row]) + start, nbytes)
+    entries = zip(out.names, out.file_nbytes, strict=True)
+    placed = TensorTable(
+        names=table.names,
+        dtypes=table.dtypes,
+        shapes=table.shapes,
+        file_index=table.file_index,
+        offset=table.offset + np.array(out.data_offset, np.int64)[table.file_index],
+        nbytes=table.nbytes,
+    )
+    return Manifest(
+        files=tuple(FileEntry(name=name, nbytes=nbytes, metadata={"format": "pt"}) for name, nbytes in entries),
+        tensors=placed,
+        leaf_bytes=leaf_bytes,
+        leaves=leaves,
+        revision=revision(placed, leaf_bytes, leaves),
+    )
+
+
+def check_unchanged(weights: WeightSet) -> None:
+    """SourceChanged if a local file is another than when the job began: what workers opened later is it, too."""
+    for source in weights.sources:
+        if isinstance(source, FileSource):
+            source.check_unchanged()
+
+
+def small_files(
+    uri: str,
+    config: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    settings: Settings,
+    storage_options: Mapping[str, str] | None,
+) -> dict[str, bytes]:
+    """Configuration and tokenizer of a source, with the configuration as the operation changes it."""
+    found: dict[str, bytes] = {}
+    for one in list_uris(uri, settings=settings, storage_options=storage_options):
+        name = one.rpartition("/")[2]
+        if not name.endswith(_SMALL_SUFFIXES) or name.endswith(".safetensors.index.json"):
+            continue
+        raw = read_small(one, settings=settings, storage_options=storage_options)
+        if raw is None or len(raw) > _MAX_SMALL_BYTES:
+            continue
+        if name == "config.json":
+            raw = msgspec.json.format(msgspec.json.encode(config(msgspec.json.decode(raw))), indent=2)
+        found[name] = raw
+    return found
