@@ -8,6 +8,7 @@ In: one device, two for what crosses. Out: a line of JSON for each rate.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from penstock.digest.strip import Strips
-from penstock.digest.strip_cuda import strip_digests_cuda
+from penstock.digest.strip_cuda import SCRATCH_BYTES, plan_strips
+from penstock.engine.trace import Trace
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout, shard_box
 from penstock.plan.sync import plan_sync
@@ -69,15 +71,17 @@ def gapped(nbytes: int, run: int, matrix_bytes: int = 128 << 20) -> Strips:
 
 def digests(nbytes: int) -> None:
     """What a source and a receiver spend on them."""
-    memory = arena(nbytes, "cuda:0")
+    memory, device = arena(nbytes, "cuda:0"), torch.device("cuda:0")
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
     for run in (4 << 10, 16 << 10, 1 << 20):
-        strips = gapped(nbytes, run)
-        seconds = timed(lambda: strip_digests_cuda(memory.address, strips, torch.device("cuda:0")).cpu())  # noqa: B023
-        say(f"digest of gapped runs of {run}", int(strips.nbytes.sum()), seconds)
-        size = strips.nbytes
-        packed = Strips(at=strips.at, run_bytes=strips.run_bytes, num_rows=strips.num_rows, pitch=strips.run_bytes)
-        seconds = timed(lambda: strip_digests_cuda(memory.address, packed, torch.device("cuda:0")).cpu())  # noqa: B023
-        say(f"digest of packed runs of {run}", int(size.sum()), seconds)
+        gaps = gapped(nbytes, run)
+        packed = dataclasses.replace(gaps, pitch=gaps.run_bytes)
+        for kind, strips in (("gapped", gaps), ("packed", packed)):
+            begun = time.perf_counter()
+            table = plan_strips(memory.address, strips, device, scratch)
+            made = time.perf_counter() - begun
+            seconds = timed(lambda: table.digest().cpu())  # noqa: B023
+            say(f"digest of {kind} runs of {run}", int(strips.nbytes.sum()), seconds, planned_s=round(made, 4))
 
 
 def reads(nbytes: int, links: Links) -> None:
@@ -130,12 +134,14 @@ def takes(nbytes: int, links: Links) -> None:
     given = {one.layout.member: LocalLink(one) for one in sources(holdings, links)}
     live = [arena(size, "cuda:0") for size in wants[0].regions]
     with Shadow(live, links) as shadow:
-        take = Take(part, shadow.regions)
-        seconds, last = [], None
+        trace = Trace(enabled=False)
+        take, seconds, last = Take(part, shadow.regions, trace=trace), [], None
         for _ in range(REPEATS + 1):
             last = take.run(given, lambda bucket: None)
             seconds.append(last.seconds)
+        busy = {f"{name}_busy_s": one / (REPEATS + 1) for name, one in trace.busy_s().items()}
         parts = {"wire_s": last.wire_s, "ready_s": last.ready_s, "digest_s": last.digest_s, "planned_s": planned}
+        parts |= busy
         say("take, in one process", part.nbytes, seconds[1:], **{key: round(v, 4) for key, v in parts.items()})
         shadow.flip(part)
         say("flip of a part", part.nbytes, [shadow.flip(part) for _ in range(REPEATS)])

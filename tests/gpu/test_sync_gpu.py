@@ -12,7 +12,7 @@ from tests.unit.sync.parts import naive, parts, sharded
 
 from penstock.digest import pack_cuda
 from penstock.digest.strip import Strips, strip_digests
-from penstock.digest.strip_cuda import strip_digests_cuda
+from penstock.digest.strip_cuda import plan_strips
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.sync.copy import Copy
@@ -63,8 +63,12 @@ def test_digests_of_strips_are_the_cpus(seed: int) -> None:
     there = data.to(DEVICE)
     strips = random_strips(data.numel(), 300, seed)
     strips.check(data.numel())
-    got = strip_digests_cuda(there.data_ptr(), strips, torch.device(DEVICE), slab_bytes=3 * MIB)
-    assert np.array_equal(got.cpu().numpy().view(np.uint64), strip_digests(data.numpy(), strips))
+    scratch = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+    table = plan_strips(there.data_ptr(), strips, torch.device(DEVICE), scratch)
+    for change in (0, 1):
+        there.bitwise_xor_(change)
+        data.bitwise_xor_(change)
+        assert np.array_equal(table.digest().cpu().numpy().view(np.uint64), strip_digests(data.numpy(), strips))
 
 
 def test_rectangles_are_copied_and_nothing_beside() -> None:
@@ -83,7 +87,8 @@ def test_rectangles_are_copied_and_nothing_beside() -> None:
         for i in range(num):
             expected[to + i * to_pitch :][:run] = given[of + i * pitch :][:run]
     to, of, run, num, to_pitch, pitch = np.array(rows, np.int64).T
-    pack_cuda.copy(to + dst.data_ptr(), of + src.data_ptr(), run, num, to_pitch, pitch, torch.device(DEVICE))
+    columns = (to + dst.data_ptr(), of + src.data_ptr(), run, num, to_pitch, pitch)
+    pack_cuda.plan_copy(*columns, torch.device(DEVICE)).run()
     assert np.array_equal(dst.cpu().numpy(), expected)
 
 

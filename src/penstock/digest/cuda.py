@@ -75,7 +75,7 @@ class LeafTable:
         """Digest every leaf as it is now.
 
         Args:
-            out: [num_leaves] int64, on the table's device, contiguous; made if None.
+            out: [num_leaves] int64, or as many as the rows planned, on the table's device, contiguous; made if None.
 
         Returns:
             [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
@@ -129,13 +129,16 @@ class LeafTable:
         )
 
 
-def plan_leaves(addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> LeafTable:
+def plan_leaves(
+    addresses: I64, nbytes: I64, device: torch.device, *, into: I64 | None = None, tuning: Tuning = DEFAULT_TUNING
+) -> LeafTable:
     """Lay out leaves for the kernels.
 
     Args:
         addresses: [num_leaves] first byte of each leaf, in `device`'s memory; any alignment, by 16 is fastest.
         nbytes: [num_leaves] bytes of each leaf, at least 1.
         device: the CUDA device; the CPU only under Triton's interpreter.
+        into: [num_leaves] the row of the result for each, in a result that `digest` is given; None: their order.
         tuning: launch shapes, for benchmarks.
 
     Raises:
@@ -172,7 +175,7 @@ def plan_leaves(addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tu
     for slab in slabs:
         span = slice(slab.first_leaf, slab.stop_leaf)
         relative[span] = first_tile[span] - slab.first_tile
-    columns[3 * num_leaves : 4 * num_leaves] = rows
+    columns[3 * num_leaves : 4 * num_leaves] = rows if into is None else into[rows]
     columns[4 * num_leaves :] = np.repeat(np.arange(first_short), tiles)
     return LeafTable(
         device=device,

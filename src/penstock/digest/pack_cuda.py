@@ -6,6 +6,8 @@ Not here: the kernel (`digest.pack_triton`); long runs, which copy engines move 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -19,15 +21,41 @@ _LONGEST_RUN = 1 << 30
 """A longer run is copied as several: units within a row are counted in 32 bits."""
 
 
-def pack(dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device) -> None:
-    """Copy `nbytes` of each strip from its packed byte `start` on to where they lie in one piece; see `copy`."""
-    _launch(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Launch:
+    table: torch.Tensor
+    tiles: torch.Tensor
+    width: int
 
 
-def copy(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackTable:
+    """Rectangles laid out for the kernel; copy them as often as you like. Made by `plan_pack` or `plan_copy`."""
+
+    launches: tuple[_Launch, ...]
+
+    def run(self) -> None:
+        """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it."""
+        from penstock.digest.pack_triton import copy_tiles
+
+        for one in self.launches:
+            num = one.table.shape[1]
+            tile_bytes = TILE_BYTES * one.width // 16
+            grid = (len(one.tiles),)
+            copy_tiles[grid](one.table, one.tiles, num, TILE_BYTES=tile_bytes, WIDTH=one.width, num_warps=4)
+
+
+def plan_pack(
+    dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
+) -> PackTable:
+    """`nbytes` of each strip, from its packed byte `start` on, to where they lie in one piece; see `plan_copy`."""
+    return _plan(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
+
+
+def plan_copy(
     dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
-) -> None:
-    """Copy rectangles on the device's current stream.
+) -> PackTable:
+    """Rectangles from one place to another.
 
     Args:
         dst, src: addresses of the first run.
@@ -36,18 +64,18 @@ def copy(
         dst_pitch, src_pitch: bytes between runs.
         device: whose kernel does it; the CPU only under Triton's interpreter.
 
-    Cost: up to three launches, and tables of 64 bytes a rectangle and 4 a tile, the latter made on the device; no
-        synchronisation.
+    Cost: tables of 72 bytes a rectangle, and 4 a tile of 16 KiB that are made on the device; up to three launches when
+        run; no synchronisation.
     """
     parts = -(-run_bytes // _LONGEST_RUN)
     at = np.repeat(np.arange(len(parts)), parts)
     skipped = (np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)) * _LONGEST_RUN
     run = np.minimum(run_bytes[at] - skipped, _LONGEST_RUN)
-    none = np.zeros(len(at), np.int64)
-    _launch(dst[at] + skipped, src[at] + skipped, run, dst_pitch[at], src_pitch[at], none, run * num_rows[at], device)
+    nbytes, none = run * num_rows[at], np.zeros(len(at), np.int64)
+    return _plan(dst[at] + skipped, src[at] + skipped, run, dst_pitch[at], src_pitch[at], none, nbytes, device)
 
 
-def _launch(
+def _plan(
     dst: I64,
     src: I64,
     run_bytes: I64,
@@ -56,26 +84,23 @@ def _launch(
     start: I64,
     nbytes: I64,
     device: torch.device,
-) -> None:
-    from penstock.digest.pack_triton import copy_tiles
-
+) -> PackTable:
     one_row = start + nbytes <= run_bytes  # pitches of a single run say nothing
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
     odd = np.bitwise_or.reduce(table, axis=0)
-    before = np.zeros(len(dst), bool)
+    launches = []
+    left = np.arange(len(dst))
     for width in WIDTHS:
-        fits = (odd % width == 0) & ~before
-        before |= fits
-        mine = np.flatnonzero(fits)
+        fits = odd[left] % width == 0
+        mine, left = left[fits], left[~fits]
         if not len(mine):
             continue
-        tile_bytes = TILE_BYTES * width // 16
-        counts = -(-nbytes[mine] // tile_bytes)
+        counts = -(-nbytes[mine] // (TILE_BYTES * width // 16))
         columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
         host = torch.from_numpy(np.ascontiguousarray(columns))
         on = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-        total = int(counts.sum())
         which = torch.arange(len(mine), dtype=torch.int32, device=device)
-        tiles = torch.repeat_interleave(which, on[8], output_size=total)
-        copy_tiles[(total,)](on, tiles, len(mine), TILE_BYTES=tile_bytes, WIDTH=width, num_warps=4)
+        tiles = torch.repeat_interleave(which, on[8], output_size=int(counts.sum()))
+        launches.append(_Launch(table=on, tiles=tiles, width=width))
+    return PackTable(launches=tuple(launches))

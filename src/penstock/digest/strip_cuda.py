@@ -1,6 +1,6 @@
 """Digests of strips of device memory, the same bits as the CPU's.
 
-In: an address, strips from it on. Out: one digest a strip, an int64 tensor on that device.
+In: an address, strips from it on. Out: one digest a strip, an int64 tensor on that device, as often as asked.
 Not here: what a strip's digest is (`digest.strip`), leaves (`digest.cuda`), packing (`digest.pack_cuda`).
 
     strips in one piece --------------------------------------> leaves in place --.
@@ -9,36 +9,69 @@ Not here: what a strip's digest is (`digest.strip`), leaves (`digest.cuda`), pac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from penstock.digest.cuda import leaf_digests_cuda
+from penstock.digest.cuda import LeafTable, plan_leaves
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
-from penstock.digest.pack_cuda import pack
+from penstock.digest.pack_cuda import PackTable, plan_pack
 from penstock.digest.strip import Strips
 from penstock.types import I64, MIB
 
-SLAB_BYTES = 128 * MIB
-"""Scratch that strips with gaps are packed into: enough leaves to fill a device, and twice of it is the most in use."""
+SCRATCH_BYTES = 256 * MIB
+"""What strips with gaps are packed into at once: enough leaves to fill a device several times over."""
 
 
-def strip_digests_cuda(
-    address: int, strips: Strips, device: torch.device, *, leaf_bytes: int = LEAF_BYTES, slab_bytes: int = SLAB_BYTES
-) -> torch.Tensor:
-    """The digest of each strip of a device's memory.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StripTable:
+    """Strips laid out for the kernels; digest them as often as the memory is refilled. Made by `plan_strips`.
+
+    Ownership: holds its own tables and results on the device, 0.2 % of the bytes, and the scratch it was given.
+    """
+
+    leaves: torch.Tensor
+    whole: LeafTable
+    slabs: tuple[tuple[PackTable, LeafTable], ...]
+    tops: LeafTable
+    """Strips of several leaves: over their digests."""
+    out: torch.Tensor
+    first: torch.Tensor
+    """Of each strip its first leaf."""
+    scratch: torch.Tensor
+
+    def digest(self) -> torch.Tensor:
+        """Digest every strip as it is now.
+
+        Returns:
+            [num_strips] int64 on the device, the uint64 bits; overwritten by the next call.
+
+        Order: asynchronous on the device's current stream: the one the table was planned on. Cost: reads the bytes
+            once, and writes and reads once more what has gaps; some launches a slab, no synchronisation.
+        """
+        self.whole.digest(out=self.leaves)
+        for pack, leaves in self.slabs:
+            pack.run()
+            leaves.digest(out=self.leaves)
+        torch.index_select(self.leaves, 0, self.first, out=self.out)
+        self.tops.digest(out=self.out)
+        return self.out
+
+
+def plan_strips(
+    address: int, strips: Strips, device: torch.device, scratch: torch.Tensor, *, leaf_bytes: int = LEAF_BYTES
+) -> StripTable:
+    """Lay out strips of a device's memory for the kernels.
 
     Args:
         address: what the strips' offsets count from; they were checked.
         strips: any number, of any lengths.
-        device: of the memory.
+        device: of the memory; the CPU only under Triton's interpreter.
+        scratch: flat uint8 on it, at least a leaf, if a strip has gaps; tables that share it are used by turns.
         leaf_bytes: bytes of a leaf; both ends of a sync use the default.
-        slab_bytes: of scratch; at least a leaf.
 
-    Returns:
-        [num_strips] int64 on `device`: the uint64 bits.
-
-    Order: asynchronous on the device's current stream. Cost: numpy over strips and leaves, never over runs; reads the
-        bytes once, and writes and reads once more what has gaps.
+    Cost: numpy over strips, leaves and their 8 KiB tiles, never over runs.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)
     first = np.cumsum(counts) - counts
@@ -47,53 +80,32 @@ def strip_digests_cuda(
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
     leaves = torch.empty(len(strip), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
-    whole = np.flatnonzero(packed)
-    if len(whole):
-        _put(leaves, whole, leaf_digests_cuda(address + strips.at[strip[whole]] + start[whole], nbytes[whole], device))
-    gapped = np.flatnonzero(~packed)
-    if len(gapped):
-        _gapped(address, strips, strip, start, nbytes, gapped, leaves, max(slab_bytes // leaf_bytes, 1) * leaf_bytes)
-    many = np.flatnonzero(counts > 1)
-    if not len(many):
-        return leaves
-    found = leaves[_on(device, first)]
-    _put(found, many, leaf_digests_cuda(leaves.data_ptr() + 8 * first[many], 8 * counts[many], device))
-    return found
+    whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
+    slabs = []
+    for some, at in _slabs(gapped, nbytes[gapped], scratch):
+        mine = strips[strip[some]]
+        pack = plan_pack(at, address + mine.at, mine.run_bytes, mine.pitch, start[some], nbytes[some], device)
+        slabs.append((pack, plan_leaves(at, nbytes[some], device, into=some)))
+    return StripTable(
+        leaves=leaves,
+        whole=plan_leaves(address + strips.at[strip[whole]] + start[whole], nbytes[whole], device, into=whole),
+        slabs=tuple(slabs),
+        tops=plan_leaves(leaves.data_ptr() + 8 * first[many], 8 * counts[many], device, into=many),
+        out=torch.empty(len(strips), dtype=torch.int64, device=device),
+        first=torch.from_numpy(first).to(device),
+        scratch=scratch,
+    )
 
 
-def _gapped(
-    address: int,
-    strips: Strips,
-    strip: I64,
-    start: I64,
-    nbytes: I64,
-    rows: I64,
-    leaves: torch.Tensor,
-    slab_bytes: int,
-) -> None:
-    """Digest these leaves of strips with gaps: pack as many as fit a slab, digest them there, and so on."""
-    device = leaves.device
-    # Each leaf at a multiple of 16, where the kernels are fastest.
-    room = -(-nbytes[rows] // 16) * 16
+def _slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
+    """As many leaves as fit the scratch, and where each lies in it; and so on."""
+    room = -(-nbytes // 16) * 16  # at a multiple of 16, where the kernels are fastest
     stop = np.cumsum(room)
-    scratch = torch.empty(min(int(stop[-1]), slab_bytes), dtype=torch.uint8, device=device)
-    begin = 0
+    found, begin = [], 0
     while begin < len(rows):
         base = int(stop[begin] - room[begin])
-        end = max(int(np.searchsorted(stop, base + scratch.numel(), side="right")), begin + 1)
-        some = rows[begin:end]
-        at = scratch.data_ptr() + stop[begin:end] - room[begin:end] - base
-        mine = strips[strip[some]]
-        pack(at, address + mine.at, mine.run_bytes, mine.pitch, start[some], nbytes[some], device)
-        _put(leaves, some, leaf_digests_cuda(at, nbytes[some], device))
+        end = int(np.searchsorted(stop, base + scratch.numel(), side="right"))
+        assert end > begin, "the scratch is smaller than a leaf"
+        found.append((rows[begin:end], scratch.data_ptr() + (stop - room)[begin:end] - base))
         begin = end
-
-
-def _put(into: torch.Tensor, rows: I64, values: torch.Tensor) -> None:
-    into.index_copy_(0, _on(into.device, rows), values)
-
-
-def _on(device: torch.device, column: I64) -> torch.Tensor:
-    """A column on the device; the copy is queued behind what the stream has."""
-    host = torch.from_numpy(np.ascontiguousarray(column))
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return found

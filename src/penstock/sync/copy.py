@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.digest.pack_cuda import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
 from penstock.errors import DestinationError, PlanError
 from penstock.sync.regions import locate
@@ -50,11 +51,9 @@ class _Region:
         to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
         driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
         if len(self.short):
-            from penstock.digest.pack_cuda import copy
-
             some = self.short
             dst, src = some.at + self.dst.address, some.at + self.src.address
-            copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device)
+            plan_copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device).run()
 
     def copy_on_host(self) -> None:
         """Copy it, where both ends are on the host."""

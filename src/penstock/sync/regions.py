@@ -6,15 +6,15 @@ Not here: what lies in them (`plan.layout`), versions (`held`), reading into the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from penstock.digest.strip import Strips, memory_at, strip_digests
+from penstock.digest.strip import Strips
 from penstock.errors import PlanError
+from penstock.sync.digester import Digester
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
 from penstock.transport.protocol import Handle, Memory
@@ -35,8 +35,7 @@ class Regions:
     def __init__(self, memories: Sequence[Memory], links: Links) -> None:
         self.memories, self.links = tuple(memories), links
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
-        self._digesting = {memory.device: threading.Lock() for memory in self.memories}
-        self._streams = {name: torch.cuda.Stream(name) for name in self._digesting if name != "cpu"}
+        self._digesters = {name: Digester(name) for name in {memory.device for memory in self.memories}}
         self._handles: list[dict[str, Handle]] = []
         try:
             for memory in self.memories:
@@ -58,7 +57,7 @@ class Regions:
     @property
     def on_device(self) -> bool:
         """Whether some of it is a device's."""
-        return bool(self._streams)
+        return any(memory.device != "cpu" for memory in self.memories)
 
     def handles(self, region: int) -> dict[str, Handle]:
         """Our registrations of a region, by transport."""
@@ -95,21 +94,8 @@ class Regions:
             here = Strips(
                 at=some.at - self.first[index], run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch
             )
-            with self._digesting[memory.device]:
-                out[mine] = self._digest(memory, here, after)
+            out[mine] = self._digesters[memory.device].digests(memory, here, after=after)
         return out
-
-    def _digest(self, memory: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> U64:
-        if memory.device == "cpu":
-            return strip_digests(memory_at(memory.address, memory.nbytes), strips)
-        from penstock.digest.strip_cuda import strip_digests_cuda
-
-        stream = self._streams[memory.device]
-        with torch.cuda.device(memory.device), torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
-            got = strip_digests_cuda(memory.address, strips, torch.device(memory.device))
-            return np.asarray(got.cpu().numpy()).view(np.uint64)
 
     def locate(self, start: I64, stop: I64) -> I64:
         """The region of each span `[start, stop)` of at least a byte. PlanError if one crosses an edge."""

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.digest import pack_cuda
+from penstock.digest.pack_cuda import plan_copy
 from penstock.transport.cuda_driver import U64
 from penstock.transport.protocol import Rectangles
 from penstock.types import I64
@@ -64,7 +64,8 @@ def gather_rectangles(rows: Rectangles, device: int, stream: int) -> None:
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
         on = torch.device("cuda", device)
-        pack_cuda.copy(rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch, on)
+        columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
+        plan_copy(*columns, on).run()
 
 
 def run(table: torch.Tensor, is_wide: bool) -> None:

@@ -58,7 +58,7 @@ WORK = """
 import numpy as np, torch
 from penstock.digest import pack_cuda
 from penstock.digest.strip import Strips, strip_digests
-from penstock.digest.strip_cuda import strip_digests_cuda
+from penstock.digest.strip_cuda import plan_strips
 
 chance = np.random.default_rng(3)
 memory = chance.integers(0, 256, 300_000, np.uint8)
@@ -70,8 +70,12 @@ at, run, num, pitch = np.array(rows, np.int64).T
 made = Strips(at=at + shift, run_bytes=run, num_rows=num, pitch=pitch)
 made.check(len(memory))
 wanted = strip_digests(memory, made, leaf_bytes=8192)
-got = strip_digests_cuda(base.data_ptr(), made, torch.device("cpu"), leaf_bytes=8192, slab_bytes=40_000)
-assert (got.numpy().view(np.uint64) == wanted).all()
+scratch = torch.empty(40_000, dtype=torch.uint8)
+table = plan_strips(base.data_ptr(), made, torch.device("cpu"), scratch, leaf_bytes=8192)
+assert (table.digest().numpy().view(np.uint64) == wanted).all()
+memory[shift + 32 + 2 * 30_000] ^= 1
+wrong = table.digest().numpy().view(np.uint64) != wanted
+assert wrong.tolist() == (strip_digests(memory, made, leaf_bytes=8192) != wanted).tolist() and wrong[6]
 
 out, expected = torch.zeros(300_000, dtype=torch.uint8), torch.zeros(300_000, dtype=torch.uint8)
 to, mine = -out.data_ptr() % 16, []
@@ -82,7 +86,8 @@ for row, (one, length, count, apart) in enumerate(rows):
         expected[to + i * mine[-1][1] :][:length] = base[there : there + length]
     to += count * mine[-1][1] + 16 - (count * mine[-1][1]) % 16
 dst, dst_pitch = np.array(mine, np.int64).T
-pack_cuda.copy(dst + out.data_ptr(), made.at + base.data_ptr(), run, num, dst_pitch, pitch, torch.device("cpu"))
+columns = (dst + out.data_ptr(), made.at + base.data_ptr(), run, num, dst_pitch, pitch)
+pack_cuda.plan_copy(*columns, torch.device("cpu")).run()
 assert torch.equal(out, expected)
 """
 
