@@ -15,10 +15,9 @@ from tests.engines.test_sync_record import CONFIGS, assert_same, make, saved, ta
 from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402
 from tests.unit.sync.moved import move, spoil  # noqa: E402
 
-from penstock.integrations.transformers import weights_loader  # noqa: E402
+from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
 from penstock.sync.declare import declared  # noqa: E402
 from penstock.sync.record import record  # noqa: E402
-from penstock.sync.rename import checkpoint_rows  # noqa: E402
 from penstock.sync.want import wanted  # noqa: E402
 from penstock.testing.ranks import run_ranks  # noqa: E402
 
@@ -26,29 +25,24 @@ pytestmark = pytest.mark.engines
 
 
 def _train(rank: int, world_size: int, directory: str) -> dict[str, tuple[Told, dict[str, Any]]]:
-    return {which: _step(Path(directory) / which, CONFIGS[which]()) for which in CONFIGS}
+    return {which: _step(Path(directory) / which) for which in CONFIGS}
 
 
-def _step(directory: Path, config: Any) -> tuple[Told, dict[str, Any]]:
+def _step(directory: Path) -> tuple[Told, dict[str, Any]]:
     """One optimiser step of the model there, sharded by layers; what this rank declares, and all of it gathered."""
-    from safetensors.torch import load_file
     from torch.distributed.fsdp import fully_shard
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    table = table_of(load_file(directory / "model.safetensors"))
-    recording = record(empty, table, load=weights_loader(empty))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     tokens = torch.arange(24).reshape(2, 12) % 96
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    rows = checkpoint_rows(declared(model), recording)
+    rows = declared(checkpoint_shards(model, str(directory)))
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
     return told(rows), {name: tensor.numpy() for name, tensor in full.items()}
 

@@ -1,7 +1,7 @@
 """transformers models filled through Penstock: `load_pretrained`, for `from_pretrained` of a path or an object store.
 
 In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's; of a
-live model, `weights_loader`: its own loading, in place.
+live model, `weights_loader`: its own loading, in place, and `checkpoint_shards`: what a trainer's rank publishes.
 Not here: hubs, quantisers, device maps over several devices, adapters.
 
     checkpoint fits the model tensor by tensor:        empty model on the device -> load_into
@@ -15,7 +15,7 @@ import copy
 import importlib
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from penstock.storage.manifest import open_weights
 if TYPE_CHECKING:
     import torch
 
+    from penstock.sync.declare import Shard
     from penstock.sync.layout import Load
     from penstock.types import TensorTable
 
@@ -119,6 +120,36 @@ def weights_loader(model: Any) -> Load:
                     old.copy_(new)
 
     return load
+
+
+def checkpoint_shards(
+    model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
+) -> dict[str, Sequence[Shard]]:
+    """What this rank holds of a model, FSDP2's shards or all of it, under the names that engines ask for.
+
+    Where the class merges what a checkpoint has apart (experts), this takes it apart again: views, nothing is copied.
+
+    Args:
+        uri: a checkpoint of the model, for its names and shapes; its tensors are not read.
+
+    Raises:
+        PlanError: the class computes some of its weights on loading; names them.
+        MissingExtra: transformers 5 is not installed.
+    """
+    _check_version()
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import initialization
+
+    from penstock.sync import rename
+    from penstock.sync.record import record
+
+    own: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    with initialization.no_init_weights(), torch.device("meta"):
+        empty = own._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        table = weights.manifest.tensors
+    return rename.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
 
 
 def _filled(

@@ -1,7 +1,7 @@
 """A model's own parameters declared as the checkpoint's tensors: the recording of its loader, read backwards.
 
-In: rows named as a model's parameters, and what was recorded of that model's loader. Out: rows named as the checkpoint,
-of the same memory.
+In: a model's parameters, sharded or not, and what was recorded of that model's loader. Out: `Shard`s by the
+checkpoint's names, of the same memory.
 Not here: recording (`record`), declaring parameters (`declare`).
 
     transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
@@ -10,29 +10,33 @@ Not here: recording (`record`), declaring parameters (`declare`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+
+import torch
 
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_shape
-from penstock.sync.declare import Row, row_of
+from penstock.sync.declare import Declarable, Row, Shard, declared
 from penstock.sync.digits import Digit, DigitMap, boxes, meet, restrict
 from penstock.sync.layout import Record, Recording
 from penstock.types import Box, DType
 
 
-def checkpoint_rows(rows: Sequence[Row], recording: Recording) -> tuple[Row, ...]:
-    """Rows of parameters as rows of the checkpoint tensors that the loader fills them with.
+def checkpoint_shards(
+    params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
+) -> dict[str, Sequence[Shard]]:
+    """What a rank holds of a model, as shards of the checkpoint tensors that the loader fills the model with.
 
     Args:
-        rows: of `declared`, by the parameters' names; shards of any kind.
+        params: as for `declared`, by the parameters' names.
         recording: of the whole model's loader, on one rank; the meta device will do. Casts are left out of account:
             a parameter is given in its own dtype.
 
     Raises:
-        PlanError: part of the loading cannot be recorded, so it cannot be read backwards either.
+        PlanError: part of the loading cannot be recorded, so it cannot be read backwards either; or as `declared`.
 
-    What no record fills (padding, buffers that are computed, the second name of a tied parameter) is not declared.
+    What no record fills (padding, buffers that are computed, the second name of a tied parameter) is not among them.
     """
     if recording.unrecorded:
         some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -41,15 +45,14 @@ def checkpoint_rows(rows: Sequence[Row], recording: Recording) -> tuple[Row, ...
     by_target: dict[str, list[Record]] = {}
     for one in recording.records:
         by_target.setdefault(one.target, []).append(one)
-    return tuple(
-        new
-        for row in rows
-        for one in by_target.get(row.name, ())
-        for new in _rows(row, one, recording.shapes[one.source])
-    )
+    found: dict[str, list[Shard]] = {}
+    for row in declared(params):
+        for one in by_target.get(row.name, ()):
+            found.setdefault(one.source, []).extend(_shards(row, one, recording.shapes[one.source]))
+    return {name: shards for name, shards in found.items() if shards}
 
 
-def _rows(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Row]:
+def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
     """What a row holds of one record's source."""
     held = _torch_box(row)
     common = meet(held, record.target_box)
@@ -64,7 +67,7 @@ def _rows(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Row]:
         begin = first + sum((at - start) * step for at, start, step in inside)
         for start, extent, steps, offset in _boxes(part, strides):
             tensor = row.tensor.as_strided(extent, steps, begin + offset)
-            yield row_of(record.source, tensor, shown, start, tag=row.form.tag)
+            yield Shard(tensor=tensor, global_shape=shown, offset=start, tag=row.form.tag)
 
 
 def _torch_box(row: Row) -> Box:

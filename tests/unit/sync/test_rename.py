@@ -11,13 +11,13 @@ from tests.unit.sync.test_record import LOADERS, Holder, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
-from penstock.sync.declare import Row, Shard, declared, held_runs
+from penstock.sync.declare import Shard, declared, held_runs
 from penstock.sync.record import record
-from penstock.sync.rename import checkpoint_rows
+from penstock.sync.rename import checkpoint_shards
 from penstock.sync.want import wanted
 
 
-def shards(model: torch.nn.Module, count: int, dim: int) -> list[tuple[Row, ...]]:
+def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shard]]:
     """A model's parameters cut over so many ranks, each in memory of its own."""
     ranks = []
     for rank in range(count):
@@ -28,7 +28,7 @@ def shards(model: torch.nn.Module, count: int, dim: int) -> list[tuple[Row, ...]
             part = whole.narrow(cut, start, stop - start).clone()
             offset = tuple(start if d == cut else 0 for d in range(whole.ndim))
             held[name] = Shard(tensor=part, global_shape=tuple(whole.shape), offset=offset)
-        ranks.append(declared(held))
+        ranks.append(held)
     return ranks
 
 
@@ -40,7 +40,7 @@ def test_a_fused_model_gives_the_checkpoint(count: int, dim: int) -> None:
     made.load_weights(tensors.items())
     with torch.device("meta"):
         recording = record(Toy(Place()), table)
-    ranks = [checkpoint_rows(rows, recording) for rows in shards(made, count, dim)]
+    ranks = [declared(checkpoint_shards(held, recording)) for held in cuts_of(made, count, dim)]
     mine = {row.name: torch.zeros(row.form.shape) for rows in ranks for row in rows}
     assert set(mine) == set(tensors) - {"vision.proj", "none.weight"}
     move(ranks, [declared(mine)])
@@ -56,7 +56,7 @@ def test_one_engine_fills_another_of_another_shape() -> None:
         place = Place(tp_rank=rank, tp=2)
         model = Toy(place)
         model.load_weights(tensors.items())
-        holders.append(checkpoint_rows(declared(model), record(model, table)))
+        holders.append(declared(checkpoint_shards(model, record(model, table))))
     for t, e in itertools.product(range(4), range(2)):
         model = Toy(Place(tp_rank=t, tp=4, ep_rank=e, ep=2))
         receivers.append((model, wanted(model, record(model, table), table)))
@@ -76,12 +76,12 @@ def test_what_a_loader_of_views_kept_is_given_back(what: str) -> None:
     model = Holder(shape, one(load))
     recording = record(model, table_of({"w": W}))
     model.load_weights([("w", W)])
-    for row in checkpoint_rows(declared(model), recording):
+    for row in declared(checkpoint_shards(model, recording)):
         box = tuple(slice(a, b) for a, b in zip(row.form.box.start, row.form.box.stop, strict=True))
         assert torch.equal(row.tensor, W[box])
         assert row.tensor.untyped_storage().data_ptr() == model.p.untyped_storage().data_ptr()
     counted = torch.zeros(W.shape)
-    for row in checkpoint_rows(declared(model), recording):
+    for row in declared(checkpoint_shards(model, recording)):
         counted[tuple(slice(a, b) for a, b in zip(row.form.box.start, row.form.box.stop, strict=True))] += 1
     assert counted.sum() == sum(r.source_box.num_elements for r in recording.records)
 
@@ -89,7 +89,7 @@ def test_what_a_loader_of_views_kept_is_given_back(what: str) -> None:
 def test_what_is_not_recorded_or_read_as_other_bits_is_refused() -> None:
     model = Holder((8, 6), one(lambda p, w: p.copy_(w * 2)))
     with pytest.raises(PlanError, match="w: mul"):
-        checkpoint_rows(declared(model), record(model, table_of({"w": W})))
+        checkpoint_shards(model, record(model, table_of({"w": W})))
     model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     with pytest.raises(PlanError, match="read as another dtype"):
-        checkpoint_rows(declared(model), record(model, table_of({"w": torch.zeros(8, 6, dtype=torch.uint8)})))
+        checkpoint_shards(model, record(model, table_of({"w": torch.zeros(8, 6, dtype=torch.uint8)})))
