@@ -1,4 +1,4 @@
-"""The collective broadcast over NCCL: a holding, bit for bit; a rank that is lost ends the others within the deadline."""
+"""The collective broadcast over NCCL: a holding, bit for bit; a lost rank ends the others within the deadline."""
 
 from __future__ import annotations
 

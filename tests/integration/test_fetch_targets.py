@@ -191,3 +191,20 @@ def test_the_order_of_the_bytes_does_not_depend_on_the_files(host: Host, tmp_pat
             report = fleet.fetch(weights, fallback=sorted((tmp_path / name).glob("*.safetensors")))
         assert report.storage_bytes == 0
         assert_same(manifests["four"], tensors)
+
+
+def test_live_tensors_outside_arenas_are_filled_by_shm(made: Path, truth) -> None:
+    with ps.join("m") as holder, ps.join("m") as reader:
+        holder.fetch({}, fallback=str(made))
+        loose = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+        report = reader.fetch(loose)
+        assert list(report.nbytes_by_path) == [f"shm <- {holder.member.id[:8]}"]
+        assert_same(loose, truth)
+        # It cannot show them by shm, and does not say so.
+        assert all("shm" not in region for region in reader.member.holdings[0].map().regions)
+        third: dict[str, torch.Tensor] = {}
+        holder.leave()
+        with ps.join("m") as last:
+            late = last.fetch(third)
+        assert_same(third, truth)
+        assert list(late.nbytes_by_path) == [f"http <- {reader.member.id[:8]}"]

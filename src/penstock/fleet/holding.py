@@ -143,6 +143,7 @@ class Holding:
         self._told_by: list[str] = []
         self._told: I64 = np.full(line.chunks.num_chunks, -1)
         self._handles: list[dict[str, Handle]] = []
+        self._into: list[dict[str, Handle]] = []
         self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
@@ -156,18 +157,19 @@ class Holding:
         """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
         if self._handles:
             return
-        made: list[dict[str, Handle]] = []
+        shown: list[dict[str, Handle]] = []
         try:
             for memory in self.place.regions:
-                made.append(links.register(memory))
+                shown.append(links.register(memory))
+            into = [links.register_into(*pair) for pair in zip(self.place.regions, shown, strict=True)]
         except BaseException:
-            _close(made)
+            _close(shown)
             raise
-        self._handles = made
+        self._handles, self._into = shown, into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Our registrations of a region, by transport."""
-        return self._handles[region]
+        """Our registrations of a region, by the transports that can read into it."""
+        return self._into[region]
 
     def map(self) -> HoldingMap:
         """How a peer reads this."""
@@ -229,6 +231,8 @@ class Holding:
 
     def differing(self, chunks: I64, got: U64, wanted: U64) -> I64:
         """Which of the chunks have a leaf that differs."""
+        if np.array_equal(got, wanted):
+            return chunks[:0]
         counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
         wrong = np.repeat(np.arange(len(chunks)), counts)[got != wanted]
         differ: I64 = chunks[np.unique(wrong)]
@@ -311,7 +315,7 @@ class Holding:
         """Readers' descriptors go stale, the registrations end. The tensors stay the caller's. Idempotent."""
         with self.changed:
             self.generation += 1
-            handles, self._handles, self.state = self._handles, [], "draining"
+            handles, self._handles, self._into, self.state = self._into, [], [], "draining"
             self.changed.notify_all()
         _close(handles)
 

@@ -41,6 +41,15 @@ class Reaching(Protocol):
         ...
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """A transport that can read into memory which it cannot show to peers."""
+
+    def register_into(self, memory: Memory) -> Handle:
+        """A handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
+        ...
+
+
 ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm"})
 
 
@@ -69,7 +78,7 @@ class Links:
                 raise
 
     def register(self, memory: Memory) -> dict[str, Handle]:
-        """Register with every transport that can reach this memory.
+        """Register with every transport that can show this memory to peers.
 
         Raises:
             ConfigError: none can; says why of each.
@@ -89,6 +98,14 @@ class Links:
         if not found:
             said = "; ".join(f"{name}: {reason}" for name, reason in why.items())
             raise ConfigError(f"no transport reaches memory on {memory.device}: {said}")
+        return found
+
+    def register_into(self, memory: Memory, shown: Mapping[str, Handle]) -> dict[str, Handle]:
+        """Handles to read into: those of `register`, and of transports that only fill such memory."""
+        found = dict(shown)
+        for name, transport in self.transports.items():
+            if name not in found and isinstance(transport, Filling) and memory.device == "cpu":
+                found[name] = transport.register_into(memory)
         return found
 
     def choose(

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockErr
 from penstock.transport.cuda_driver import U64, CudaDriver, load_driver
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload, handle_here
+from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, decode_payload, handle_here
 from penstock.transport.fd_door import FdDoor
 from penstock.transport.page import Page, PageAddress
 from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
@@ -60,7 +60,7 @@ _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 class CudaRead:
     """See `Pending`. Keeps both memories alive until its last event, whoever stops waiting for it."""
 
-    def __init__(self, into: PagedHandle, claim: Claim, source: Mapped | None, nbytes: int) -> None:
+    def __init__(self, into: OwnHandle, claim: Claim, source: Mapped | None, nbytes: int) -> None:
         self.into, self.claim, self.source = into, claim, source
         self.nbytes, self.moved_bytes = nbytes, 0
         self.events: deque[tuple[int, int]] = deque()
@@ -193,7 +193,7 @@ class CudaIpcTransport:
             return self._post(mine, source, rectangles.segments().joined(), None)
         return self._post(mine, source, rectangles[~short].segments().joined(), rectangles[short])
 
-    def _post(self, mine: PagedHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> CudaRead:
+    def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> CudaRead:
         payload = decode_payload(source, _DECODER)
         device = _ordinal(mine.memory.device)
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))

@@ -70,6 +70,34 @@ class PagedHandle:
             raise Cancelled("the registration is closed")
 
 
+class IntoHandle:
+    """See `Handle`: memory that is read into and that no peer can read, so it has no descriptor and takes no slot."""
+
+    def __init__(self, endpoint: Endpoint, memory: Memory) -> None:
+        self.endpoint, self.memory, self.is_open = endpoint, memory, True
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """ConfigError: there is none."""
+        raise ConfigError(f"{self.endpoint.transport} cannot show this memory to peers")
+
+    def fence(self) -> Descriptor:
+        """See `descriptor`."""
+        return self.descriptor
+
+    def close(self) -> None:
+        """See `Handle.close`."""
+        self.is_open = False
+
+    def check_open(self) -> None:
+        """Cancelled if it or its endpoint is closed, or of the process that this one was forked from."""
+        if not self.is_open or not self.endpoint.page.is_mine:
+            raise Cancelled("the registration is closed")
+
+
+OwnHandle = PagedHandle | IntoHandle
+
+
 class Claim:
     """A peer's registration as a descriptor says it is, to be checked before and after its bytes are read."""
 
@@ -154,14 +182,14 @@ class Endpoint:
         if not self.page.is_mine:
             raise Cancelled("the transport is closed")
 
-    def check_mine(self, into: Handle, source: Descriptor) -> PagedHandle:
+    def check_mine(self, into: Handle, source: Descriptor) -> OwnHandle:
         """Our own open handle, where the descriptor is of this kind of transport.
 
         Raises:
             ConfigError: one of them is another transport's.
             Cancelled: the handle or the endpoint is closed.
         """
-        if source.transport != self.transport or not isinstance(into, PagedHandle) or into.endpoint is not self:
+        if not isinstance(into, OwnHandle) or into.endpoint is not self or source.transport != self.transport:
             raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.transport}")
         self.check_open()
         into.check_open()

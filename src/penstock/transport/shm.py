@@ -22,7 +22,7 @@ from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, Mappings, PagedHandle, decode_payload
+from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle, decode_payload
 from penstock.transport.page import Page, PageAddress
 from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
 from penstock.types import MIB
@@ -71,10 +71,10 @@ class ShmRead:
     """See `Pending`."""
 
     def __init__(
-        self, into: PagedHandle, claim: Claim, source: _Mapped, base: int, rows: Segments, short: Rectangles | None
+        self, into: OwnHandle, claim: Claim, source: _Mapped, base: int, rows: Segments, short: Rectangles | None
     ) -> None:
         self._lock, self._unlooked = threading.Lock(), PIECE_BYTES
-        self._work: tuple[PagedHandle, Claim, _Mapped, int] | None = (into, claim, source, base)
+        self._work: tuple[OwnHandle, Claim, _Mapped, int] | None = (into, claim, source, base)
         self._rows, self._short = rows, short
         self._error: PenstockError | None = None
         self.nbytes, self.moved_bytes = int(rows.nbytes.sum()), 0
@@ -94,7 +94,7 @@ class ShmRead:
             if self._error is not None:
                 raise self._error
 
-    def _copy(self, into: PagedHandle, claim: Claim, source: _Mapped, base: int) -> None:
+    def _copy(self, into: OwnHandle, claim: Claim, source: _Mapped, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
@@ -110,7 +110,7 @@ class ShmRead:
         into.check_open()
         claim.check()
 
-    def _copy_short(self, into: PagedHandle, claim: Claim, theirs: Bytes, table: Rectangles) -> None:
+    def _copy_short(self, into: OwnHandle, claim: Claim, theirs: Bytes, table: Rectangles) -> None:
         ours = memory_at(into.memory.address, into.memory.nbytes)
         columns = (table.src, table.dst, table.run_bytes, table.num_rows, table.src_pitch, table.dst_pitch)
         for src, dst, run, count, src_pitch, dst_pitch in zip(*(column.tolist() for column in columns), strict=True):
@@ -122,7 +122,7 @@ class ShmRead:
                 _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = given
                 self._moved(num * run)
 
-    def _look(self, into: PagedHandle, claim: Claim) -> None:
+    def _look(self, into: OwnHandle, claim: Claim) -> None:
         if self._unlooked >= PIECE_BYTES:
             into.check_open()
             claim.check()
@@ -161,6 +161,13 @@ class ShmTransport:
 
         return self._endpoint.register(memory, describe, keep=mapping)
 
+    def register_into(self, memory: Memory) -> IntoHandle:
+        """Any host memory, to be read into and not by peers. Cancelled if the transport is closed."""
+        if memory.device != "cpu":
+            raise ConfigError(f"shm reaches host memory only, not {memory.device}")
+        self._endpoint.check_open()
+        return IntoHandle(self._endpoint, memory)
+
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> ShmRead:
         """See `Transport.post_read`. FormatError: the descriptor reaches past the memory that it names."""
         mine = self._endpoint.check_mine(into, source)
@@ -174,7 +181,7 @@ class ShmTransport:
         short = (rectangles.longest_runs() < SHORT_BYTES) & (rectangles.num_rows > 1)
         return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
 
-    def _post(self, mine: PagedHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
+    def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
         payload = decode_payload(source, _DECODER)
         claim = self._endpoint.claim(source, payload.page)
         with self._endpoint.changing:
