@@ -19,6 +19,12 @@ Word = Mapping[str, object]
 _MADE_BY: Mapping[str, str] = {
     "store": "penstock.jobs.formats:Store",
     "dequantise": "penstock.jobs.formats:Dequantise",
+    "average": "penstock.jobs.merge:Linear",
+    "linear": "penstock.jobs.merge:Linear",
+    "slerp": "penstock.jobs.merge:Slerp",
+    "ties": "penstock.jobs.merge:Ties",
+    "lora-merge": "penstock.jobs.merge:LoraMerge",
+    "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
 
@@ -38,6 +44,9 @@ def operation_of(words: Sequence[Word]) -> Operation:
 
 def _make(word: dict[str, Any]) -> Operation:
     name = word.pop("op", None)
+    word = {key: tuple(value) if isinstance(value, list) else value for key, value in word.items()}
+    if isinstance(word.get("weights"), int | float):
+        word["weights"] = (float(word["weights"]),)
     makers: dict[str, Callable[..., Operation]] = {"copy": Copy, "rename": _rename}
     if name in _MADE_BY:
         module, _, attribute = _MADE_BY[name].partition(":")

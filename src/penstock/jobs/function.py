@@ -1,0 +1,97 @@
+"""A user's own operation: `module:name`, an `Operation`, or a plain function of one tensor.
+
+In: where it is. Out: an `Operation`.
+Not here: what happens when it raises, hangs or gives other tensors than it said (`worker`, `run`).
+
+    def halved(tensor, name): return tensor / 2          every floating tensor, whole; shape and dtype stay
+    halved.rows = True                                   it may be given some rows at a time
+    halved.names = "mlp"                                 only tensors in whose names this pattern is found
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.jobs.operation import Operation, as_it_is, one, specs_of, whole
+from penstock.plan.tasks import Input, Output, Recipe
+from penstock.types import Box, DType, TensorTable
+
+_FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+
+
+def function_of(function: str, **options: Any) -> Operation:
+    """The operation at `module:name`.
+
+    Args:
+        function: names an `Operation`, or a callable that makes one of `options` (a class), or a function of a tensor.
+        options: for what is called to make one.
+
+    Raises:
+        ConfigError: nothing is there, or it is none of these.
+    """
+    module, _, name = function.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{module} has no {name}")
+        found = getattr(found, part)
+    if isinstance(found, type):
+        found = found(**options)
+    if all(hasattr(found, verb) for verb in ("recipes", "run", "config", "name")):
+        return found  # type: ignore[no-any-return]
+    if not callable(found) or options:
+        raise ConfigError(f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert.md")
+    return Function(function, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of one tensor and its name, on every floating tensor that it names."""
+
+    words: str
+    call: Callable[[torch.Tensor, str], torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return self.words
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
+        found = []
+        for spec in specs_of(one(sources, self.words)):
+            if spec.dtype not in _FLOATS or not re.search(wanted, spec.name):
+                found.append(as_it_is(0, spec))
+            elif rows and spec.shape:
+                inputs = (whole(0, spec),)
+                found.append(Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
+            else:
+                all_of_it = Input(source=0, spec=spec, box=Box.full(spec.shape), at=None)
+                found.append(Recipe(outputs=(Output(spec=spec, per=0),), inputs=(all_of_it,), num_rows=1, align=0))
+        return found
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        spec = recipe.outputs[0].spec
+        (tensor,) = inputs
+        assert tensor is not None
+        if spec.dtype not in _FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
+            return [tensor]
+        return [self.call(tensor, spec.name)]
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return config
