@@ -114,7 +114,8 @@ class Wanted:
         with torch.no_grad():
             if self._whole:
                 before = _addresses(self._model)
-                self._load(self._whole.items())
+                # Copies: a loader may compute in place, and what was received is what others are given.
+                self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
                     hint = "give a loader that copies into the parameters"
                     message = f"the loader put other memory in the place of {len(changed)} tensors"

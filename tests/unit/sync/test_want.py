@@ -25,7 +25,7 @@ def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tens
     move([declared(tensors)], [want.rows])
     want.install()
     want.finish()
-    true.load_weights(tensors.items())
+    true.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
     same(model, true)
     return want
 
@@ -120,6 +120,13 @@ def test_what_is_not_recorded_passes_through_the_loader_loudly_and_first() -> No
     assert dict(want.unrecorded) == {"v": "mul of its values"}
     assert want.why()
     assert want.num_live == 0  # the loader writes to the one parameter there is
+
+
+def test_a_loader_that_computes_in_place_leaves_what_was_received() -> None:
+    with pytest.warns(RuntimeWarning, match="w: mul_"):
+        want = filled((8, 6), one(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
+    (row,) = want.rows
+    assert torch.equal(row.tensor, W)
 
 
 def test_a_tensor_partly_recorded_comes_once() -> None:
