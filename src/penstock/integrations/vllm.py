@@ -1,8 +1,9 @@
 """vLLM's `--load-format penstock`: weights of local and object-store models through `penstock.stream`.
 
-In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader.
+In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader,
+and the registered weight-transfer backend.
 Not here: what vLLM's default loader does: finding a model's files, mapping names, checking that all was loaded;
-what a fleet takes (`replica`).
+what a fleet takes (`replica`); new versions of the weights of a live model (`vllm_sync`).
 
 Written for vLLM 0.32 and 0.33. Where a version lacks what is used, vLLM's own error or a ConfigError says so.
 """
@@ -34,7 +35,9 @@ _logger = logging.getLogger("vllm.penstock")
 
 
 def register() -> None:
-    """Make `--load-format penstock` known to vLLM in this process; again is harmless. vLLM calls it by entry point.
+    """Make `penstock` known to vLLM in this process as a load format and a weight-transfer backend.
+
+    vLLM calls it by entry point; again is harmless.
 
     For models in object stores it also gives vLLM what it takes from Run:ai Model Streamer when that is not installed
     (the pulling of config and tokenizer), and lets its check of load formats pass this one.
@@ -46,6 +49,7 @@ def register() -> None:
         return
     model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
     _give_object_stores()
+    _give_weight_transfer()
 
 
 def read_options(extra: Any) -> dict[str, Any]:
@@ -248,3 +252,16 @@ def _give_object_stores() -> None:
             model.model_weights = weights
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config
+
+
+def _give_weight_transfer() -> None:
+    """The backend of `--weight-transfer-config`, and caches that tell versions apart."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.v1.engine.core import EngineCore
+
+    from penstock.integrations.vllm_salt import salt_requests
+
+    if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
+        engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
+        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
+    salt_requests(EngineCore, LOAD_FORMAT)
