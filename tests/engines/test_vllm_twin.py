@@ -1,4 +1,4 @@
-"""What is installed of a vLLM model's twin gives the tokens of an engine started with it, for several kinds of layers."""
+"""What is installed of a vLLM model's twin gives the tokens of an engine started with it, for kinds of layers."""
 
 from __future__ import annotations
 
