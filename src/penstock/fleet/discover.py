@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.storage.manifest import Uris
 from penstock.storage.manifest_file import leaves_of
-from penstock.types import U64
+from penstock.types import U64, TensorTable
 
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
@@ -37,9 +37,17 @@ ASK_S = 0.2
 """Pause between questions whether somebody holds a model, while nobody does."""
 
 
+class Placed(dict[str, torch.Tensor]):
+    """A target, empty as an empty dict is, that says where its new tensors are to lie."""
+
+    def place(self, table: TensorTable) -> list[torch.Tensor]:
+        """Memory for each row: its bytes, flat uint8, aligned to its elements."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Found:
-    """What is to be fetched, and where it goes: `rows`, or new memory."""
+    """What is to be fetched, and where it goes: `rows`, memory that `place` gives, or new memory."""
 
     identity: Identity
     line: Line
@@ -47,6 +55,7 @@ class Found:
     rows: Sequence[torch.Tensor] | None = None
     leaves: U64 | None = None
     session: Session | None = None
+    place: Callable[[TensorTable], list[torch.Tensor]] | None = None
 
     def allocate(self, max_readers: int, is_over: Callable[[], bool]) -> tuple[Holding, dict[str, torch.Tensor] | None]:
         """The holding; and the tensors by name, where they are new: their pages are made present until `is_over`."""
@@ -54,17 +63,22 @@ class Found:
             holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
             return holding, None
         table = self.line.table
-        nbytes = table.nbytes.tolist()
-        arena = Arena.allocate(needed_bytes(nbytes), self.device)
-        arena.warm(is_over)
-        flat = [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+        arenas: list[Arena] = []
+        if self.place is not None:
+            flat = self.place(table)
+        else:
+            nbytes = table.nbytes.tolist()
+            arena = Arena.allocate(needed_bytes(nbytes), self.device)
+            arena.warm(is_over)
+            flat = [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+            arenas.append(arena)
         made = {
             name: as_tensor(raw, dtype, shape)
             if raw.numel()
             else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
             for name, raw, dtype, shape in zip(table.names, flat, table.dtypes, table.shapes, strict=True)
         }
-        holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=[arena], max_readers=max_readers)
+        holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
         return holding, made
 
 
@@ -90,6 +104,18 @@ class Discovery:
         stack: ExitStack,
     ) -> Found:
         """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
+        found = self._find(target, fallback, device, storage_options, wait_s, stack)
+        return replace(found, place=target.place) if isinstance(target, Placed) else found
+
+    def _find(
+        self,
+        target: Target,
+        fallback: Uris | None,
+        device: torch.device,
+        storage_options: Mapping[str, str] | None,
+        wait_s: float | None,
+        stack: ExitStack,
+    ) -> Found:
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target) if is_given else {}
         if tensors:

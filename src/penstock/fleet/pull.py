@@ -6,12 +6,10 @@ Not here: fetching (`join`), the format (`storage.safetensors`).
 
 from __future__ import annotations
 
-import contextlib
-import json
+import mmap
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +18,14 @@ import torch
 
 from penstock.config import Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
-from penstock.errors import ConfigError, DestinationError, IntegrityError
+from penstock.errors import IntegrityError
+from penstock.fleet.discover import Placed
 from penstock.fleet.holding import Holding
 from penstock.fleet.join import Fleet
 from penstock.fleet.report import FetchReport
 from penstock.storage.manifest import Uris, encode, open_weights, sidecar_uri
-from penstock.storage.output import write_file
-from penstock.types import GB, DType, Manifest
+from penstock.storage.output import OutputSet, require_free, typed
+from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
 """Of a shard, at most, but for a tensor that is larger. Source: the default of transformers' `save_pretrained`."""
@@ -56,78 +55,80 @@ def pull(
         DiskFull, DestinationError: it cannot be written; nothing is left of it.
         PenstockError: see `Fleet.fetch`.
 
-    Cost: with `to`, all of the weights in host memory.
+    Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
     """
-    target = None if to is None else Path(to)
-    if target is not None:
-        _check_empty(target)
-    tensors: dict[str, torch.Tensor] = {}
-    report = fleet.fetch(tensors, fallback=fallback, device="cpu" if target else device, wait_s=wait_s)
-    if target is None:
-        return report
-    begun = time.perf_counter()
-    holding = next(one for one in fleet.member.holdings if one.key == report.key)
-    _write(target, holding)
+    if to is None:
+        return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s)
+    target = Path(to).absolute()
+    with typed(target):
+        require_free(target)
+    files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
+    try:
+        report = fleet.fetch(files, fallback=fallback, wait_s=wait_s)
+        begun = time.perf_counter()
+        files.publish(target, next(one for one in fleet.member.holdings if one.key == report.key))
+    finally:
+        files.close()
     phases = {**report.phases, "write": time.perf_counter() - begun}
     return replace(report, phases=phases, wall_s=sum(phases.values()))
 
 
-def _check_empty(target: Path) -> None:
-    try:
-        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    except OSError as error:
-        raise DestinationError(f"cannot look into it: {error.strerror}", uri=str(target)) from error
-    if is_taken:
-        raise ConfigError("there is something there already", uri=str(target), hint="give a directory that is empty")
+class _Files(Placed):
+    """Tensors that lie in the files themselves: mapped, so that the kernel writes them out as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._output: OutputSet | None = None
+
+    def place(self, table: TensorTable) -> list[torch.Tensor]:
+        """See `Placed`. Makes the files, with room for all. DiskFull, DestinationError."""
+        placed, body_nbytes = _places(table)
+        output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"})
+        output.create()
+        output.open()
+        whole = [_mapped(self._directory / name) for name in output.names]
+        starts = placed.offset + np.array(output.data_offset, np.int64)[placed.file_index]
+        runs = zip(placed.file_index.tolist(), starts.tolist(), placed.nbytes.tolist(), strict=True)
+        return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
+
+    def publish(self, target: Path, holding: Holding) -> None:
+        """Let the files appear at `target`, with index and manifest."""
+        assert self._output is not None
+        # The names, shapes and places are read back from what was written; the digests are those of the fetch.
+        with open_weights(
+            [str(self._directory / name) for name in self._output.names], settings=Settings.read()
+        ) as written:
+            manifest = encode(_digested(written.manifest, holding))
+        self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest})
+
+    def close(self) -> None:
+        """Leave nothing that was not published."""
+        if self._output is not None:
+            self._output.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _write(target: Path, holding: Holding) -> None:
-    """Everything into a directory beside the target, then renamed to it."""
-    target = target.absolute()
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        try:
-            _write_shards(partial, holding)
-            # The names, shapes and places are read back from what was written; the digests are those of the fetch.
-            with open_weights(str(partial), settings=Settings.read()) as weights:
-                (partial / Path(sidecar_uri(str(partial))).name).write_bytes(
-                    encode(_digested(weights.manifest, holding))
-                )
-            partial.rename(target)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(partial)
-    except OSError as error:
-        raise DestinationError(f"cannot write: {error.strerror}", uri=str(target)) from error
+def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
+    """The rows at places in files of at most `SHARD_BYTES`, the widest elements of each first; bytes of each file."""
+    nbytes = table.nbytes.tolist()
+    file_index, offset = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
+    bodies = [0]
+    for row, length in enumerate(nbytes):
+        if bodies[-1] and bodies[-1] + length > SHARD_BYTES:
+            bodies.append(0)
+        file_index[row] = len(bodies) - 1
+        bodies[-1] += length
+    filled = [0] * len(bodies)
+    for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
+        offset[row] = filled[file_index[row]]
+        filled[file_index[row]] += nbytes[row]
+    return replace(table, file_index=file_index, offset=offset), bodies
 
 
-def _write_shards(directory: Path, holding: Holding) -> None:
-    table = holding.line.table
-    shards: list[list[int]] = []
-    room = 0
-    for row, nbytes in enumerate(table.nbytes.tolist()):
-        if not shards or nbytes > room:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(row)
-        room -= nbytes
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = ["model.safetensors"] if len(shards) <= 1 else names
-    for name, rows in zip(names, shards or [[]], strict=True):
-        write_file(directory / name, _shard(holding, rows), {"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {table.names[row]: name for name, rows in zip(names, shards, strict=True) for row in rows}
-        index = {"metadata": {"total_size": holding.line.nbytes}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _shard(holding: Holding, rows: Sequence[int]) -> dict[str, tuple[DType, Sequence[int], memoryview]]:
-    table = holding.line.table
-    return {
-        table.names[row]: (table.dtypes[row], table.shapes[row], memoryview(holding.rows[row].numpy().data))
-        for row in rows
-    }
+def _mapped(path: Path) -> torch.Tensor:
+    with typed(path), open(path, "r+b") as file:
+        return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 
 
 def _digested(written: Manifest, holding: Holding) -> Manifest:
