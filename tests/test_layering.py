@@ -66,6 +66,8 @@ NO_TORCH = (
     "memory/arena.py",
     "cli/",
     "digest/leaf.py",
+    "transform/geometry.py",
+    "transform/select.py",
 )
 
 # `plan` is pure: no I/O, no clock, no threads, no chance.

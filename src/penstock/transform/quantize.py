@@ -1,0 +1,244 @@
+"""Values in and out of the formats, in torch: the reference whose bits the kernels have, on any device.
+
+In: a tensor, or what a format stored of one. Out: the other.
+Not here: many tensors at once into given memory (`fuse`), names, shapes and boxes (`geometry`).
+
+Every number is FP32, every step one IEEE operation rounded to nearest even: the bits are the same wherever it runs.
+A block's amax is the largest magnitude in it, at least TINY where a scale is divided by it.
+
+    amax   scale = amax / 448                                  code = E4M3(clamp(x * (1 / scale)))
+    pow2   scale = 2^ceil(log2(amax / 448))                    code = E4M3(clamp(x * (1 / scale)))
+    mx     scale = 2^max(floor(log2(amax)) - 8, -127)          code = E4M3(clamp(x * (1 / scale)))
+    nv     scale = E4M3(clamp(G * (amax / 6))), at least 2^-9  code = E2M1(x * (G / scale)), G = 2688 / tensor's amax
+
+A value is code * scale; in NVFP4 code * (scale / G). A block with a NaN or an infinity has a NaN for its scale (255 in
+E8M0) and NaN codes (0 in E2M1, which has none): whoever reads it sees NaN, never a number that is wrong. In NVFP4 that
+is the whole tensor.
+
+Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8` (x * (1 / scale), power of two rounded up); OCP Microscaling
+Formats 1.0, section 6.3; compressed-tensors 0.17, `calculate_qparams` and `generate_gparam`. The last divides by the
+scale where the others multiply by its inverse: codes differ where the quotient lies on the edge between two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from penstock.errors import PlanError
+from penstock.transform.geometry import CASTS, WHOLE, Format, check, outputs
+from penstock.types import Box, DType
+
+TINY = 2.0**-100
+"""Least amax that is divided by: scale and inverse are normal numbers whatever the block, and zeros stay zeros."""
+
+E4M3_MAX = 448.0
+"""Source: OCP FP8 1.0, table 1."""
+E5M2_MAX = 57344.0
+E2M1_MAX = 6.0
+"""Source: OCP Microscaling Formats 1.0, table 5."""
+
+MX_ELEMENT_EXPONENT = 8
+"""Of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
+
+INFINITY_BITS = 0x7F800000
+E4M3_NAN = 0x7F
+E8M0_NAN = 0xFF
+
+# What stands between two codes of E2M1, and whether the number itself belongs to the higher one (ties to even).
+_E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_TORCH = {
+    DType.F64: torch.float64,
+    DType.F32: torch.float32,
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.F8_E4M3: torch.float8_e4m3fn,
+    DType.F8_E5M2: torch.float8_e5m2,
+    DType.F8_E8M0: torch.float8_e8m0fnu,
+    DType.U8: torch.uint8,
+}
+_DTYPE = {theirs: ours for ours, theirs in _TORCH.items()}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of what a format reads or stores."""
+    return _TORCH[dtype]
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """The name of a tensor's dtype. PlanError for one that no format reads or stores."""
+    try:
+        return _DTYPE[tensor.dtype]
+    except KeyError:
+        raise PlanError(f"no transform is for {tensor.dtype}") from None
+
+
+def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """What the format stores of a tensor, codes first; a shard that cuts no block gives its own part of it.
+
+    Args:
+        source: any strides.
+        amax: the largest magnitude of the whole tensor, one float32, for a format that has a scale for all of it and a
+            source that is a part; measured of `source` if None.
+
+    Raises:
+        PlanError: the format does not take this dtype or shape.
+    """
+    shape = tuple(source.shape)
+    check(form, "", dtype_of(source), shape, Box.full(shape))
+    if form.scaling == "none":
+        return (_cast(source, form.values),)
+    rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
+    # [..., blocks down, rows, blocks across, cols]; what is beyond the edge counts as zero.
+    padded = functional.pad(source.float(), (0, -shape[-1] % max(cols, 1), 0, -shape[-2] % max(rows, 1)))
+    if not padded.numel():
+        return _empty(form, source, amax)
+    blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
+    peak = magnitude(blocks).amax(dim=(-3, -1))
+    whole = None
+    if form.scaling == "nv":
+        whole = magnitude(source.float() if amax is None else amax).amax()
+        peak = torch.where(whole >= INFINITY_BITS, whole, peak)
+    inverse, scales, extra = _scales(form, peak, whole)
+    scaled = blocks * inverse[..., :, None, :, None]
+    codes = _e2m1(scaled) if form.values is DType.F4 else _e4m3(scaled.clamp(-E4M3_MAX, E4M3_MAX)).view(torch.uint8)
+    bad = (peak >= INFINITY_BITS)[..., :, None, :, None]
+    codes = torch.where(bad, 0 if form.values is DType.F4 else E4M3_NAN, codes)
+    codes = codes.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]].contiguous()
+    if form.values is DType.F4:
+        return codes[..., ::2] | (codes[..., 1::2] << 4), scales, *extra
+    return codes.view(torch.float8_e4m3fn), scales, *extra
+
+
+def magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The bits of |x| in FP32 as int32: they are ordered as the numbers are, then infinity, then NaN."""
+    return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _scales(
+    form: Format, peak: torch.Tensor, whole: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """By which each block is multiplied, what is stored of it, and the tensor's own scale where there is one."""
+    bad = peak >= INFINITY_BITS
+    finite = torch.where(bad, 0, peak)
+    nan = math.nan
+    if whole is not None:
+        top = torch.where(whole >= INFINITY_BITS, nan, whole_scale(whole.view(torch.float32))).reshape(1)
+        scale = _e4m3((top * _over(finite.view(torch.float32), E2M1_MAX)).clamp(max=E4M3_MAX)).view(torch.uint8)
+        scale = torch.where(bad, E4M3_NAN, scale.clamp(min=1)).view(torch.float8_e4m3fn)
+        return top / scale.float(), scale, (top,)
+    if form.scaling == "mx":
+        exponent = ((finite >> 23) - MX_ELEMENT_EXPONENT).clamp(min=0)
+    else:
+        scale = _over(finite.view(torch.float32).clamp(min=TINY), E4M3_MAX)
+        if form.scaling == "amax":
+            return scale.reciprocal(), torch.where(bad, nan, scale), ()
+        exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
+    inverse = ((254 - exponent) << 23).view(torch.float32)
+    if form.scales is DType.F32:
+        return inverse, torch.where(bad, nan, (exponent << 23).view(torch.float32)), ()
+    return inverse, torch.where(bad, E8M0_NAN, exponent).to(torch.uint8).view(torch_dtype(form.scales)), ()
+
+
+def whole_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Of NVFP4: what takes a tensor's largest magnitude to the largest code times the largest scale."""
+    return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
+
+
+def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divided, in every element: by a plain number torch multiplies with its inverse, which rounds twice."""
+    return values / torch.full_like(values, divisor)
+
+
+def _e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Of numbers that are in its range: torch's versions differ in what they do beyond."""
+    return values.to(torch.float8_e4m3fn)
+
+
+def _e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits in uint8; beyond 6 is 6."""
+    size = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for edge, closed in _E2M1_EDGES:
+        codes += (size >= edge) if closed else (size > edge)
+    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """Through FP32 unless FP64 is wanted. FP8: beyond the range is the largest number; E4M3 has NaN for infinity.
+
+    A NaN is the one NaN of torch.nan in that dtype: processors differ in which bits of it they keep.
+    """
+    if dtype is DType.F64:
+        cast = source.double()
+        return torch.where(cast.isnan(), math.nan, cast)
+    values = source.float()
+    lost = values.isnan()
+    if dtype is DType.F8_E4M3:
+        lost = lost | values.isinf()
+        values = values.clamp(-E4M3_MAX, E4M3_MAX)
+    elif dtype is DType.F8_E5M2:
+        values = torch.where(values.isinf(), values, values.clamp(-E5M2_MAX, E5M2_MAX))
+    cast = values.to(torch_dtype(dtype))
+    bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
+    return torch.where(lost, nan_bits(dtype), cast.view(bits)).view(cast.dtype)
+
+
+def nan_bits(dtype: DType) -> int:
+    """The NaN that casts give."""
+    return {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType.F8_E4M3: 0x7F, DType.F8_E5M2: 0x7F}[
+        dtype
+    ]
+
+
+def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Outputs of a tensor without elements; what it has as a whole is that of zeros, or of the given."""
+    shape = tuple(source.shape)
+    parts = outputs(form, "", dtype_of(source), shape, Box.full(shape))
+    made = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]
+    if form.global_suffix:
+        whole = magnitude(source.new_zeros((), dtype=torch.float32) if amax is None else amax).amax()
+        made[-1] = _scales(form, whole, whole)[2][0]
+    return tuple(made)
+
+
+def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
+    """The values that the format's tensors stand for, in FP32 and then cast.
+
+    Args:
+        parts: as `quantise` gave them; parts of them, if they cut no block.
+        dtype: one of CASTS.
+
+    Raises:
+        PlanError: the dtype is none of CASTS, or the parts are not the format's.
+    """
+    if dtype not in CASTS:
+        raise PlanError(f"{dtype} is none of {', '.join(sorted(CASTS))}")
+    if form.scaling == "none":
+        return _cast(parts[0], dtype)
+    codes, scales = parts[0], parts[1]
+    if form.values is DType.F4:
+        table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
+        values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
+        factor = scales.float() / parts[2]
+    else:
+        values = codes.float()
+        factor = scales
+        if scales.dtype is not torch.float32:
+            exponent = scales.view(torch.uint8).int()
+            # 2^-127 is the one scale below the normal numbers of FP32.
+            bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
+            factor = torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+    shape = tuple(values.shape)
+    want = outputs(form, "", DType.F32, shape, Box.full(shape))
+    if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(one.shape, one.dtype) for one in want]:
+        found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+        raise PlanError(f"{found} are not the tensors of {form.tag}")
+    rows, cols = (max(n, 1) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
+    factor = factor.repeat_interleave(rows, -2).repeat_interleave(cols, -1)[..., : shape[-2], : shape[-1]]
+    return _cast(values * factor, dtype)

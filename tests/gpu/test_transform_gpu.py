@@ -1,0 +1,57 @@
+"""Transforms on a device: the bits of the CPU's reference for every format, and of the reference run on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from penstock.testing import transform_suite  # noqa: E402
+from penstock.transform import fuse, quantize  # noqa: E402
+from penstock.transform.geometry import FORMATS, format_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("tag", sorted(FORMATS))
+def test_the_kernels_have_the_bits_of_the_reference(tag: str) -> None:
+    shapes = (*transform_suite.SMALL, *transform_suite.LARGE)
+    assert transform_suite.check_kernels(FORMATS[tag], DEVICE, shapes) >= 20
+
+
+@pytest.mark.parametrize("tag", ["fp8-block128", "mxfp8", "nvfp4"])
+def test_rounding_by_bits_is_that_of_the_processor(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "_NATIVE", (99, 0))
+    transform_suite.check_kernels(FORMATS[tag], DEVICE)
+
+
+@pytest.mark.parametrize("tag", sorted(FORMATS))
+def test_the_reference_has_the_same_bits_on_the_device(tag: str) -> None:
+    form = FORMATS[tag]
+    for source in transform_suite.sources(form, transform_suite.SMALL):
+        here, there = quantize.quantise(form, source), quantize.quantise(form, source.to(DEVICE))
+        for a, b in zip(here, there, strict=True):
+            same = a.reshape(-1).contiguous().view(torch.uint8) == b.cpu().reshape(-1).contiguous().view(torch.uint8)
+            assert same.all()
+
+
+def test_many_small_tensors_are_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = format_of("fp8-block128")
+    data = torch.randn(2000, 40, 176, device=DEVICE).bfloat16()
+    codes = torch.empty(data.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.empty(2000, 1, 2, device=DEVICE)
+    jobs = [fuse.Job(source=data[i], outputs=(codes[i], scales[i])) for i in range(2000)]
+    fusion = fuse.fuse(form, jobs)
+    assert len(fusion.groups) == 1
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fusion.run()
+    stream.synchronize()
+    expected = quantize.quantise(form, data.cpu())
+    assert np.array_equal(codes.cpu().view(torch.uint8), expected[0].view(torch.uint8))
+    assert np.array_equal(scales.cpu(), expected[1])
