@@ -27,7 +27,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.fleet.identity import layout_digest
-from penstock.fleet.sync_messages import PartReply, PartRequest, Progress, SyncMember
+from penstock.fleet.sync_messages import PartReply, PartRequest, Progress, SyncMember, TableReply
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
@@ -76,6 +76,7 @@ class Attempts:
 
     Attributes:
         is_touched: whether the last `take` wrote to the target itself.
+        told: the checkpoint as a planner said it.
 
     Args:
         roster: who takes part.
@@ -102,6 +103,7 @@ class Attempts:
         self._serve, self._is_staged, self._memory_bytes, self._stall_s = serve, staged, memory_bytes, stall_s
         self._landing: Landing | None = None
         self._table = self._run = ""
+        self.told: TableReply | None = None
         self._take: Take | None = None
         self.is_touched = False
 
@@ -162,6 +164,10 @@ class Attempts:
             NotFound: nothing can be read yet. Else see `Subscriber.update`.
         """
         begun, lost = time.perf_counter(), dict[str, PenstockError]()
+        if version is not None and version <= live[1]:
+            asked = PartReply(version=version, run=live[0])
+            if _is_live(asked, live, is_dirty=is_dirty):
+                return _nothing(asked, begun, 0)
         self.is_touched, called = False, before_read is None
         for attempt in range(1, TRIES + 1):
             planner = self._planner(lost)
@@ -201,7 +207,8 @@ class Attempts:
         """Where versions of this run are received; made anew where its checkpoint is another one."""
         if self._landing is not None and self._run == planner.state.run:
             return self._landing
-        table = table_of(self._roster.ask(planner.member, lambda talk: talk.checkpoint()))
+        told = self._roster.ask(planner.member, lambda talk: talk.checkpoint())
+        table = table_of(told)
         digest = layout_digest(table)
         if self._landing is None or digest != self._table:
             if self._landing is not None:
@@ -213,7 +220,7 @@ class Attempts:
                 made, member, links, staged=self._is_staged, serve=self._serve, memory_bytes=self._memory_bytes
             )
             self._take = None
-        self._table, self._run = digest, planner.state.run
+        self._table, self._run, self.told = digest, planner.state.run, told
         return self._landing
 
     def _asked(

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import NotFound, PenstockError, PlanError, StaleDescriptor
+from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.fleet.sync_messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.balance import BUCKET_BYTES
 from penstock.plan.columns import decode, encode
@@ -46,13 +46,21 @@ class Planner:
         roster: who takes part.
         board: our own versions.
         ours: our own layout, once there is one.
+        told: the checkpoint as a receiver was told it.
         bucket_bytes: of plans.
     """
 
     def __init__(
-        self, roster: Roster, board: Board, ours: Callable[[], Layout | None], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        roster: Roster,
+        board: Board,
+        ours: Callable[[], Layout | None],
+        *,
+        told: Callable[[], TableReply | None] = lambda: None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._roster, self._board, self._ours, self._bucket_bytes = roster, board, ours, bucket_bytes
+        self._roster, self._board, self._ours, self._told = roster, board, ours, told
+        self._bucket_bytes = bucket_bytes
         self._planning, self._lock = threading.Lock(), threading.Lock()
         self._held: dict[str, Layout] = {}
         self._wants: dict[str, tuple[str, Layout]] = {}
@@ -71,7 +79,11 @@ class Planner:
         version = request.version if request.version >= 0 else self._newest(members)
         if version < 0:
             return PartReply(not_yet="no version is published yet")
-        run, holders = self._holders(members, asker, version, request)
+        try:
+            run, holders = self._holders(members, asker, version, request)
+        except StaleDescriptor:
+            members = self._roster.look()  # somebody may have it since
+            run, holders = self._holders(members, asker, version, request)
         if isinstance(holders, str):
             return PartReply(version=version, run=run, not_yet=holders)
         made, raw = self._planned(asker, members, holders)
@@ -79,18 +91,20 @@ class Planner:
         return PartReply(version=version, run=run, key=made.plan.key, part=None if same else raw)
 
     def table(self) -> TableReply:
-        """Names, dtypes and shapes of what the publishers hold together; or, where they are gone, the receivers.
+        """Names, dtypes and shapes of what the publishers hold together; of a receiver, as it was told.
 
         Raises:
             NotFound: nobody holds anything yet, or not all publishers are there.
         """
+        told = self._told()
+        if told is not None:
+            return told
         members = self._roster.look(max_age_s=LOOK_S)
-        holders = _ranks(members, self._run(members)) or [one for one in members if one.state.version >= 0]
-        short = _missing(holders)
-        if not holders or short:
-            raise NotFound(short or "nobody holds anything yet")
+        holders = _ranks(members, self._run(members))
+        if not holders or _missing(holders):
+            raise NotFound(_missing(holders) or "nobody holds anything yet")
         rows: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for layout in self._layouts(holders):
+        for _, layout in self._layouts(holders):
             specs = [(str(form.dtype), form.shape) for form in layout.forms if not form.tag]
             number = {i: n for n, i in enumerate(i for i, form in enumerate(layout.forms) if not form.tag)}
             for name, i in zip(layout.names, layout.form.tolist(), strict=True):
@@ -157,19 +171,21 @@ class Planner:
             return run, found
         if version > now.version:
             return run, f"version {version} is not published yet"
+        if any(one.state.state == "updating" and one.member != asker for one in members):
+            return run, f"version {version} is being taken by others, who may give it then"
         raise StaleDescriptor(f"version {version} can be read of nobody any more; take the next")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
         """The plan of these holders for all receivers known, and the asker's part."""
         with self._planning:
-            layouts = self._layouts(holders)
+            found = self._layouts(holders)
+            giving = {one.member for one, _ in found}
             there = {one.member for one in members if one.state.side == "subscriber"} | {asker}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
-                giving = {one.member for one in holders}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
-            held_token = tuple((one.member, one.state.layout) for one in holders)
-            made = self._made(asker, held_token, layouts, wants)
+            token = tuple((one.member, one.state.layout) for one, _ in found)
+            made = self._made(asker, token, [layout for _, layout in found], wants)
             if asker not in made.parts:
                 made.parts[asker] = encode(made.plan.part(made.plan.receivers.index(asker)))
             return made, made.parts[asker]
@@ -182,51 +198,63 @@ class Planner:
         wants: dict[str, tuple[str, Layout]],
     ) -> _Plan:
         token = held_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
-        if token in self._plans:
-            self._plans.move_to_end(token)
-            return self._plans[token]
-        try:
-            plan = self._plan(layouts, [wants[member][1] for member in sorted(wants)])
-        except PlanError:
-            # One receiver that does not fit must not keep the others from theirs: each hears of its own faults alone.
-            fitting = {member: want for member, want in wants.items() if self._fits(layouts, want[1], asker)}
-            plan = self._plan(layouts, [fitting[member][1] for member in sorted(fitting)])
+        made = self._plans.get(token)
+        if made is None:
+            try:
+                plan = self._plan(layouts, [wants[member][1] for member in sorted(wants)])
+            except PlanError:
+                # One that does not fit must not keep the others from theirs: each hears of its own faults alone.
+                plan = self._plan(
+                    layouts, [wants[one][1] for one in sorted(wants) if self._fits(layouts, wants[one][1])]
+                )
+            made = self._plans[token] = _Plan(plan)
         with self._lock:
-            self._plans[token] = _Plan(plan)
+            self._plans.move_to_end(token)
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
-            return self._plans[token]
+        if asker not in made.plan.receivers:
+            return _Plan(self._plan(layouts, [wants[asker][1]]))  # raises what does not fit
+        return made
 
     def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
         return plan_sync(layouts, wants, bucket_bytes=self._bucket_bytes)
 
-    def _fits(self, layouts: Sequence[Layout], want: Layout, asker: str) -> bool:
-        """Whether a receiver can be served; raises what does not fit of the one that asks."""
+    def _fits(self, layouts: Sequence[Layout], want: Layout) -> bool:
+        """Whether a receiver can be served."""
         try:
             self._plan(layouts, [want])
         except PlanError:
-            if want.member == asker:
-                raise
             return False
         return True
 
-    def _layouts(self, holders: Sequence[SyncMember]) -> list[Layout]:
-        """What they hold, asked once for each digest."""
+    def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
+        """What they hold, asked once for each digest; receivers that are gone are left out.
+
+        Raises:
+            PeerLost, SourceStalled: a publisher is gone, or silent. StaleDescriptor: nobody is left.
+        """
         found = []
         for one in holders:
             layout = self._ours() if one.member == self._roster.member.id else None
             with self._lock:
                 layout = layout or self._held.get(one.state.layout)
             if layout is None:
-                layout = self._roster.ask(one.member, lambda talk: talk.layout())
+                try:
+                    layout = self._roster.ask(one.member, lambda talk: talk.layout())
+                except (PeerLost, SourceStalled):
+                    if one.state.side == "publisher":
+                        raise
+                    continue
                 if layout.digest() != one.state.layout:
-                    raise PenstockError(f"{one.member} holds another layout than it says", hint="ask again")
+                    raise NotFound(f"{one.member} holds another layout than it said")
                 with self._lock:
                     self._held[one.state.layout] = layout
-            found.append(layout)
+            found.append((one, layout))
         with self._lock:
             current = {one.state.layout for one in self._roster.look(max_age_s=60.0)}
             self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
+        if not found:
+            raise StaleDescriptor("who had that version is gone; take the next")
         return found
 
 

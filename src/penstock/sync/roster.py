@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.errors import HubUnavailable, PeerLost, PenstockError, PermissionDenied, SourceStalled
+from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, PermissionDenied, SourceStalled
 from penstock.fleet.member import Member
 from penstock.fleet.sync_messages import SyncMember, sync_key
 from penstock.sync.talk import Talk
@@ -50,7 +50,7 @@ class Roster:
             if time.monotonic() - self._looked_at <= max_age_s:
                 return tuple(self._found.values())
         try:
-            found = self.member.sync(self.name).members
+            reply = self.member.sync(self.name)
         except HubUnavailable:
             with self._lock:
                 if self._looked_at == float("-inf"):
@@ -58,9 +58,11 @@ class Roster:
                 self._looked_at = time.monotonic()
                 return tuple(self._found.values())
         with self._lock:
-            self._found, self._looked_at = {one.member: one for one in found}, time.monotonic()
+            before = self._found if reply.is_new else {}
+            self._found = before | {one.member: one for one in reply.members}
+            self._looked_at = time.monotonic()
             self._drop(set(self._sessions).difference(self._found))
-        return found
+            return tuple(self._found.values())
 
     def ask(self, member: str, question: Callable[[Talk], T], *, line: str = "") -> T:
         """Ask a member; a session that it does not know any more is begun anew.
@@ -71,7 +73,8 @@ class Roster:
             line: questions of different lines do not wait for each other.
 
         Raises:
-            PeerLost: it takes no part any more, or is gone. Whatever the question raises.
+            PeerLost: it takes no part any more, or is gone. NotFound: a new hub does not know it yet. Whatever the
+                question raises.
         """
         try:
             return question(self._talk(member, line))
@@ -93,8 +96,10 @@ class Roster:
         if talk is not None:
             return talk
         if not session or known is None:
-            members = self.member.sync(self.name, grants=(member,)).members
-            known = next((one for one in members if one.member == member), None)
+            reply = self.member.sync(self.name, grants=(member,))
+            known = next((one for one in reply.members if one.member == member), None)
+            if known is None and reply.is_new:
+                raise NotFound("the hub is new, and has not heard of this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
         talk = self._make(known)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,7 @@ from penstock.memory.rehome import rehome
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED
 from penstock.plan.sync import Part
-from penstock.sync.declare import Declarable, Row, Shard, declared, layout_of, regions_of
+from penstock.sync.declare import Declarable, Shard, declared, layout_of, regions_of
 from penstock.sync.held import Held
 from penstock.sync.layout import Load, Recording
 from penstock.sync.record import record
@@ -34,29 +33,12 @@ Target = torch.nn.Module | Mapping[str, Declarable]
 """A module whose loader is recorded, or tensors by the checkpoint's names."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Plain:
-    """Tensors that are wanted as they are: as `Wanted`, with nothing left to do."""
-
-    rows: tuple[Row, ...]
-
-    def why(self) -> tuple[str, ...]:
-        """See `Wanted`."""
-        return ()
-
-    def install(self) -> None:
-        """See `Wanted`."""
-
-    def finish(self) -> None:
-        """See `Wanted`."""
-
-
 def table_of(told: TableReply) -> TensorTable:
     """The checkpoint as the publishers say it."""
     return tabulate(told.names, [DType(dtype) for dtype in told.dtypes], told.shapes)
 
 
-def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: bool) -> Wanted | Plain:
+def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: bool) -> Wanted:
     """What the target wants of the checkpoint.
 
     Raises:
@@ -69,7 +51,7 @@ def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: 
         if strict:
             _check(recording, target)
         return wanted(target, recording, table, load=load)
-    return Plain(rows=declared(target))
+    return Wanted.as_declared(declared(target))
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:

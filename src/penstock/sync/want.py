@@ -66,16 +66,21 @@ class Wanted:
     num_live: int
     """Rows before this one lie in live memory; the others in scratch."""
     scratch_bytes: int
-    unrecorded: Mapping[str, str]
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that come whole and pass through the loader, and why."""
-    unfilled: Mapping[str, int]
+    unfilled: Mapping[str, int] = field(default_factory=dict)
     """Elements that no version fills, of each parameter and buffer that has any: they stay as they are."""
-    _steps: Mapping[str, tuple[_Step, ...]] = field(repr=False)
-    _last: tuple[_Step, ...] = field(repr=False)
-    _constants: tuple[tuple[torch.Tensor, float], ...] = field(repr=False)
-    _whole: Mapping[str, torch.Tensor] = field(repr=False)
-    _load: Load = field(repr=False)
-    _model: torch.nn.Module = field(repr=False)
+    _steps: Mapping[str, tuple[_Step, ...]] = field(default_factory=dict, repr=False)
+    _last: tuple[_Step, ...] = field(default=(), repr=False)
+    _constants: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
+    _whole: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _load: Load | None = field(default=None, repr=False)
+    _model: torch.nn.Module | None = field(default=None, repr=False)
+
+    @classmethod
+    def as_declared(cls, rows: Sequence[Row]) -> Wanted:
+        """These rows, each as it is: nothing is left to do."""
+        return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ class Wanted:
         Order: after `install` of all tensors.
         """
         with torch.no_grad():
-            if self._whole:
+            if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
                 # Copies: a loader may compute in place, and what was received is what others are given.
                 self._load((name, tensor.clone()) for name, tensor in self._whole.items())

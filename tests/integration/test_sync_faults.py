@@ -1,0 +1,197 @@
+"""What a sync does when ranks die, stop, come late, come again otherwise, or do not fit: a whole version or none."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from tests.integration.conftest import Host
+from tests.integration.test_sync import step
+
+from penstock.testing.sync import SyncWorker, truth
+
+SLOW = {"pause_s": 0.5, "num_layers": 12}
+"""A rank that takes seconds to verify a version."""
+
+
+def members(workers: list[SyncWorker]) -> set[str]:
+    return {worker.said["joined"]["member"] for worker in workers}
+
+
+def holds(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
+    """It has the version, whole."""
+    assert "error" not in said, said
+    assert (said["version"], said["is_dirty"]) == (version, False)
+    assert said["digests"] == truth(worker.task, version)
+
+
+def hasty(seconds: float) -> dict[str, Any]:
+    return {"environ": {"PENSTOCK_STALL_S": str(seconds)}}
+
+
+def test_a_killed_receiver_keeps_nobody_waiting_and_is_named(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    subscribers = [*host.start_ranks("subscriber", 1), *host.start_ranks("subscriber", 1, pause_s=60.0)]
+    publishers[0].ask("subscribers 2")
+    for one in publishers:
+        one.send("publish 1")
+    for one in subscribers:
+        one.send("wait 1")
+        one.send("update")
+    holds(subscribers[0], subscribers[0].result("update"), 1)
+    subscribers[1].kill()
+    for one in publishers:
+        said = one.result("publish 1")
+        assert set(said["committed"]) == members(subscribers[:1])
+        assert set(said["failed"]) == members(subscribers[1:])
+    *got, zero, _ = step(publishers, subscribers[:1], 2)
+    holds(subscribers[0], got[0], 2)
+    assert set(zero["committed"]) == members(subscribers[:1])
+
+
+def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, **hasty(5.0))
+    subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
+    publishers[0].ask("subscribers 2")
+    subscribers[1].kill(signal.SIGSTOP)
+    got, zero = step(publishers, subscribers[:1], 1)
+    holds(subscribers[0], got, 1)
+    assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:]))
+    begun = time.monotonic()
+    got, zero = step(publishers, subscribers[:1], 2)
+    holds(subscribers[0], got, 2)
+    assert time.monotonic() - begun < 5.0, "the late one was waited for again"
+    subscribers[1].kill(signal.SIGCONT)
+    said = subscribers[1].ask("update")  # the trainer is over it: of the other receiver
+    holds(subscribers[1], said, 2)
+    assert set(said["sources"]) == members(subscribers[:1])
+    *got, zero = step(publishers, subscribers, 3)
+    for worker, said in zip(subscribers, got, strict=True):
+        holds(worker, said, 3)
+    assert set(zero["committed"]) == members(subscribers)
+
+
+def lose_a_publisher(host: Host, mode: str) -> tuple[list[SyncWorker], dict[str, Any]]:
+    """Kill rank 1 of the trainer while a subscriber that has version 1 reads version 2."""
+    publishers = host.start_ranks("publisher", 2, pause_s=0.0)
+    subscribers = host.start_ranks("subscriber", 1, mode=mode, **SLOW, num_layers=12)
+    publishers[0].ask("subscribers 1")
+    holds(subscribers[0], step(publishers, subscribers, 1)[0], 1)
+    for one in publishers:
+        one.send("publish 2")
+    subscribers[0].send("wait 2")
+    subscribers[0].send("update")
+    subscribers[0].result("wait 2")
+    publishers[1].kill()
+    return [*publishers, *subscribers], subscribers[0].result("update")
+
+
+def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    first = host.start_ranks("subscriber", 2, dim=1)
+    publishers[0].ask("subscribers 2")
+    step(publishers, first, 1)
+    late = host.start_ranks("subscriber", 1)[0]
+    said = late.ask("update")
+    holds(late, said, 1)
+    assert set(said["sources"]) == members(first)
+    for one in publishers:
+        one.kill()
+    later = host.start_ranks("subscriber", 1, mode="direct")[0]  # nobody but receivers is left, who plan
+    said = later.ask("update")
+    holds(later, said, 1)
+    assert set(said["sources"]) <= members([*first, late])
+
+
+def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
+    subscribers = host.start_ranks("subscriber", 2, dim=1)
+    for version, world_size in enumerate((2, 3, 1), start=1):
+        publishers = host.start_ranks("publisher", world_size)
+        assert publishers[0].said["joined"]["latest"] == (version - 1 or -1)
+        publishers[0].ask("subscribers 2")
+        got = step(publishers, subscribers, version)[:2]
+        for worker, said in zip(subscribers, got, strict=True):
+            holds(worker, said, version)
+        for one in publishers:
+            one.kill()
+
+
+def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    good = host.start_ranks("subscriber", 1)[0]
+    bad = [
+        host.start_ranks("subscriber", 1, **task)[0]
+        for task in ({"rename": "model."}, {"dtype": "float32"}, {"rows": 32}, {"num_layers": 7})
+    ]
+    publishers[0].ask("subscribers 5")
+    before = [worker.ask("digests")["digests"] for worker in bad]
+    *got, zero, _ = step(publishers, [good, *bad], 1)
+    holds(good, got[0], 1)
+    words = ("model.layers.0.weight", "F32", "[32, 96]", "layers.6.weight")
+    for worker, said, word, digest in zip(bad, got[1:], words, before, strict=True):
+        assert said["error"] == "PlanError" and word in said["message"], said
+        assert not said["mutated"]
+        assert worker.ask("digests")["digests"] == digest
+    assert set(zero["committed"]) == members([good])
+
+
+def test_one_group_publishes_a_name(host: Host) -> None:
+    first = host.start_ranks("publisher", 1)[0]
+    second = host.start_rank("publisher")
+    said = second.say_until("failed")
+    assert said["error"] == "ConfigError" and first.said["joined"]["member"][:8] in said["message"]
+    subscribers = host.start_ranks("subscriber", 1)
+    first.ask("subscribers 1")
+    holds(subscribers[0], step([first], subscribers, 1)[0], 1)
+    first.kill()
+    third = host.start_rank("publisher")  # who is gone does not keep the name
+    third.say_until("joined")
+    third.ask("subscribers 1")
+    holds(subscribers[0], step([third], subscribers, 2)[0], 2)
+
+
+def test_versions_grow_on_both_sides(host: Host) -> None:
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publisher.ask("publish 5")
+    holds(subscriber, subscriber.ask("update"), 5)
+    for version in (5, 4):
+        said = publisher.ask(f"publish {version}")
+        assert said["error"] == "ConfigError" and "5" in said["message"]
+    said = subscriber.ask("update 4")
+    assert said["error"] == "ConfigError"
+    said = subscriber.ask("update 5")
+    holds(subscriber, said, 5)
+    assert said["nbytes"] == 0
+
+
+def test_stage_on_all_ranks_then_commit(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    subscribers = host.start_ranks("subscriber", 2, dim=1)
+    publishers[0].ask("subscribers 2")
+    step(publishers, subscribers, 1)
+    for one in publishers:
+        one.send("publish 2")
+    for one in subscribers:
+        one.send("wait 2")
+        one.send("stage")
+    for one in subscribers:
+        said = one.result("stage")
+        assert said["digests"] == truth(one.task, 1) and said["version"] == 1
+    assert set(publishers[0].result("publish 2")["committed"]) == members(subscribers)
+    for one in subscribers:
+        holds(one, one.ask("commit"), 2)
+
+
+def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
+    nbytes = 6 * 64 * 96 * 2
+    one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
+    assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"].replace(str(nbytes + 0), str(nbytes))
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    publisher.ask("publish 1")
+    subscriber = host.start_ranks("subscriber", 1, options={"memory_bytes": 1 << 10})[0]
+    said = subscriber.ask("update")
+    assert said["error"] == "BudgetTooSmall" and "memory_bytes >= " in said["message"] and not said["mutated"]
+    direct = host.start_rank("subscriber", mode="direct", options={"memory_bytes": 1 << 10})
+    assert "memory_bytes >= " in direct.say_until("failed")["message"]
