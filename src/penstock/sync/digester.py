@@ -58,7 +58,7 @@ class Digester:
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
         key = blake3(memory.address.to_bytes(8, "little"))
         for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
-            key.update(np.ascontiguousarray(column).data)
+            key.update(np.ascontiguousarray(column).view(np.uint8).data)
         name = key.digest()
         found = self._tables.get(name)
         if found is None:

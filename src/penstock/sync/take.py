@@ -29,13 +29,14 @@ from penstock.sync.take_step import BucketStep, ReadStep, VerifyStep
 from penstock.sync.tally import TakeReport, Tally
 from penstock.types import GIB, I64, MIB, U64
 
-WATERMARK_BYTES = 4 * GIB
-"""Bytes under way by default: read steps of 256 to 512 MiB, a millisecond of NVLink each."""
+WATERMARK_BYTES = 8 * GIB
+"""Bytes under way by default: steps of 512 MiB to 1 GiB, two milliseconds of NVLink each, so that threads which wait and
+launch do not take the interpreter's lock from each other. They lie in place, so it is no memory of its own."""
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 READS_AT_ONCE = 16
-READS_OF_ONE = 4
-"""Steps under way of one source: one is read while the digests of the next are asked for, and answers are late."""
+READS_OF_ONE = 2
+"""Steps under way of one source: one is read while the digests of the next are asked for."""
 AHEAD_LAPS = 2
 """Laps that may be under way: the one being installed or verified, and the next."""
 
