@@ -14,6 +14,8 @@ COMMANDS = {
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
+    "convert": "PLACES --to --op --devices --workers --memory-bytes --task-bytes --shard-bytes --spool --trace --ray "
+    "--dry-run --format",
     "hub": "--listen --redis --token-file --cert --key --client-ca --audit",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",

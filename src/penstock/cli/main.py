@@ -16,6 +16,7 @@ import typer
 
 from penstock.cli import (
     bench,
+    convert,
     doctor,
     hub,
     inspect,
@@ -47,6 +48,7 @@ app.command("verify")(manifest.verify)
 app.command("manifest")(manifest.manifest)
 app.command("keep")(keep.keep)
 app.command("pull")(pull.pull)
+app.command("convert")(convert.convert)
 app.command("hub")(hub.hub)
 app.command("status")(status.status)
 app.command("why")(status.why)

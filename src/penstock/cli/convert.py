@@ -1,0 +1,167 @@
+"""`penstock convert`: any checkpoint to any other, out of core, resumable.
+
+In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
+Not here: the conversion (`api.convert`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.options import Format, FormatOption, MemoryBytes
+from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
+from penstock.errors import ConfigError
+
+
+def word_of(text: str) -> dict[str, Any]:
+    """An operation as it is written on a command line.
+
+    `average`; `linear:weights=0.3,0.7`; `dequantise:to=BF16`; `{"op": "rename", "rules": [["a", "b"]]}`;
+    `package.module:function` is a user's own.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text.startswith("{"):
+        try:
+            word = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{text!r} is not JSON: {error}") from error
+        if not isinstance(word, dict):
+            raise ConfigError(f"{text!r} is not an operation")
+        return word
+    name, colon, rest = text.partition(":")
+    if colon and "=" not in rest:
+        return {"op": "function", "function": text}
+    word = {"op": name}
+    for part in rest.split(";") if rest else ():
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"{part!r} of {text!r} is not key=value")
+        word[key] = [_value(one) for one in value.split(",")] if "," in value else _value(value)
+    return word
+
+
+def _value(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
+
+
+def convert(
+    places: Annotated[
+        list[str], typer.Argument(metavar="SRC... DST", help="What is read, and where the result appears.")
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="cast:BF16, fp8-block128, mxfp8, ...", show_default=False),
+    ] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--op",
+            metavar="OP",
+            help="average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")] = "all",
+    workers: Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)] = None,
+    memory_bytes: MemoryBytes = None,
+    task_bytes: Annotated[str, typer.Option("--task-bytes", help="Bytes in and out of one task.")] = "64M",
+    shard_bytes: Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")] = "5000000000",
+    spool: Annotated[
+        Path | None,
+        typer.Option("--spool", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="DIR", help="Write one Chrome trace a worker.", show_default=False),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """Convert checkpoints out of core: formats, shards, merges, your own functions. Goes on where it was ended."""
+    if len(places) < 2:
+        raise ConfigError("a conversion needs sources and a destination")
+    words = [word_of(one) for one in op or ()]
+    if dry_run:
+        _write_plan(places[:-1], words, to, task_bytes, shard_bytes, format)
+        return
+    from penstock import api
+
+    report = api.convert(
+        places[:-1],
+        places[-1],
+        to=to,
+        operations=words,
+        devices=devices.split(","),
+        workers=workers,
+        memory_bytes=memory_bytes,
+        task_bytes=task_bytes,
+        shard_bytes=shard_bytes,
+        spool=spool,
+        trace=trace,
+        ray=ray,
+        on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
+    )
+    if format is Format.json:
+        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+        return
+    write_lines(f"{report.uri}  {report.revision}")
+    write_fields(
+        {
+            "operation": report.operation,
+            "tensors": f"{report.num_tensors}, {bytes_text(report.nbytes)}",
+            "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
+            f"{report.num_twice} run twice",
+            "time": f"{report.wall_s:.2f} s, {report.gb_per_s:.2f} GB/s read",
+            "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
+        }
+    )
+    rows = [
+        [one.worker, one.device, one.num_tasks, *(f"{one.busy_s.get(name, 0.0):.2f}" for name in _EXECUTORS), one.end]
+        for one in report.workers
+    ]
+    write_columns(["worker", "device", "tasks", *(f"{name} s" for name in _EXECUTORS), "end"], rows)
+
+
+_EXECUTORS = ("fetch", "place", "compute", "send")
+
+
+def _say(done: int, total: int) -> None:
+    sys.stderr.write(f"\r{done} of {total} tasks" + ("\n" if done == total else ""))
+
+
+def _write_plan(
+    sources: list[str], words: list[dict[str, Any]], to: str | None, task_bytes: str, shard_bytes: str, format: Format
+) -> None:
+    from penstock.jobs.convert import plan
+
+    job = plan(sources, to=to, operations=words, task_bytes=task_bytes, shard_bytes=shard_bytes)
+    facts = {
+        "operation": job.operation.name,
+        "job": job.key,
+        "tensors": len(job.files.table),
+        "files": len(job.files.body_nbytes),
+        "bytes": int(job.files.table.nbytes.sum()),
+        "read_bytes": int(job.tasks.in_bytes.sum()),
+        "tasks": len(job.tasks),
+        "largest_task_bytes": int(job.tasks.cost.max()) if len(job.tasks) else 0,
+    }
+    if format is Format.json:
+        write_json(facts)
+    else:
+        write_fields({name: bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()})
