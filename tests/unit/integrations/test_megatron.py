@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.integrations.megatron import GPT, Grid, Rule, from_megatron, whole
 from penstock.sync.declare import Row, declared
 
-HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 12, 24, 21, 32, 4, 4, 8
+HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 16, 24, 21, 32, 4, 4, 8
 Q_RANK, KV_RANK, ROPE = 6, 5, 2
 
 
@@ -99,14 +99,14 @@ class Converted:
             self.ffn(at + "mlp.", to + "mlp.", "", rank, size)
 
     def attention(self, at: str, to: str) -> None:
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if at + "q_proj.bias" in self.hf else ("weight",):
             q, k, v = (self.hf[f"{at}{one}_proj.{kind}"] for one in "qkv")
             rest = q.shape[1:]
             groups = [one.reshape(GROUPS, -1, HEAD, *rest) for one in (q, k, v)]
             whole = torch.cat(groups, dim=1).reshape(-1, *rest)
             self.found[f"{to}linear_qkv.{kind}"] = cut(whole, 0, self.grid.tp_rank, self.grid.tp)
-        self.found[to + "q_layernorm.weight"] = self.hf[at + "q_norm.weight"].clone()
-        self.found[to + "k_layernorm.weight"] = self.hf[at + "k_norm.weight"].clone()
+        for one in "qk" if at + "q_norm.weight" in self.hf else "":
+            self.found[f"{to}{one}_layernorm.weight"] = self.hf[f"{at}{one}_norm.weight"].clone()
 
     def latent(self, at: str, to: str) -> None:
         rank, size = self.grid.tp_rank, self.grid.tp
@@ -128,8 +128,10 @@ class Converted:
     def experts(self, at: str, to: str) -> None:
         grid = self.grid
         self.found[to + "router.weight"] = self.hf[at + "gate.weight"].clone()
-        self.found[to + "router.expert_bias"] = self.hf[at + "gate.e_score_correction_bias"].clone()
-        self.ffn(at + "shared_experts.", to + "shared_experts.", "", grid.tp_rank, grid.tp)
+        if at + "gate.e_score_correction_bias" in self.hf:
+            self.found[to + "router.expert_bias"] = self.hf[at + "gate.e_score_correction_bias"].clone()
+        if at + "shared_experts.up_proj.weight" in self.hf:
+            self.ffn(at + "shared_experts.", to + "shared_experts.", "", grid.tp_rank, grid.tp)
         local = EXPERTS // grid.ep
         rank = grid.tp_rank if grid.expert_tp_rank is None else grid.expert_tp_rank
         size = grid.tp if grid.expert_tp is None else grid.expert_tp
@@ -184,7 +186,10 @@ def ranks(
 def test_all_ranks_together_hold_the_checkpoint(
     moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict
 ) -> None:
-    hf = hugging_face(moe, mla)
+    assert_whole(hugging_face(moe, mla), cuts, options)
+
+
+def assert_whole(hf: Mapping[str, torch.Tensor], cuts: tuple[int, int, int], options: dict) -> None:
     mine = {name: torch.full_like(tensor, 7) for name, tensor in hf.items()}
     plan = move(ranks(hf, *cuts, **options), [declared(mine)])
     assert not plan.unwanted
