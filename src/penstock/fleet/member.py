@@ -59,6 +59,14 @@ def host_id() -> str:
     return here()
 
 
+def host_links() -> int:
+    """Links to other hosts that carry copies side by side: the RDMA devices, where there are any, else one."""
+    try:
+        return max(1, len(os.listdir("/sys/class/infiniband")))
+    except OSError:
+        return 1
+
+
 class Member:
     """One process life. A context manager; leaving it leaves the fleet.
 
@@ -120,6 +128,7 @@ class Member:
                 doors=tuple(self.door.addresses),
                 rack=rack,
                 name=f"{socket.gethostname()}:{os.getpid()}",
+                num_links=host_links(),
             )
             self.welcome = self._greet()
         except BaseException:

@@ -48,6 +48,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A word that near hosts share (a rail, a rack); for the order of relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
     """For people: host name, pid, rank."""
+    num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

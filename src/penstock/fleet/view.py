@@ -154,6 +154,7 @@ class View:
             draining=holding.state == "draining",
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
+            num_links=held.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
             parent=holding.parent or self._parents.get(name, ""),
         )

@@ -3,8 +3,8 @@
 In: what members say of one key. Out: the upstreams of each receiver, parent first, then who stands in.
 Not here: who is alive and what was complained of (`fleet.directory`), which chunk is taken from which (`fleet.fetch`).
 
-    whole -> a -> b -> c      one child per link: a copy leaves each member once on its host and once beyond it,
-               -> d (far)     so a fleet fills in about the time of one copy
+    whole -> a -> b -> c      one child per link: a copy leaves each member once on its host, and once beyond it while
+               -> d (far)     its host has links for that, so a fleet fills in about the time of one copy
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from zlib import crc32
 
 MAX_DEPTH = 32
-"""Members of a chain below a whole holder before the holder gets a second one. A hop delays by one chunk (13 ms at
-10 Gb/s), and a slow member slows all below it. Source: docs/design/003-fetch.md."""
+"""Members of a chain below a whole holder before the holder may get a second one, however little there is to copy: a
+slow member slows all below it. Source: docs/design/003-fetch.md."""
+CHUNKS_A_HOP = 12
+"""A hop delays by about as many chunks' time at 50 GB/s (4 ms), fewer on slower links; a holder's second child beyond
+its host delays both by a whole copy. So a chain may be as deep as a twelfth of the chunks. Source:
+benchmarks/results/cpu2_202611/simulate.md."""
 DEFAULT_CHILDREN = 8
 """Children of a whole holder that names no `max_readers`."""
 DISTRUST = 2
@@ -40,6 +44,8 @@ class Node:
     num_readers: int = 0
     max_readers: int = 0
     """0: no cap."""
+    num_links: int = 0
+    """Links of its host to others: so many copies leave it at once. 0: not known, each member has its own."""
     complainers: frozenset[str] = frozenset()
     parent: str = ""
     """Its upstream so far."""
@@ -184,6 +190,10 @@ def _spans(parents: dict[str, str]) -> dict[str, tuple[int, int]]:
     return spans
 
 
+_Offer = tuple[int, int, int, tuple[float, str]]
+"""(rank, chunks it has below 0, depth, order): the least is taken first."""
+
+
 class _Chains:
     """Makes the chains: keeps parents that serve, then hangs each head that has none below the best that is open."""
 
@@ -192,15 +202,20 @@ class _Chains:
         self.parents: dict[str, str] = {}
         self._children: dict[str, list[str]] = {}
         self._load: dict[tuple[str, bool], int] = {}
+        self._far: dict[str, int] = {}
         self._depth: dict[str, int] = {}
-        self._open: dict[tuple[str, ...], list[tuple[int, int, tuple[float, str]]]] = {}
+        self._open: dict[tuple[str, ...], list[_Offer]] = {}
         self._reserve: list[Node] = []
+        num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
+        self._max_depth = max(MAX_DEPTH, num_chunks // CHUNKS_A_HOP)
         self._keep()
         for node in nodes.values():
             if node.whole:
                 self._root(node, 0)
         heads = [node for node in nodes.values() if not node.whole and node.member not in self.parents]
-        for head in sorted(heads, key=lambda node: (-node.num_have, node.order)):
+        # Those of a host one after the other: each that hangs near the last gives its own link to another host.
+        first = {node.host: node.order for node in reversed(nodes.values())}
+        for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
             self._link(head, parent)
             self._offer(parent)
@@ -231,13 +246,16 @@ class _Chains:
         child = min((self._nodes[name] for name in cycle), key=lambda node: (-node.num_have, node.order))
         parent = self._nodes[self.parents.pop(child.member)]
         self._children[parent.member].remove(child.member)
-        self._load[parent.member, parent.host == child.host] -= 1
+        near = parent.host == child.host
+        self._load[parent.member, near] -= 1
+        self._far[parent.host] = self._far.get(parent.host, 0) - (not near)
 
     def _link(self, child: Node, parent: Node) -> None:
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] = self._load.get((parent.member, near), 0) + 1
+        self._far[parent.host] = self._far.get(parent.host, 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
         """`top` hangs below a whole holder, or is one: it and all below it may take children."""
@@ -254,13 +272,15 @@ class _Chains:
     def _rank(self, node: Node, near: bool) -> int | None:
         """How willingly it takes one more child over such a link; None: not at all."""
         load = self._load.get((node.member, near), 0)
+        if node.num_links and not near:
+            load = max(load, self._far.get(node.host, 0) // node.num_links)
         if len(self._children.get(node.member, ())) >= (node.max_readers or DEFAULT_CHILDREN):
             return None
         if node.whole:
             return 2 * load
         if load:
             return None
-        return 1 if self._depth[node.member] < MAX_DEPTH else 2 * DEFAULT_CHILDREN
+        return 1 if self._depth[node.member] < self._max_depth else 2 * DEFAULT_CHILDREN
 
     def _offer(self, node: Node) -> None:
         if node.last_resort:
@@ -268,7 +288,8 @@ class _Chains:
         for place in _places(node):
             rank = self._rank(node, place[0] in {"kind", "host"})
             if rank is not None:
-                heapq.heappush(self._open.setdefault(place, []), (rank, -node.num_have, node.order))
+                offer = rank, -node.num_have, self._depth[node.member], node.order
+                heapq.heappush(self._open.setdefault(place, []), offer)
 
     def _choose(self, child: Node) -> Node:
         for must_be_ahead in (True, False):
@@ -288,13 +309,16 @@ class _Chains:
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
         heap = self._open.get(place, [])
         near = place[0] in {"kind", "host"}
-        skipped: list[tuple[int, int, tuple[float, str]]] = []
+        skipped: list[_Offer] = []
         found = None
         while heap and found is None and len(skipped) < _SCANNED:
-            rank, minus_have, order = heap[0]
+            rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
-            if rank != self._rank(node, near):
-                heapq.heappop(heap)  # it has taken a child since
+            now = self._rank(node, near)
+            if rank != now:  # it, or its host, has taken a child since
+                heapq.heappop(heap)
+                if now is not None:
+                    heapq.heappush(heap, (now, minus_have, depth, order))
                 continue
             if child.member in node.complainers or (must_be_ahead and -minus_have < child.num_have):
                 skipped.append(heapq.heappop(heap))

@@ -123,6 +123,7 @@ class _Run:
                     joined=joined,
                     num_have=have,
                     num_chunks=self.num_chunks,
+                    num_links=self.cluster.nics_per_node,
                     parent=str(parent) if parent >= 0 else "",
                 )
                 for gpu, have, joined, parent in zip(*columns, strict=True)

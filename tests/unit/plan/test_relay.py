@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.relay import DEFAULT_CHILDREN, MAX_DEPTH, Node, Relay
+from penstock.plan.relay import CHUNKS_A_HOP, DEFAULT_CHILDREN, MAX_DEPTH, Node, Relay
 
 CHUNKS = 100
 
@@ -49,6 +50,7 @@ def fleets(draw) -> list[Node]:
             max_readers=draw(st.integers(0, 3)),
             complainers=draw(some) if draw(st.booleans()) else frozenset(),
             parent=draw(st.sampled_from(["", "gone", *names])),
+            num_links=draw(st.sampled_from([0, 1, 2])),
         )
         for name in names
     ]
@@ -172,6 +174,62 @@ def test_a_long_chain_makes_the_holder_take_a_second() -> None:
     parents = Relay(fleet).parents
     assert sum(parent == "w" for parent in parents.values()) == 2
     assert max(len(chain_up(parents, member)) for member in parents) == MAX_DEPTH
+
+
+def many(nodes: int, per_node: int, *, chunks: int = 7000, **fields) -> list[Node]:
+    """A holder and receivers of as many hosts, who came in an order that knows nothing of hosts."""
+    count = nodes * per_node
+    return [
+        Node(
+            member=f"m{i}",
+            host=f"host-{i // per_node}",
+            num_have=0 if i else chunks,
+            num_chunks=chunks,
+            joined=i * 7919 % count,
+            **fields,
+        )
+        for i in range(count)
+    ]
+
+
+def far_children(fleet: list[Node], parents: dict[str, str]) -> tuple[Counter, Counter]:
+    """Children beyond the host, by member and by host."""
+    host = {one.member: one.host for one in fleet}
+    far = [parent for child, parent in parents.items() if host[parent] != host[child]]
+    return Counter(far), Counter(host[parent] for parent in far)
+
+
+def test_many_hosts_hang_by_one_copy_of_each_member_and_not_deep() -> None:
+    fleet = many(256, 8)
+    parents = Relay(fleet).parents
+    by_member, _ = far_children(fleet, parents)
+    assert max(by_member.values()) == 1
+    assert max(len(chain_up(parents, member)) for member in parents) < 2 * MAX_DEPTH
+
+
+@pytest.mark.parametrize("num_links", [1, 2])
+def test_no_host_sends_more_copies_than_it_has_links(num_links: int) -> None:
+    fleet = many(48, 8, num_links=num_links)
+    _, by_host = far_children(fleet, Relay(fleet).parents)
+    assert max(by_host.values()) == num_links
+
+
+def test_those_who_came_later_leave_the_trees_as_they_are_and_not_deep() -> None:
+    fleet, parents = sorted(many(128, 8), key=lambda one: (not one.whole, one.joined)), {}
+    for count in range(64, len(fleet) + 1, 64):
+        here = [replace(one, parent=parents.get(one.member, "")) for one in fleet[:count]]
+        before, parents = parents, Relay(here).parents
+        assert all(parents[member] == parent for member, parent in before.items())
+    by_member, _ = far_children(fleet, parents)
+    assert max(by_member.values()) == 1
+    assert max(len(chain_up(parents, member)) for member in parents) < 4 * MAX_DEPTH
+
+
+def test_a_chain_may_be_deeper_the_more_there_is_to_copy() -> None:
+    fleet = many(300, 1, chunks=600 * CHUNKS_A_HOP)
+    assert Counter(Relay(fleet).parents.values())["m0"] == 1
+    fleet = many(300, 1, chunks=100)
+    assert Counter(Relay(fleet).parents.values())["m0"] > 1
 
 
 def test_max_readers_bounds_children() -> None:
