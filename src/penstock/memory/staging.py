@@ -211,6 +211,12 @@ class StagingPool:
             else:
                 self._state.notify()
 
+    @property
+    def num_in_use(self) -> int:
+        """Buffers acquired and not released."""
+        with self._lock:
+            return self._in_use
+
     def cancel(self) -> None:
         """Wake every waiter with `Cancelled`."""
         with self._state:

@@ -38,12 +38,14 @@ class FakeCuda(CudaDriver):
 
     Attributes:
         is_stuck: no copy is ever done, as on a device that hangs.
+        pinned: addresses of host memory that is page-locked.
         num_opened: mappings of peers' memory that are open.
         is_shareable: whether virtual memory is made with POSIX handles.
     """
 
     def __init__(self) -> None:
         self.is_stuck, self.is_shareable, self.num_opened = False, True, 0
+        self.pinned: set[int] = set()
         self._queued: dict[int, list[tuple[int, int, int]]] = {}
         self._events: dict[int, int] = {}
         self._pieces: dict[int, tuple[int, int]] = {}
@@ -135,6 +137,12 @@ class FakeCuda(CudaDriver):
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:  # noqa: D102
         _libc.munmap(address, nbytes)
         self.num_opened -= 1
+
+    def pin(self, address: int, nbytes: int) -> None:  # noqa: D102
+        self.pinned.add(address)
+
+    def unpin(self, address: int) -> None:  # noqa: D102
+        self.pinned.remove(address)
 
     def make_stream(self) -> int:  # noqa: D102
         number = next(_numbers)

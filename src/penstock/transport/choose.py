@@ -8,6 +8,7 @@ Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA, 
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from penstock.errors import ConfigError, MissingExtra, PlanError
+from penstock.transport.cuda_driver import CudaDriver
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Handle, Memory, Transport
+from penstock.transport.protocol import Filling, Handle, Memory, Transport
+from penstock.transport.staged import INNER, StagedTransport
 
 NAMES = ("loopback", "cuda_ipc", "shm", "nixl", "http")
 """Nearest first."""
@@ -41,16 +44,9 @@ class Reaching(Protocol):
         ...
 
 
-@runtime_checkable
-class Filling(Protocol):
-    """A transport that can read into memory which it cannot show to peers."""
-
-    def register_into(self, memory: Memory) -> Handle:
-        """A handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
-        ...
-
-
-ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm"})
+ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm", "staged_shm"})
+ORDER = ("loopback", "cuda_ipc", "shm", "staged_shm", "nixl", "http", "staged_http")
+"""Nearest first: the transports, and what goes by them into the memory of a device."""
 
 
 class Links:
@@ -76,6 +72,15 @@ class Links:
             except BaseException:
                 self.close()
                 raise
+
+    def add_staged(self, driver: CudaDriver | None = None) -> None:
+        """Have peers' host memory read into devices too, where there is a CUDA driver, by what reaches it."""
+        for name, inner in INNER.items():
+            if inner in self.transports:
+                try:
+                    self.transports[name] = StagedTransport(name, self.transports[inner], driver)
+                except ConfigError as error:
+                    self.refused[name] = error.message
 
     def register(self, memory: Memory) -> dict[str, Handle]:
         """Register with every transport that can show this memory to peers.
@@ -104,8 +109,9 @@ class Links:
         """Handles to read into: those of `register`, and of transports that only fill such memory."""
         found = dict(shown)
         for name, transport in self.transports.items():
-            if name not in found and isinstance(transport, Filling) and memory.device == "cpu":
-                found[name] = transport.register_into(memory)
+            if name not in found and isinstance(transport, Filling):
+                with contextlib.suppress(ConfigError):  # it does not reach this kind of memory
+                    found[name] = transport.register_into(memory)
         return found
 
     def choose(
@@ -125,22 +131,24 @@ class Links:
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
-        for name in NAMES:
+        beside = {"loopback", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
+        for name in ORDER:
             if (name in ONE_HOST and not same_host) or (name == "loopback" and not same_process):
                 continue
-            if name in ours and name in offered:
-                descriptor = decode(offered[name])
-                if descriptor.transport != name:
-                    raise PlanError(f"a descriptor offered as {name} is of {descriptor.transport}")
+            given = INNER.get(name, name)
+            if name in ours and given in offered:
+                descriptor = decode(offered[given])
+                if descriptor.transport != given:
+                    raise PlanError(f"a descriptor offered as {given} is of {descriptor.transport}")
                 return self.transports[name], descriptor, "; ".join(why)
-            if name not in ("loopback", "cuda_ipc" if on_host else "shm"):
+            if name not in beside:
                 why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
 
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
         """Which side lacks a transport, and why."""
         if name in ours:
-            return "the peer does not offer it"
+            return f"the peer does not offer {INNER.get(name, 'it')}"
         return "it does not reach our memory" if name in self.transports else self.refused.get(name, "not opened here")
 
     def sweep(self) -> None:
@@ -151,7 +159,7 @@ class Links:
 
     def close(self) -> None:
         """Close every transport. Idempotent."""
-        for transport in self.transports.values():
+        for transport in reversed(self.transports.values()):  # what goes by another before that
             transport.close()
 
     def __enter__(self) -> Links:
@@ -196,6 +204,7 @@ def open_links(
     if "nixl" in (only or ()) or (listen is not None and _suits_nixl()):
         makers["nixl"] = _nixl
     links = Links({name: make for name, make in makers.items() if only is None or name in only})
+    links.add_staged()
     for name in NAMES:
         if name not in links.transports:
             excluded = only is not None and name not in only

@@ -27,7 +27,7 @@ IPC_HANDLE_BYTES = 64
 """Source: CUDA driver API, CU_IPC_HANDLE_SIZE."""
 
 NOT_READY = 600
-_LAZY_PEER_ACCESS = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
+_LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
 _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -110,6 +110,8 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuEventRecord": (_ptr, _ptr),
     "cuEventQuery": (_ptr,),
     "cuEventDestroy_v2": (_ptr,),
+    "cuMemHostRegister_v2": (_ptr, _size, _uint),
+    "cuMemHostUnregister": (_ptr,),
     "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
     "cuGetErrorName": (ctypes.c_int, _ptr),
 }
@@ -241,6 +243,14 @@ class CudaDriver:
         if mapped_nbytes:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
         self._calls["cuMemAddressFree"](address, nbytes)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, for the copy engines of every device."""
+        self._do("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`. What fails here has nobody left to tell."""
+        self._calls["cuMemHostUnregister"](address)
 
     def make_stream(self) -> int:
         """A stream that waits for no other."""

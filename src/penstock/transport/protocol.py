@@ -179,6 +179,15 @@ class Pending(Protocol):
         ...
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """A transport that can read into memory which it cannot show to peers."""
+
+    def register_into(self, memory: Memory) -> Handle:
+        """A handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
+        ...
+
+
 class Transport(Protocol):
     """One way for bytes to cross. Used by any number of threads; a forked child makes its own."""
 

@@ -1,0 +1,49 @@
+"""Weights kept in host memory come to a device of another member, by pinned staging; the report says so."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.holder import HolderProcess, allocate, pattern
+from penstock.testing.transport_suite import segments
+from penstock.transport.shm import ShmTransport
+from penstock.transport.staged import StagedTransport
+
+pytestmark = pytest.mark.gpu
+NBYTES = 64_000_013
+
+
+def test_another_processs_host_memory_comes_to_a_device() -> None:
+    shm = ShmTransport()
+    transport = StagedTransport("staged_shm", shm)
+    memory = allocate(NBYTES, "cuda:0")
+    into = transport.register_into(memory)
+    with HolderProcess("shm", nbytes=NBYTES) as holder:
+        for rows in ([(0, 0, NBYTES)], [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]):
+            memory.owner.bytes_at(0, NBYTES).zero_()
+            torch.cuda.synchronize()
+            transport.wait(transport.post_read(into, holder.descriptor, segments(rows)), stall_s=20)
+            assert memory.owner.bytes_at(0, NBYTES).cpu().numpy().tobytes() == pattern(NBYTES)
+    transport.close()
+    shm.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "http"])
+def test_a_keeper_on_the_host_feeds_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
+        write_llama(tmp_path / "llama", total_bytes=100_000_000)
+        with ps.Keeper() as keeper, ps.join("llama", transports=["cuda_ipc", transport]) as engine:
+            keeper.keep("llama", tmp_path / "llama")
+            found: dict[str, torch.Tensor] = {}
+            report = engine.fetch(found, device="cuda:0")
+            assert list(report.nbytes_by_path) == [f"staged_{transport} <- {keeper.member.id[:8]}"]
+            assert report.storage_bytes == 0
+            assert_same({name: tensor.cpu() for name, tensor in found.items()}, by_safetensors(tmp_path / "llama"))
