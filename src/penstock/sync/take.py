@@ -30,8 +30,8 @@ from penstock.sync.tally import TakeReport, Tally
 from penstock.types import GIB, I64, MIB, U64
 
 WATERMARK_BYTES = 8 * GIB
-"""Bytes under way by default: steps of 512 MiB to 1 GiB, two milliseconds of NVLink each, so that threads which wait and
-launch do not take the interpreter's lock from each other. They lie in place, so it is no memory of its own."""
+"""Bytes under way by default: steps of 512 MiB to 1 GiB, two milliseconds of NVLink each, so that the threads' own work
+for each is little beside. They lie in place, so it is no memory of its own."""
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 READS_AT_ONCE = 16
