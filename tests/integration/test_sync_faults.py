@@ -6,13 +6,11 @@ import signal
 import time
 from typing import Any
 
+import pytest
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
 
 from penstock.testing.sync import SyncWorker, truth
-
-SLOW = {"pause_s": 0.5, "num_layers": 12}
-"""A rank that takes seconds to verify a version."""
 
 
 def members(workers: list[SyncWorker]) -> set[str]:
@@ -72,19 +70,35 @@ def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
     assert set(zero["committed"]) == members(subscribers)
 
 
-def lose_a_publisher(host: Host, mode: str) -> tuple[list[SyncWorker], dict[str, Any]]:
-    """Kill rank 1 of the trainer while a subscriber that has version 1 reads version 2."""
-    publishers = host.start_ranks("publisher", 2, pause_s=0.0)
-    subscribers = host.start_ranks("subscriber", 1, mode=mode, **SLOW, num_layers=12)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> None:
+    # A budget of a MiB: tensors are above it, and read in pieces.
+    options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
+    big = {"num_layers": 4, "rows": 1024, "columns": 1024}
+    publishers = host.start_ranks("publisher", 2, **big, **hasty(8.0))
+    subscriber = host.start_ranks("subscriber", 1, mode=mode, options=options, **big, **hasty(8.0))[0]
     publishers[0].ask("subscribers 1")
-    holds(subscribers[0], step(publishers, subscribers, 1)[0], 1)
+    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    before = subscriber.ask("digests")["digests"]
+    publishers[0].send("publish 2")  # its rows arrive; those of rank 1 are waited for
+    subscriber.send("wait 2")
+    subscriber.send("update")
+    subscriber.result("wait 2")
+    publishers[1].kill(number)
+    said = subscriber.result("update")
+    assert said["error"] in ("PeerLost", "SourceStalled"), said
+    after = subscriber.ask("digests")
+    assert after["version"] == 1
+    if mode == "staged":
+        assert (after["digests"], after["is_dirty"], said["mutated"]) == (before, False, False)
+    assert after["is_dirty"] == said["mutated"]
+    assert set(publishers[0].result("publish 2")["failed"]) == members([subscriber])
     for one in publishers:
-        one.send("publish 2")
-    subscribers[0].send("wait 2")
-    subscribers[0].send("update")
-    subscribers[0].result("wait 2")
-    publishers[1].kill()
-    return [*publishers, *subscribers], subscribers[0].result("update")
+        one.kill(signal.SIGKILL)
+    again = host.start_ranks("publisher", 1, **big)
+    again[0].ask("subscribers 1")
+    holds(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
 def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> None:
@@ -133,7 +147,7 @@ def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: 
         assert said["error"] == "PlanError" and word in said["message"], said
         assert not said["mutated"]
         assert worker.ask("digests")["digests"] == digest
-    assert set(zero["committed"]) == members([good])
+    assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
 
 
 def test_one_group_publishes_a_name(host: Host) -> None:

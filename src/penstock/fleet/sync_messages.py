@@ -52,6 +52,8 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """All of them, the earlier first."""
 
     members: tuple[SyncMember, ...] = ()
+    is_new: bool = False
+    """The hub is, and has not heard of all yet."""
 
 
 # Member -> member, msgpack.
@@ -140,6 +142,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How far a receiver is, told to the planner of its part."""
 
     version: Version
+    """-1: whichever is shown; it failed before it was told one."""
     moved_bytes: Count = 0
     outcome: Literal["", "committed", "failed"] = ""
     why: Annotated[str, Meta(max_length=1024)] = ""

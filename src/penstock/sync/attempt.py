@@ -71,6 +71,18 @@ class Staged:
         return self.part is None
 
 
+class _Once:
+    """A hook that is called once."""
+
+    def __init__(self, hook: Callable[[int], None] | None) -> None:
+        self._hook = hook
+
+    def __call__(self, version: int) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook(version)
+
+
 class Attempts:
     """See the module. One thread at a time takes; the door's threads ask what is held.
 
@@ -105,6 +117,7 @@ class Attempts:
         self._table = self._run = ""
         self.told: TableReply | None = None
         self._take: Take | None = None
+        self._asking: tuple[str, int] | None = None
         self.is_touched = False
 
     @property
@@ -168,26 +181,46 @@ class Attempts:
             asked = PartReply(version=version, run=live[0])
             if _is_live(asked, live, is_dirty=is_dirty):
                 return _nothing(asked, begun, 0)
-        self.is_touched, called = False, before_read is None
+        self.is_touched, self._asking = False, None
+        hook = _Once(before_read)
+        try:
+            return self._tried(version, live, is_dirty=is_dirty, hook=hook, lost=lost, begun=begun)
+        except NotFound:
+            raise  # it is asked for again
+        except BaseException as error:
+            self._tell_failed(error)
+            raise
+
+    def _tried(
+        self,
+        version: int | None,
+        live: tuple[str, int],
+        *,
+        is_dirty: bool,
+        hook: _Once,
+        lost: dict[str, PenstockError],
+        begun: float,
+    ) -> Staged:
+        """Attempt after attempt; `lost`: of whom nothing is asked any more."""
         for attempt in range(1, TRIES + 1):
             planner = self._planner(lost)
             try:
+                self._asking = planner.member, -1
                 landing = self._landed(planner)
                 reply = self._asked(planner, landing, version, lost)
+                self._asking = planner.member, reply.version
                 if _is_live(reply, live, is_dirty=is_dirty):
                     return _nothing(reply, begun, attempt)
-                if before_read is not None and not called:
-                    before_read(reply.version)
-                    called = True
+                hook(reply.version)
                 return self._read(planner, landing, reply, begun, attempt)
             except SourceFailed as failed:
                 last, error = failed.member, failed.error
             except _LOST as failed:
                 last, error = planner.member, failed
-            except PlanError:
+            except (PlanError, StaleDescriptor):
                 if not lost:
                     raise
-                raise next(reversed(lost.values())) from None  # of what is left nobody can make up a version
+                raise next(reversed(lost.values())) from None  # what is left makes up no version
             if not isinstance(error, StaleDescriptor):
                 lost[last] = error
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
@@ -284,34 +317,32 @@ class Attempts:
 
     @contextlib.contextmanager
     def _telling(self, planner: str, version: int, take: Take) -> Iterator[None]:
-        """While inside, tell the planner how far we are; at the end, what became of it."""
+        """While inside, tell the planner how far we are; at the end, that we have it."""
         over = threading.Event()
-
-        def tell(progress: Progress) -> None:
-            # Who cannot be told counts us as late; the update goes on.
-            with contextlib.suppress(PenstockError):
-                self._roster.ask(planner, lambda talk: talk.progress(progress), line="progress")
 
         def work() -> None:
             while not over.wait(TELL_S):
-                tell(Progress(version=version, moved_bytes=take.moved_bytes))
+                self._tell(planner, Progress(version=version, moved_bytes=take.moved_bytes))
 
         teller = threading.Thread(target=work, name="penstock-tell", daemon=True)
         teller.start()
-        outcome, why = "failed", "the update ended"
         try:
             yield
-            outcome, why = "committed", ""
-        except PenstockError as error:
-            why = str(error)[:1024]
-            raise
-        except SourceFailed as failed:
-            why = str(failed.error)[:1024]
-            raise
+            self._tell(planner, Progress(version=version, moved_bytes=take.moved_bytes, outcome="committed"))
         finally:
             over.set()
             teller.join()
-            tell(Progress(version=version, moved_bytes=take.moved_bytes, outcome=outcome, why=why))  # type: ignore[arg-type]
+
+    def _tell(self, planner: str, progress: Progress) -> None:
+        """Who cannot be told counts us as late; the update goes on."""
+        with contextlib.suppress(PenstockError):
+            self._roster.ask(planner, lambda talk: talk.progress(progress), line="progress")
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell the planner that was asked last, so that nobody waits for us."""
+        if self._asking is not None:
+            planner, version = self._asking
+            self._tell(planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
 
     def flip(self, staged: Staged) -> None:
         """Staged mode: what was read becomes the target's."""

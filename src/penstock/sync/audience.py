@@ -79,7 +79,8 @@ class Audience:
         """A receiver said how far it is."""
         with self._changed:
             self.absent.discard(member)
-            showing = self._shown.get(progress.version)
+            newest = next(reversed(self._shown), -1)
+            showing = self._shown.get(progress.version if progress.version >= 0 else newest)
             if showing is None or showing.is_over:
                 return
             listener = showing.waited.get(member)
