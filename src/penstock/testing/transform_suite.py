@@ -73,9 +73,9 @@ def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int
     fusion = fuse.lay_out(form, tuple(jobs), device)
     for _ in range(2):
         fusion.run()
-        for number, (job, parts) in enumerate(zip(jobs, expected, strict=True)):
-            for got, part in zip(job.outputs, parts, strict=True):
-                same = _bytes(got) == _bytes(part)
+        for number, (job, references) in enumerate(zip(jobs, expected, strict=True)):
+            for got, reference in zip(job.outputs, references, strict=True):
+                same = _bytes(got) == _bytes(reference)
                 assert same.all(), (
                     f"{form.tag}, job {number}, {job.source.dtype} {job.source.shape}: {same.sum()} alike"
                 )
