@@ -164,12 +164,18 @@ class _Kernel:
         boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in zip(values, bits, strict=True)]
         pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(one) for one in boxed])
         shape = (num_programs, 1, 1, self._copy.num_threads, 1, 1, self._copy.shared_bytes)
-        _check(_driver().cuLaunchKernel(self._function, *shape, ctypes.c_void_p(stream), pointers, None))
+        _check(_launcher()(self._function, *shape, ctypes.c_void_p(stream), pointers, None))
 
 
 @functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _launcher() -> Any:
+    """Keeps the interpreter's lock: a launch takes microseconds, to get the lock back may take milliseconds."""
+    return ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
 
 
 def _check(code: int) -> None:

@@ -16,8 +16,8 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.upstream import Following
 from penstock.types import I64, U64
 
-MAX_CHUNKS = 64
-"""Chunks digested at once: 1 GiB, half a millisecond of a device, 0.1 s of a processor."""
+MAX_CHUNKS = 128
+"""Chunks digested at once: 2 GiB, a millisecond of a device, 0.2 s of a processor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -80,10 +80,10 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
     """Chunks of one piece: a quarter of an equal share, within the bounds; at least one.
 
-    Of what is left half a share at most, so that all who read end at about the same time.
+    Towards the end a share of what is left, so that all who read end at about the same time; but no crumbs.
     """
-    chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
-    share = min(holding.nbytes / 4, num_free * chunk_bytes / 2) / max(1, num_sharing)
+    chunk_bytes, fair = holding.nbytes / max(1, holding.num_chunks), holding.nbytes / max(1, num_sharing)
+    share = max(min(fair / 4, num_free * chunk_bytes / max(1, num_sharing)), fair / 64)
     wanted = min(max(share, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
     return max(1, round(wanted / max(1.0, chunk_bytes)))
 

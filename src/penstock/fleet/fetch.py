@@ -31,9 +31,9 @@ from penstock.fleet.upstream import END_S, Following
 from penstock.plan.chunks import to_ranges
 from penstock.types import GB, I64
 
-READS_AT_ONCE = 4
-"""Reads of upstreams under way at once in all; two of each, so that one is under way while the next is posted."""
-READS_OF_ONE = 2
+READS_AT_ONCE = 6
+"""Reads of upstreams under way at once in all; three of each, so that its link has work while one ends."""
+READS_OF_ONE = 3
 PARTS_AT_ONCE = 2
 """Claims read from storage at once: one more is begun when little is left of the last, so that reading never pauses."""
 NUM_VERIFYING = 2

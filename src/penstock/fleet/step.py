@@ -26,8 +26,8 @@ CANNOT_RECALL = frozenset({"cuda_ipc"})
 written over chunks read again and verified, so the fetch ends."""
 
 
-LITTLE = 0.25
-"""Part of a claim left to be read when the next is begun: 20 ms of fast storage, well above a question to the hub."""
+LITTLE = 0.5
+"""Part of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
 class PeerStep:

@@ -34,7 +34,8 @@ PATIENCE_S = 0.5
 """An upstream that gained nothing and gave nothing for this long no longer holds back those after it."""
 STEP_S = 0.02
 """What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
-MAX_STEP_CHUNKS = 64
+MAX_STEP_CHUNKS = 128
+"""2 GiB. A step costs a receiver 1 to 2 ms of Python, 0.6 GB of NVLink. Source: docs/design/003-fetch.md."""
 CAPPED_STEP_S = 0.1
 """What one read takes of a capped upstream's time: its bytes come evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
@@ -152,7 +153,9 @@ class Following:
         if self._min_bytes_per_s and not self._cap and self._read_s > JUDGED_AFTER_S:
             self._judge()
         if seconds < STEP_S:
-            self.step_chunks = min(2 * self.step_chunks, MAX_STEP_CHUNKS)
+            is_full = 2 * nbytes >= self.step_chunks * self._holding.line.chunks.chunk_bytes
+            more = 8 if is_full and seconds < STEP_S / 8 else 2
+            self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
         elif seconds > 4 * STEP_S:
             self.step_chunks = max(1, self.step_chunks // 2)
         if self._cap:
