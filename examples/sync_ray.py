@@ -1,4 +1,4 @@
-"""Ray actors: one trains, two serve; after each step the servers take the new weights, and generate as the trainer does.
+"""Ray actors: one trains, two serve; after each step the servers take the new weights, and generate as it does.
 
     python examples/sync_ray.py
 
