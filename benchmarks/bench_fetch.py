@@ -13,14 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,12 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fetch_worker
+from benchmarks.fetch_page import page
 from benchmarks.load import cache
 
 from penstock.cli.bench_fetch import private_hub
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 
+SCRUB_S = 0.7
+"""Pause before fetches: the driver clears memory that was just freed, and who allocates it waits for that (60 GB: up to
+0.3 s). A process that starts finds memory cleared."""
 OBJECT_STORE_GB_PER_S = 1.25
 """Of the 10 Gb/s object store that a fetch is held beside: its link, which no reader beats."""
 
@@ -59,6 +59,11 @@ class Bench:
 
     def left_s(self) -> float:
         return float(self.asked.budget_s) - (time.monotonic() - self.began)
+
+    def rest(self) -> None:
+        """See `SCRUB_S`."""
+        if self.asked.device == "cuda":
+            time.sleep(SCRUB_S)
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f}] {text}", file=sys.stderr, flush=True)
@@ -131,16 +136,22 @@ def fetches(bench: Bench) -> None:
     others = range(1, bench.asked.world_size)
     limit = bench.ask([1], "limit", nbytes=min(bench.nbytes, 4 << 30))[0]
     bench.row("limit: one plain copy", "", f"{limit:.1f} GB/s", "between two devices; on the CPU one thread in memory")
+    chain = bench.ask(others, "limit", nbytes=min(bench.nbytes, 4 << 30), seconds=0.6)
+    bench.row("limit: plain copies in a chain", "", rates(chain), "all receivers at once, each from the one before")
     held = bench.ask([0], "hold", hub=bench.hub, nbytes=bench.nbytes)[0]
     first = bench.ask(others, "fetch", hub=bench.hub)
     bench.row("first fetch, kernels compiled within", "", seconds([one["wall_s"] for one in first]), paths(first))
-    turns = [bench.ask(others, "fetch", hub=bench.hub) for _ in range(bench.asked.reps)]
+    turns = []
+    for _ in range(bench.asked.reps):
+        bench.rest()
+        turns.append(bench.ask(others, "fetch", hub=bench.hub))
     all_of = [one for turn in turns for one in turn]
     moved = [one["nbytes"] / one["phases"]["move"] / 1e9 for one in all_of]
     size = f"{held['nbytes'] / 1e9:.2f} GB, 1 holder -> {len(others)} receivers"
     phases = {name: statistics.median(one["phases"][name] for one in all_of) for name in all_of[0]["phases"]}
     told = ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
-    bench.row(f"{size}: payload", ">= 375 GB/s per receiver", rates(moved), f"n = {len(all_of)}; {paths(all_of)}")
+    how = f"first byte asked for to last one verified, n = {len(all_of)}; {paths(all_of)}"
+    bench.row(f"{size}: payload", ">= 375 GB/s per receiver", rates(moved), how)
     bench.row(f"{size}: call to committed", "< 0.35 s", seconds([one["wall_s"] for one in all_of]), f"{told} s")
     bench.row(f"{size}: with joining", "", seconds([one["total_s"] for one in all_of]), "import and CUDA start not")
     bench.row("offering: digests of all", "", f"{held['offer_s']:.3f} s", "kernels compiled within")
@@ -149,24 +160,35 @@ def fetches(bench: Bench) -> None:
 def decoding(bench: Bench) -> None:
     """Needs the holder of `fetches`."""
     what = bench.ask([0], "prepare_decode")[0]
-    span = 1.0 if bench.asked.small else 3.0
-    alone = [bench.ask([0], "decode", seconds=span)[0]]
-    bench.pipes[0].send(("decode", {"seconds": 2 * span}))
-    num_fetches = 0
-    try:
-        while not bench.pipes[0].poll(0):
-            bench.ask(range(1, bench.asked.world_size), "fetch", hub=bench.hub)
-            num_fetches += 1
-    finally:
-        during = bench.hear(bench.pipes[0])
-    alone += bench.ask([0], "decode", seconds=span)
-    slower = 1 - during / statistics.median(alone)
-    bench.row(
-        "source decoding during fetches",
-        "slowed <= 5 %",
-        f"{100 * slower:.1f} % slower",
-        f"{during:.1f} of {statistics.median(alone):.1f} tokens/s, {num_fetches} fetches one after another; {what}",
-    )
+    others, span = range(1, bench.asked.world_size), 0.5 if bench.asked.small else 2.0
+    copied = {"nbytes": min(bench.nbytes, 4 << 30), "seconds": span / 2}
+    busy: dict[str, Callable[[], object]] = {
+        "during fetches": lambda: bench.ask(others, "fetch", hub=bench.hub),
+        "while its device is read by plain copies, no fleet": lambda: bench.ask([1], "limit", **copied),
+    }
+    found: dict[str, list[float]] = {}
+    counts: dict[str, int] = {}
+    for _ in range(1 if bench.asked.small else 3):
+        for how, work in ({"alone": None} | busy).items():
+            bench.pipes[0].send(("decode", {"seconds": span}))
+            try:
+                while not bench.pipes[0].poll(0.0 if work else 0.05):
+                    if work is not None:
+                        work()
+                        counts[how] = counts.get(how, 0) + 1
+            finally:
+                found.setdefault(how, []).append(bench.hear(bench.pipes[0]))
+    alone = statistics.median(found["alone"])
+    for how in busy:
+        rate = statistics.median(found[how])
+        bench.row(
+            f"source decoding {how}",
+            "slowed <= 5 %" if how == "during fetches" else "",
+            f"{100 * (1 - rate / alone):.1f} % slower",
+            f"{rate:.1f} of {alone:.1f} tokens/s ({min(found['alone']):.1f}-{max(found['alone']):.1f}), in turns; "
+            f"{counts[how]} one after another; {what}",
+        )
+    bench.samples.append({"asked": "decode", "said": found})
 
 
 def broadcasts(bench: Bench) -> None:
@@ -224,6 +246,7 @@ def cold(bench: Bench, checkpoint: str) -> None:
     for _ in range(2):
         parts = bench.ask(ranks, "load", uri=checkpoint, part=True)
         split.append(max(one["seconds"] for one in parts))
+        bench.rest()
         found = bench.ask(ranks, "fetch", hub=bench.hub, fallback=checkpoint)
         bench.ask(ranks, "leave")
         whole.append((max(one["wall_s"] for one in found), sum(one["storage_bytes"] for one in found)))
@@ -274,27 +297,24 @@ def paths(found: Sequence[dict[str, Any]]) -> str:
 
 
 def run(bench: Bench) -> None:
-    """Every row, those that matter most first; files are written meanwhile."""
+    """Every row. Files are written meanwhile by another process: what is disturbed by that waits for it."""
     checkpoint = f"{bench.files}/ckpt"
-    written = threading.Event()
-
-    def write() -> None:
-        write_llama(checkpoint, total_bytes=bench.nbytes, fp8=False, shards=8)
-        written.set()
-
-    threading.Thread(target=write, daemon=True).start()
+    what = {"total_bytes": bench.nbytes, "fp8": False, "shards": 8}
+    writer = multiprocessing.get_context("spawn").Process(target=write_llama, args=(checkpoint,), kwargs=what)
+    writer.start()
     bench.start()
 
     def with_files(part: Callable[[Bench, str], None]) -> None:
-        if not written.wait(max(0.0, bench.left_s())):
+        writer.join(max(0.0, bench.left_s()))
+        if writer.exitcode != 0:
             raise Failed("the checkpoint was not written in the time there is")
         part(bench, checkpoint)
 
     parts: list[tuple[str, Callable[[], None]]] = [
-        ("fetch", lambda: fetches(bench)),
+        ("broadcast", lambda: broadcasts(bench)),
+        ("fetch", lambda: with_files(lambda bench, _: fetches(bench))),
         ("decode", lambda: decoding(bench)),
         ("free", lambda: bench.ask([0], "leave") and None),
-        ("broadcast", lambda: broadcasts(bench)),
         ("attach", lambda: with_files(attaching)),
         ("cold", lambda: with_files(cold)),
         ("own loads", lambda: own_loads(bench)),
@@ -309,41 +329,8 @@ def run(bench: Bench) -> None:
             part()
         except (Failed, ChildProcessError, OSError) as error:
             bench.row(name, "", "not measured", str(error).splitlines()[0][:300])
-
-
-def page(bench: Bench) -> str:
-    asked = bench.asked
-    gpus = shell("nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader").splitlines()
-    import torch
-
-    head = {
-        "date": time.strftime("%Y-%m-%d"),
-        "GPU": f"{len(gpus)} x {gpus[0]}" if gpus and asked.device == "cuda" else "none used",
-        "CPU": f"{os.cpu_count()} cores",
-        "kernel": platform.release(),
-        "Python, torch, CUDA": f"{platform.python_version()}, {torch.__version__}, {torch.version.cuda}",
-        "command": "`python -m benchmarks.bench_fetch " + " ".join(sys.argv[1:]) + "`",
-        "method": "workers are processes of one host; medians (least-most); every fetched byte is digested where it "
-        "arrives and compared with the holder's digests; GB are 10^9 bytes",
-        "run": f"{time.monotonic() - bench.began:.0f} s in all",
-    }
-    lines = [
-        "# Fetch, beside its peers",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {key} | {value} |" for key, value in head.items()),
-    ]
-    lines += ["", "| work | goal | found | |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in bench.rows]
-    topology = shell("nvidia-smi topo -m") if asked.device == "cuda" else ""
-    lines += ["", "```", topology.strip(), "```"] if topology else []
-    return "\n".join(lines) + "\n"
-
-
-def shell(command: str) -> str:
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout if done.returncode == 0 else ""
+    writer.kill()
+    writer.join()
 
 
 def main() -> int:
@@ -369,7 +356,7 @@ def main() -> int:
     with ExitStack() as stack:
         bench = Bench(asked, stack)
         run(bench)
-        text = page(bench)
+        text = page(bench.rows, asked.device, time.monotonic() - bench.began)
     (out / "fetch.md").write_text(text, encoding="utf-8")
     with (out / "fetch.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(sample) + "\n" for sample in bench.samples)

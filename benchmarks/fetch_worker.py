@@ -89,23 +89,29 @@ class Worker:
             self.leave()
         return found
 
-    def limit(self, nbytes: int) -> float:
-        """GB/s of plain copies: from the next device to this one, or in host memory."""
+    def limit(self, nbytes: int, seconds: float = 0.2) -> float:
+        """GB/s of plain copies over so long: from the device before this one, or in host memory."""
         import torch
 
-        far = f"cuda:{(self.rank + 1) % self.world_size}" if self.device != "cpu" else "cpu"
+        far = f"cuda:{(self.rank - 1) % self.world_size}" if self.device != "cpu" else "cpu"
         source = torch.ones(nbytes, dtype=torch.uint8, device=far)
         into = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        best = 0.0
-        for _ in range(4):
+        into.copy_(source)
+        self.sync()
+        if far != "cpu":
+            torch.cuda.synchronize(far)
+        begun, num_copies = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            for _ in range(4):
+                into.copy_(source)
             self.sync()
-            begun = time.perf_counter()
-            into.copy_(source)
-            self.sync()
-            best = max(best, nbytes / (time.perf_counter() - begun) / 1e9)
+            if far != "cpu":
+                torch.cuda.synchronize(far)
+            num_copies += 4
+        found = num_copies * nbytes / (time.perf_counter() - begun) / 1e9
         del source, into
         self.free()
-        return best
+        return found
 
     def broadcast(self, store: str, nbytes: int, reps: int) -> list[float]:
         """Seconds of broadcasts of the same bytes from rank 0; the first, which connects, is left out."""

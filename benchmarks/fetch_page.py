@@ -1,0 +1,50 @@
+"""The page of `benchmarks.bench_fetch`: the machine, the method, the rows.
+
+In: rows. Out: Markdown.
+Not here: measuring (`bench_fetch`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+
+def page(rows: Sequence[Sequence[str]], device: str, seconds: float) -> str:
+    """The page of a run."""
+    gpus = shell("nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader").splitlines()
+    import torch
+
+    head = {
+        "date": time.strftime("%Y-%m-%d"),
+        "GPU": f"{len(gpus)} x {gpus[0]}" if gpus and device == "cuda" else "none used",
+        "CPU": f"{os.cpu_count()} cores",
+        "kernel": platform.release(),
+        "Python, torch, CUDA": f"{platform.python_version()}, {torch.__version__}, {torch.version.cuda}",
+        "command": "`python -m benchmarks.bench_fetch " + " ".join(sys.argv[1:]) + "`",
+        "method": "workers are processes of one host; medians (least-most); every fetched byte is digested where it "
+        "arrives and compared with the holder's digests; GB are 10^9 bytes",
+        "run": f"{seconds:.0f} s in all",
+    }
+    lines = [
+        "# Fetch, beside its peers",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in head.items()),
+    ]
+    lines += ["", "| work | goal | found | |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    topology = shell("nvidia-smi topo -m") if device == "cuda" else ""
+    lines += ["", "```", topology.strip(), "```"] if topology else []
+    return "\n".join(lines) + "\n"
+
+
+def shell(command: str) -> str:
+    """What it prints; "" where it fails."""
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout if done.returncode == 0 else ""
