@@ -106,7 +106,7 @@ def simulate_sync(
     bucket_bytes: BucketBytes = "256M",
     watermark_bytes: Annotated[
         str, typer.Option("--watermark-bytes", metavar="BYTES", help="Most a receiver has asked for, not verified.")
-    ] = "4G",
+    ] = "8G",
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
     seed: SeedOption = 0,

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import ConfigError, PlanError
 from penstock.types import GB, I64
@@ -82,7 +83,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     post_s: float
     """One read posted, of one run."""
     run_s: float
-    """Each further run of a read from `SHORT_RUN_BYTES` on."""
+    """Beyond the node, each run of a read from `SHORT_RUN_BYTES` on."""
     short_run_s: float
     """The same of shorter ones."""
     answer_s: float
@@ -233,9 +234,14 @@ class Links:
         found: I64 = self.classes[name][0] + number
         return found
 
+    def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
+        """Whether GPUs are of one node."""
+        found: npt.NDArray[np.bool_] = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
+        return found
+
     def between(self, source: I64, receiver: I64) -> I64:
         """[num_flows, WIDTH] links from GPUs to GPUs."""
-        near = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
+        near = self.near(source, receiver)
         nowhere = np.full(len(source), len(self.capacity) - 1)
         out = np.where(near, self._at("nvlink out", source), self._at("nic out", self._nic(source)))
         into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self._nic(receiver)))

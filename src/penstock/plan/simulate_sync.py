@@ -24,9 +24,9 @@ from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bott
 from penstock.plan.sync import Part, SyncPlan, plan_sync
 from penstock.types import GB, GIB, I64
 
-WATERMARK_BYTES = 4 * GIB
+WATERMARK_BYTES = 8 * GIB
 READS_AT_ONCE = 16
-READS_OF_ONE = 4
+READS_OF_ONE = 2
 AHEAD_LAPS = 2
 """As `sync.take` runs a part; a test holds them equal."""
 _STEPS = 4000
@@ -44,8 +44,8 @@ class Work:
     bucket: I64
     """The last it has something of."""
     nbytes: I64
-    cost_s: F64
-    """Of posting it."""
+    run_s: F64
+    """What its runs cost beside posting it, where each is asked for by itself."""
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
@@ -57,17 +57,17 @@ class Work:
             part = plan.part(r)
             if not len(part.source):
                 continue
-            lap, source, bucket, nbytes, cost_s = _steps(part, rates, watermark_bytes)
+            lap, source, bucket, nbytes, run_s = _steps(part, rates, watermark_bytes)
             columns.append((np.full(len(lap), r), num_laps + lap, source, bucket, nbytes))
-            costs.append(cost_s)
+            costs.append(run_s)
             num_laps += int(lap[-1]) + 1
         receiver, laps, source, bucket, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
-        cost_s = np.concatenate(costs)
-        return cls(receiver=receiver, lap=laps, source=source, bucket=bucket, nbytes=nbytes, cost_s=cost_s)
+        run_s = np.concatenate(costs)
+        return cls(receiver=receiver, lap=laps, source=source, bucket=bucket, nbytes=nbytes, run_s=run_s)
 
 
 def _steps(part: Part, rates: Rates, watermark_bytes: int) -> tuple[I64, I64, I64, I64, F64]:
-    """(lap, source, last bucket, bytes, cost) of each step of a part, in the order they are posted."""
+    """(lap, source, last bucket, bytes, cost of runs) of each step of a part, in the order they are posted."""
     edges = np.array(part.laps(watermark_bytes // AHEAD_LAPS), np.int64)
     bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
     lap = np.searchsorted(edges, bucket, side="right") - 1
@@ -91,9 +91,8 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> tuple[I64, I64, I6
     pair = lap[head] * (int(source.max()) + 1) + source[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
     turns = np.lexsort((number, lap[head]))
-    cost_s = rates.post_s + np.add.reduceat(run_s, head)
-    total = np.add.reduceat(nbytes, head)
-    return lap[head][turns], source[head][turns], bucket[last][turns], total[turns], cost_s[turns]
+    total, runs = np.add.reduceat(nbytes, head), np.add.reduceat(run_s, head)
+    return lap[head][turns], source[head][turns], bucket[last][turns], total[turns], runs[turns]
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
@@ -221,7 +220,9 @@ class _Run:
         # Plain lists: they are read one number at a time.
         self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
         self._nbytes, self._lap = work.nbytes.tolist(), work.lap.tolist()
-        self._cost_s = work.cost_s.tolist()
+        # Over NVLink a strip is one request, however many runs it has: benchmarks/results/h200x2_202611/strips.md.
+        self.cost_s = rates.post_s + np.where(links.near(work.source, first + work.receiver), 0.0, work.run_s)
+        self._cost_s = self.cost_s.tolist()
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
         laps = int(work.lap[-1]) + 1 if count else 0
         self._left = np.bincount(work.lap, minlength=laps).tolist()
@@ -325,7 +326,7 @@ class _Run:
 def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
     """What the busiest member of each stage spent on it."""
     work = run.work
-    post_s = np.bincount(work.receiver, weights=work.cost_s, minlength=run.num)
+    post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
     digest_s = reads * run.rates.step_s + run.nbytes_of / run.rates.digest_gb_per_s / GB
     found = []

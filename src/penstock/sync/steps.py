@@ -61,7 +61,7 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_b
     Raises:
         PlanError: a strip lies over the edge between two regions.
     """
-    laps = _laps(part, lap_bytes)
+    laps = part.laps(lap_bytes)
     segment_lap = np.repeat(np.arange(len(laps) - 1), np.diff(part.bucket_first[laps]))
     order = np.lexsort((np.arange(len(segment_lap)), part.source, segment_lap))
     table, at = _pieces(part, order, piece_bytes)
@@ -79,19 +79,6 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_b
         who = int(source[start])
         steps.append(_step(int(lap[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
     return Laps(bucket_first=tuple(laps), steps=_by_turns(steps))
-
-
-def _laps(part: Part, lap_bytes: int) -> list[int]:
-    """Where laps begin among the buckets, and the last ends."""
-    done = np.concatenate([[0], np.cumsum(part.run_bytes * part.num_rows)])
-    nbytes = np.diff(done[part.bucket_first]).tolist()
-    edges, taken = [0], 0
-    for bucket, length in enumerate(nbytes):
-        if taken and taken + length > lap_bytes:
-            edges.append(bucket)
-            taken = 0
-        taken += length
-    return [*edges, len(nbytes)] if nbytes else [0]
 
 
 def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:

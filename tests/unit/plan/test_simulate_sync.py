@@ -95,7 +95,7 @@ def test_transform_and_flip_add_what_cannot_overlap() -> None:
     source = np.full((1, one.num_buckets), GB // 100)
     found = simulate_sync(one, CLUSTER, rates, transformed=source, staged=False)
     whole_s = one.num_buckets * 0.01
-    assert found.predicted_s == pytest.approx(whole_s + 64 * MIB / 50e9, rel=0.05)
+    assert found.predicted_s == pytest.approx(whole_s + Work.of(one, rates).nbytes[-1] / 50e9, rel=0.05)
     assert found.bottleneck.startswith("transform")
     staged = simulate_sync(one, CLUSTER, rates, transformed=source)
     assert staged.predicted_s == pytest.approx(found.predicted_s + NBYTES / 1e9)
@@ -112,7 +112,7 @@ def test_posts_are_made_one_by_one() -> None:
 
 def test_a_small_watermark_waits_for_each_answer() -> None:
     rates = msgspec.structs.replace(FREE, answer_s=0.1)
-    wide, narrow = (simulate_sync(plan(2, 1), CLUSTER, rates, watermark_bytes=n) for n in (4096 * MIB, 64 * MIB))
+    wide, narrow = (simulate_sync(plan(2, 1), CLUSTER, rates, watermark_bytes=n) for n in (8192 * MIB, 64 * MIB))
     assert narrow.predicted_s > 3 * wide.predicted_s
     assert narrow.moved_bytes == wide.moved_bytes == NBYTES
 
