@@ -22,7 +22,7 @@ from penstock.fleet.messages import HoldingState
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
 from penstock.testing.sync import SyncTask, SyncWorker
-from penstock.testing.zygote import Zygote
+from penstock.testing.zygote import Forked, Zygote
 from penstock.types import MIB
 
 SMALL = {
@@ -98,6 +98,14 @@ class Host:
         for worker in workers:
             worker.begin()
         return workers
+
+    def start_hub(self) -> tuple[Forked, str]:
+        """A hub's process, killed at the end, and its address."""
+        url = f"unix://{self.directory}/own.sock"
+        values = {"listen": url, "fresh": True, "beat_s": 0.5, "ttl_s": 5.0}
+        hub = self._stack.enter_context(self._zygote.fork("penstock.testing.fleet:hub", values))
+        assert b"ready" in hub.stdout.readline()
+        return hub, url
 
     def hub_url(self) -> str:
         """Where the host's hub is."""

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
+from typer.testing import CliRunner
 
+from penstock.cli.main import app
 from penstock.testing.sync import SyncWorker, truth
 
 
@@ -209,3 +211,53 @@ def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
     assert said["error"] == "BudgetTooSmall" and "memory_bytes >= " in said["message"] and not said["mutated"]
     direct = host.start_rank("subscriber", mode="direct", options={"memory_bytes": 1 << 10})
     assert "memory_bytes >= " in direct.say_until("failed")["message"]
+
+
+def test_versions_flow_while_the_hub_is_away(host: Host) -> None:
+    hub, url = host.start_hub()
+    publishers = host.start_ranks("publisher", 2, hub=url, **hasty(6.0))
+    subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **hasty(6.0))
+    publishers[0].ask("subscribers 2")
+    step(publishers, subscribers, 1)
+    hub.send_signal(signal.SIGKILL)
+    for version in (2, 3):
+        *got, zero, _ = step(publishers, subscribers, version)
+        for worker, said in zip(subscribers, got, strict=True):
+            holds(worker, said, version)
+        assert set(zero["committed"]) == members(subscribers)
+    late = host.start_rank("subscriber", hub=url, **hasty(6.0))
+    assert late.say_until("failed")["error"] == "HubUnavailable"
+
+
+def test_status_shows_the_ranks_of_a_sync(host: Host) -> None:
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publisher.ask("publish 7")
+    holds(subscriber, subscriber.ask("update"), 7)
+    deadline = time.monotonic() + 30
+    while sum(state.version == 7 for one in host.hub().status().members for state in one.syncs) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found = CliRunner().invoke(app, ["status", "policy", "--hub", host.hub_url()])
+    rows = [line.split() for line in found.stdout.splitlines()]
+    assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "run"]
+    (given,) = [row for row in rows if "publisher" in row]
+    (taken,) = [row for row in rows if "subscriber" in row]
+    run = publisher.said["joined"]["member"][:8]
+    assert given[4:] and {"policy", "0/1", "7", run, "open"} <= set(given)
+    assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
+
+
+def test_bytes_that_change_under_a_read_are_not_taken(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, mode="snapshot")
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("publish 1")
+    holds(subscriber, subscriber.ask("update"), 1)
+    for version in range(2, 30, 2):  # fenced and overwritten again and again while it is read
+        for one in (version, version + 1):
+            publishers[0].send(f"publish {one}")
+        said = subscriber.ask("update")
+        if "error" not in said:
+            assert said["digests"] == truth(subscriber.task, said["version"])
+        publishers[0].result(f"publish {version + 1}")
+    holds(subscriber, subscriber.ask("update"), 29)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
 _HEADER = ["member", "host", "model", "key", "state", "chunks", "bytes", "readers", "rate", "from", "why", "silent"]
+_SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "bytes", "from", "silent"]
 
 
 def status(
@@ -57,18 +58,48 @@ def _show(found: Status, model: str | None, format: Format) -> None:
     if not found.members:
         write_lines("no members" if model is None else f"no member has or wants {model}")
         return
-    write_columns(_HEADER, [row for member in found.members for row in _rows(member, model)])
+    held = [row for member in found.members for row in _rows(member, model)]
+    syncs = [row for member in found.members for row in _sync_rows(member)]
+    for number, (header, rows) in enumerate(((_HEADER, held), (_SYNC_HEADER, syncs))):
+        if rows:
+            write_lines(*[""] * (number > 0 and bool(held)))
+            write_columns(header, rows)
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
-    """A row a holding; a member that holds nothing has one, too."""
-    who = f"{member.member[:8]} {member.name}"  # as paths and `why` name it
+    """A row a holding; a member that holds nothing and syncs nothing has one, too."""
+    who = _who(member)
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding), silent])
+    if member.syncs:
+        return rows
     return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", "", silent]]
+
+
+def _who(member: MemberStatus) -> str:
+    return f"{member.member[:8]} {member.name}"  # as paths and `why` name it
+
+
+def _sync_rows(member: MemberStatus) -> list[list[object]]:
+    """A row a rank of a sync."""
+    return [
+        [
+            _who(member),
+            member.host[:8],
+            state.name,
+            f"{state.side} {state.rank}/{state.world_size}",
+            "" if state.version < 0 else state.version,
+            state.run[:8],
+            state.state,
+            bytes_text(state.nbytes),
+            state.path,
+            f"{member.silent_s:.1f} s",
+        ]
+        for state in member.syncs
+    ]
 
 
 def _cells(holding: HoldingState) -> list[object]:

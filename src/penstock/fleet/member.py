@@ -79,6 +79,10 @@ class Member:
         max_bytes_per_s: of all readers of this member together; 0: no cap.
         min_gb_per_s: upstreams that give less are not used; 0: any pace will do.
         stall_s: deadline by progress.
+
+    Attributes:
+        syncs: what is told of syncs with each beat.
+        hub_is_away: the last beat was not answered: questions that can do without it need not wait for it.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Member:
         self._hub, self.token, self._stall_s, self._min_gb_per_s = hub, token, stall_s, min_gb_per_s
         self._holdings: dict[str, Holding] = {}
         self.syncs: list[Callable[[], SyncState]] = []
+        self.hub_is_away = False
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now, self._closing = threading.Event(), threading.Event()
@@ -204,7 +209,9 @@ class Member:
             self.links.sweep()
             try:
                 self._told(lambda: self._hub.beat(self.id, self._state()))
+                self.hub_is_away = False
             except PenstockError:
+                self.hub_is_away = True
                 # The hub is away; what is known stays usable, and the next beat tells all again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
 

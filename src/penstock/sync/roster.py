@@ -47,7 +47,8 @@ class Roster:
             HubUnavailable: it is away, and was never asked.
         """
         with self._lock:
-            if time.monotonic() - self._looked_at <= max_age_s:
+            was_asked = self._looked_at > float("-inf")
+            if time.monotonic() - self._looked_at <= max_age_s or (was_asked and self.member.hub_is_away):
                 return tuple(self._found.values())
         try:
             reply = self.member.sync(self.name)
