@@ -69,6 +69,9 @@ def test_status_and_why(hub, tokens) -> None:
     assert json.loads(penstock("why", "llama", "--member", w.member, *asked, "--format", "json").stdout)["lines"]
     assert penstock("status", *asked).returncode == 3  # a token for one model
     assert penstock("status", "llama", "--hub", hub).returncode == 3
+    with HubClient.connect(hub, TOKEN, life="w") as w:  # a slow machine may have forgotten it by now
+        w.hello(Hello(member=w.member, host="0123456789", doors=("unix:///d",), name="w:1"))
+        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
     watched = subprocess.Popen(
         [*PENSTOCK, "status", "llama", *asked, "--watch", "0.2", "--format", "json"],
         stdout=subprocess.PIPE,

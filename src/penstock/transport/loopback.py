@@ -12,9 +12,10 @@ import os
 import secrets
 import threading
 
-from penstock.errors import Cancelled, ConfigError, PenstockError, StaleDescriptor
+from penstock.errors import Cancelled, ConfigError, StaleDescriptor
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
@@ -66,29 +67,14 @@ class LoopbackHandle:
             raise Cancelled("the registration is closed")
 
 
-class LoopbackRead:
+class LoopbackRead(WaitedRead["LoopbackHandle", "LoopbackHandle", Segments]):
     """See `Pending`."""
 
     def __init__(self, into: LoopbackHandle, source: Descriptor, segments: Segments) -> None:
-        self._source, self._lock = source, threading.Lock()
-        self._work: tuple[LoopbackHandle, LoopbackHandle, Segments] | None = (into, _find(source), segments)
-        self._error: PenstockError | None = None
-        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+        self._source = source
+        super().__init__(int(segments.nbytes.sum()), into, _find(source), segments)
 
-    def run(self) -> None:
-        """Copy, in the first thread that comes; the others wait for it. Raises what it met."""
-        with self._lock:
-            if self._work is not None:
-                try:
-                    self._copy(*self._work)
-                except PenstockError as error:
-                    error.mutated = self.moved_bytes > 0
-                    self._error = error
-                self._work = None  # lets go of both memories
-            if self._error is not None:
-                raise self._error
-
-    def _copy(self, into: LoopbackHandle, source: LoopbackHandle, rows: Segments) -> None:
+    def _carry(self, stall_s: float, into: LoopbackHandle, source: LoopbackHandle, rows: Segments) -> None:
         for src, dst, nbytes in zip(rows.src.tolist(), rows.dst.tolist(), rows.nbytes.tolist(), strict=True):
             for at in range(0, nbytes, PIECE_BYTES):
                 into.check_open()
@@ -128,7 +114,7 @@ class LoopbackTransport:
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`. A copy within the process does not stall."""
         assert isinstance(pending, LoopbackRead)
-        pending.run()
+        pending.run(stall_s)
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -32,6 +32,7 @@ from penstock.transport.nixl_agent import Agent, Discarded, place_of
 from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
 from penstock.transport.page import seal_of
 from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.waited import WaitedRead
 
 LINGER_S = 3.0
 """Reason: a reader posts within milliseconds of looking at the word, and holds a window of 128 MiB."""
@@ -116,33 +117,24 @@ class NixlHandle:
             raise Cancelled("the registration is closed")
 
 
-class NixlRead:
+class NixlRead(WaitedRead[NixlHandle, Descriptor, Payload, Segments]):
     """See `Pending`. Carried out by the first thread that waits."""
 
     def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
-        self._lock = threading.Lock()
-        self._error: PenstockError | None = None
-        self._work: tuple[NixlHandle, Descriptor, Payload, Segments] | None = (into, source, payload, segments)
-        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
-
-    def run(self, stall_s: float) -> None:
-        """Read, in the first thread that comes; the others wait for it. Raises what it met."""
-        with self._lock:
-            if self._work is not None:
-                into, source, payload, segments = self._work
-                try:
-                    if self.nbytes:
-                        self._carry(into, source, payload, segments, stall_s)
-                except PenstockError as error:
-                    error.mutated, error.uri = self.moved_bytes > 0, f"{source.transport}:{source.endpoint}"
-                    self._error = error
-                self._work = None
-            if self._error is not None:
-                raise self._error
+        super().__init__(int(segments.nbytes.sum()), into, source, payload, segments)
 
     def _carry(
-        self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments, stall_s: float
+        self, stall_s: float, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments
     ) -> None:
+        if not self.nbytes:
+            return
+        try:
+            self._read(stall_s, into, source, payload, segments)
+        except PenstockError as error:
+            error.uri = f"{source.transport}:{source.endpoint}"
+            raise
+
+    def _read(self, stall_s: float, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
         job = Job(
             owner=into,
             memory=into.memory,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -19,12 +18,13 @@ import msgspec
 import numpy as np
 
 from penstock.digest.strip import Bytes, memory_at
-from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
+from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle, decode_payload
 from penstock.transport.page import Page, PageAddress
 from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
+from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
@@ -67,34 +67,17 @@ class _Mapped:
         return self.address + offset
 
 
-class ShmRead:
+class ShmRead(WaitedRead[OwnHandle, Claim, _Mapped, int]):
     """See `Pending`."""
 
     def __init__(
         self, into: OwnHandle, claim: Claim, source: _Mapped, base: int, rows: Segments, short: Rectangles | None
     ) -> None:
-        self._lock, self._unlooked = threading.Lock(), PIECE_BYTES
-        self._work: tuple[OwnHandle, Claim, _Mapped, int] | None = (into, claim, source, base)
-        self._rows, self._short = rows, short
-        self._error: PenstockError | None = None
-        self.nbytes, self.moved_bytes = int(rows.nbytes.sum()), 0
-        if short is not None:
-            self.nbytes += int(short.nbytes.sum())
+        self._rows, self._short, self._unlooked = rows, short, PIECE_BYTES
+        nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
+        super().__init__(nbytes, into, claim, source, base)
 
-    def run(self) -> None:
-        """Copy, in the first thread that comes; the others wait for it. Raises what it met."""
-        with self._lock:
-            if self._work is not None:
-                try:
-                    self._copy(*self._work)
-                except PenstockError as error:
-                    error.mutated = self.moved_bytes > 0
-                    self._error = error.with_traceback(None)  # whose frames hold both memories
-                self._work = None
-            if self._error is not None:
-                raise self._error
-
-    def _copy(self, into: OwnHandle, claim: Claim, source: _Mapped, base: int) -> None:
+    def _carry(self, stall_s: float, into: OwnHandle, claim: Claim, source: _Mapped, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
@@ -201,7 +184,7 @@ class ShmTransport:
         """See `Transport.wait`. A copy on the host does not stall, be the peer stopped or not."""
         assert isinstance(pending, ShmRead)
         try:
-            pending.run()
+            pending.run(stall_s)
         except (StaleDescriptor, PeerLost):
             self.sweep()
             raise

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, PenstockError
+from penstock.errors import ConfigError, DestinationError
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.transport.cuda_driver import CudaDriver, load_driver
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Endpoint, IntoHandle
 from penstock.transport.page import Page
 from penstock.transport.protocol import Filling, Handle, Memory, Pending, Segments, Transport
+from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 STAGE_BYTES = 16 * MIB
@@ -48,14 +49,18 @@ class _Pins:
             self._driver.unpin(address)
 
 
-class StagedRead:
-    """See `Pending`. Carried out by the first thread that waits."""
+class StagedRead(WaitedRead[IntoHandle, Descriptor, Segments]):
+    """See `Pending`."""
 
-    def __init__(self, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
-        self.lock = threading.Lock()
-        self.work: tuple[IntoHandle, Descriptor, Segments] | None = (into, source, rows)
-        self.error: PenstockError | None = None
-        self.nbytes, self.moved_bytes = int(rows.nbytes.sum()), 0
+    def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+        self._transport = transport
+        super().__init__(int(rows.nbytes.sum()), into, source, rows)
+
+    def _carry(self, stall_s: float, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+        for batch in _batches(rows):
+            self._transport.carry(into, source, batch, stall_s)
+            self.moved_bytes += int(batch.nbytes.sum())
+        into.check_open()
 
 
 class StagedTransport:
@@ -99,7 +104,7 @@ class StagedTransport:
             raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
-        return StagedRead(into, source, segments.joined())
+        return StagedRead(self, into, source, segments.joined())
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`.
@@ -109,39 +114,28 @@ class StagedTransport:
             SourceStalled: also if no staging buffer came free.
         """
         assert isinstance(pending, StagedRead)
-        with pending.lock:
-            if pending.work is not None:
-                try:
-                    self._carry(pending, *pending.work, stall_s)
-                except PenstockError as error:
-                    error.mutated = pending.moved_bytes > 0
-                    pending.error = error.with_traceback(None)
-                pending.work = None
-            if pending.error is not None:
-                raise pending.error
+        pending.run(stall_s)
 
-    def _carry(self, read: StagedRead, into: IntoHandle, source: Descriptor, rows: Segments, stall_s: float) -> None:
+    def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
+        """What fits into one buffer. Raises as `wait`."""
         device = _ordinal(into.memory.device)
-        for batch in _batches(rows):
-            into.check_open()
-            pool = self._open_pool(device)
-            buffer = pool.acquire(stall_s=stall_s)
-            is_idle = True
-            try:
-                at = np.cumsum(batch.nbytes) - batch.nbytes
-                staged = Segments(src=batch.src, dst=at, nbytes=batch.nbytes)
-                inside = self._inner.post_read(self._handle(buffer), source, staged)
-                self._inner.wait(inside, stall_s=stall_s)
-                is_idle = False
-                self._copy(buffer, at, into.memory.address, batch, device, stall_s)
-                is_idle = True
-            finally:
-                if is_idle:
-                    pool.release(buffer)
-                else:
-                    _never_freed.append((into, buffer))  # a device that hangs may still copy
-            read.moved_bytes += int(batch.nbytes.sum())
         into.check_open()
+        pool = self._open_pool(device)
+        buffer = pool.acquire(stall_s=stall_s)
+        is_idle = True
+        try:
+            at = np.cumsum(batch.nbytes) - batch.nbytes
+            staged = Segments(src=batch.src, dst=at, nbytes=batch.nbytes)
+            inside = self._inner.post_read(self._handle(buffer), source, staged)
+            self._inner.wait(inside, stall_s=stall_s)
+            is_idle = False
+            self._copy(buffer, at, into.memory.address, batch, device, stall_s)
+            is_idle = True
+        finally:
+            if is_idle:
+                pool.release(buffer)
+            else:
+                _never_freed.append((into, buffer))  # a device that hangs may still copy
 
     def _copy(
         self,
