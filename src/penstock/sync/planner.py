@@ -86,7 +86,14 @@ class Planner:
             run, holders = self._holders(members, asker, version, request)
         if isinstance(holders, str):
             return PartReply(version=version, run=run, not_yet=holders)
-        made, raw = self._planned(asker, members, holders)
+        try:
+            made, raw = self._planned(asker, members, holders)
+        except PlanError as error:
+            if not _missing(holders) and holders[0].state.side == "publisher":
+                raise
+            # Receivers have what they wanted, which need not be all that this one wants.
+            message = f"who has version {version} has not all of it that is wanted: {error.message}"
+            raise StaleDescriptor(message) from error
         same = request.have_key == made.plan.key
         return PartReply(version=version, run=run, key=made.plan.key, part=None if same else raw)
 

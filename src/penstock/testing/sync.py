@@ -49,6 +49,8 @@ class SyncTask:
     """Further arguments of `publisher` or `subscriber`."""
     environ: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
+    wait_s: float = 60.0
+    """How long `wait V` waits."""
     pause_s: float = 0.0
     """Time that each digesting of strips takes on top, at a source and a receiver: a slow rank."""
 
@@ -142,7 +144,7 @@ def _work(task: SyncTask) -> None:
     else:
         with ps.subscriber(task.name, shards, **common) as subscriber:
             say("joined", member=subscriber.member.id)
-            _obey(lambda word, number: _update(subscriber, shards, word, number))
+            _obey(lambda word, number: _update(task, subscriber, shards, word, number))
     say("left")
 
 
@@ -173,9 +175,11 @@ def _publish(
     return {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
 
 
-def _update(subscriber: Subscriber, shards: dict[str, Shard], word: str, number: int | None) -> dict[str, Any]:
+def _update(
+    task: SyncTask, subscriber: Subscriber, shards: dict[str, Shard], word: str, number: int | None
+) -> dict[str, Any]:
     if word == "wait":
-        return {"version": subscriber.wait_version(number or 0, timeout_s=60.0)}
+        return {"version": subscriber.wait_version(number or 0, timeout_s=task.wait_s)}
     if word == "stage":
         return {"version": subscriber.stage(number)} | _state(subscriber, shards)
     if word == "digests":

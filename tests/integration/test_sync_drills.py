@@ -1,0 +1,176 @@
+"""Two hundred syncs, each of which loses a rank at a random moment: every receiver has a whole version, and says which.
+
+A drill is all that its seed says: world sizes, modes, transport; who is lost, how (SIGKILL, SIGSTOP), when. Then the
+trainer comes again and the next version goes to all that live. `test_drills[7]` runs the twenty of seeds 140 to 159;
+by default one batch runs, `PENSTOCK_DRILLS=all` runs them all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.testing.sync import SyncTask, SyncWorker, truth
+from penstock.testing.zygote import Zygote
+
+NUM_BATCHES, BATCH = 10, 20
+BATCHES = range(NUM_BATCHES) if os.environ.get("PENSTOCK_DRILLS") == "all" else range(1)
+AT_ONCE = 4
+DONE_S = 90.0
+"""A drill takes some seconds, more where somebody falls silent: far below this."""
+STALL_S = "6.0"
+HASTY = {
+    "penstock.fleet.client.ATTEMPT_S": 1.0,
+    "penstock.fleet.local.BEAT_S": 0.25,
+    "penstock.fleet.local.TTL_S": 2.0,
+}
+ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
+REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
+"""What may be said of a version that could not be had or shown."""
+
+
+class Drill:
+    """One sync and its loss."""
+
+    def __init__(self, seed: int, zygote: Zygote) -> None:
+        self.seed, self.zygote, self.rng, self.stack = seed, zygote, random.Random(seed), ExitStack()
+        self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
+        self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        self.role = ROLES[seed % len(ROLES)]
+        self.number = signal.SIGSTOP if self.rng.random() < 0.3 else signal.SIGKILL
+        self.transport = self.rng.choice(["shm", "http"])
+        self.source = self.rng.choice(["live", "snapshot"])
+        self.num_publishers, self.num_subscribers = self.rng.choice([1, 2, 3]), self.rng.choice([1, 2, 3])
+        self.modes = [self.rng.choice(["staged", "direct"]) for _ in range(self.num_subscribers)]
+        self.delay_s = self.rng.random() ** 2 * 0.6
+
+    def __str__(self) -> str:
+        verb = "stopped" if self.number == signal.SIGSTOP else "killed"
+        sides = f"{self.num_publishers} {self.source} -> {', '.join(self.modes)}"
+        return f"seed {self.seed}: {sides}, {self.transport}; {self.role} {verb} after {self.delay_s:.2f} s"
+
+    def start(self, side: str, **task: Any) -> SyncWorker:
+        options = {"arena": True, "transports": [self.transport]}
+        environ = {"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S}
+        made = SyncTask(side=side, options=options, environ=environ, constants=HASTY, num_layers=8, **task)
+        return self.stack.enter_context(SyncWorker(made, self.zygote))
+
+    def start_trainer(self, world_size: int) -> list[SyncWorker]:
+        found = [self.start("publisher", rank=r, world_size=world_size, mode=self.source) for r in range(world_size)]
+        for one in found:
+            one.say_until("joined")
+        return found
+
+    def run(self) -> None:
+        """Lose somebody; raises what went wrong."""
+        with self.stack:
+            host = self.start("subscriber", name="other")  # hosts the hub
+            host.say_until("joined")
+            publishers = self.start_trainer(self.num_publishers)
+            subscribers = [
+                self.start(
+                    "subscriber", rank=r, world_size=self.num_subscribers, dim=1, mode=mode, pause_s=0.15, wait_s=10.0
+                )
+                for r, mode in enumerate(self.modes)
+            ]
+            for one in subscribers:
+                one.say_until("joined")
+            publishers[0].ask(f"subscribers {len(subscribers)}")
+            self.step(publishers, subscribers, 1)
+            for worker in subscribers:
+                self.check(worker, worker.result("update"), {1})
+            for worker in publishers:
+                assert "error" not in worker.result("publish 1"), worker.said
+            self.step(publishers, subscribers, 2)
+            time.sleep(self.delay_s)
+            lost = self.choose(host, publishers, subscribers)
+            lost.kill(self.number)
+            self.judge(lost, publishers, subscribers)
+            self.go_on(lost, publishers, [one for one in subscribers if one is not lost])
+
+    def step(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+        for one in publishers:
+            one.send(f"publish {version}")
+        for one in subscribers:
+            one.send(f"wait {version}")
+            one.send("update")
+
+    def choose(self, host: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> SyncWorker:
+        if self.role == "host of the hub":
+            return host
+        if self.role == "subscriber":
+            return self.rng.choice(subscribers)
+        return publishers[0] if self.role == "publisher 0" else publishers[-1]
+
+    def judge(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+        """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
+        have = {}
+        for worker in subscribers:
+            if worker is not lost:
+                said = worker.result("update", timeout_s=DONE_S)
+                have[worker.said["joined"]["member"]] = self.check(worker, said, {1, 2})
+        for worker in publishers:
+            if worker is not lost:
+                said = worker.result("publish 2", timeout_s=DONE_S)
+                assert said.get("error", "PeerLost") in REFUSALS, said
+                false = [one for one in said.get("committed", ()) if have.get(one, 2) != 2]
+                assert not false, f"{false} are said to have version 2"
+
+    def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
+        """The version that it has, whole; or 0: it knows that it is dirty."""
+        if "error" in said:
+            assert said["error"] in REFUSALS, said
+            is_touched, said = said["mutated"], worker.ask("digests", timeout_s=DONE_S)
+            assert said["is_dirty"] == is_touched and (not is_touched or worker.task.mode == "direct"), said
+            if said["is_dirty"]:
+                return 0
+        assert said["version"] in versions and not said["is_dirty"], said
+        assert said["digests"] == truth(worker.task, said["version"]), f"not the bytes of version {said['version']}"
+        return int(said["version"])
+
+    def go_on(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+        """The next version, of the same trainer or of one that comes again, goes to all that live."""
+        if lost in publishers:
+            for one in publishers:
+                one.kill(signal.SIGKILL)
+            publishers = self.start_trainer(self.rng.choice([1, 2, 3]))
+        if not subscribers:
+            return
+        publishers[0].ask(f"subscribers {len(subscribers)}", timeout_s=DONE_S)
+        self.step(publishers, subscribers, 3)
+        for worker in subscribers:
+            said = worker.result("update", timeout_s=DONE_S)
+            assert "error" not in said, said
+            self.check(worker, said, {3})
+        for worker in publishers:
+            assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.said
+
+
+def drill(seed: int, zygote: Zygote) -> tuple[str, str, float]:
+    """What it was, what went wrong, how long it took."""
+    one, begun, verdict = Drill(seed, zygote), time.monotonic(), ""
+    try:
+        one.run()
+    except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
+        verdict = f"{type(error).__name__}: {error}"
+    return str(one), verdict, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_drills(batch: int, zygote: Zygote) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(lambda seed: drill(seed, zygote), range(batch * BATCH, (batch + 1) * BATCH)))
+    for name, verdict, seconds in found:
+        print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
+    assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -1,0 +1,177 @@
+"""Who plans for whom: parts reused, made anew when something changes, each receiver's faults its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
+from penstock.fleet.messages import SyncState
+from penstock.fleet.sync_messages import PartRequest, SyncMember
+from penstock.plan.columns import decode, encode
+from penstock.plan.layout import Layout
+from penstock.plan.sync import Part
+from penstock.sync.board import Board
+from penstock.sync.declare import Shard, declared, layout_of, regions_of
+from penstock.sync.planner import Planner
+
+
+def layout(
+    member: str, *, start: int = 0, stop: int = 8, name: str = "w", dtype: torch.dtype = torch.float32
+) -> Layout:
+    """Rows `[start, stop)` of a tensor [8, 4]."""
+    tensor = torch.zeros(stop - start, 4, dtype=dtype)
+    rows = declared({name: Shard(tensor=tensor, global_shape=(8, 4), offset=(start, 0))})
+    return layout_of(rows, member, member, regions_of(rows))
+
+
+class Group:
+    """Members and their layouts, as a roster has them."""
+
+    key = "0" * 32
+
+    def __init__(self, us: str) -> None:
+        self.member, self.id = self, us
+        self.members: dict[str, SyncMember] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.gone: set[str] = set()
+
+    def add(self, held: Layout, **state: Any) -> None:
+        told = SyncState(name="p", layout=held.digest(), **state)
+        self.members[held.member] = SyncMember(
+            member=held.member, host="h", doors=("unix:///d",), called="", since=0.0, seen=0.0, state=told
+        )
+        self.layouts[held.member] = held
+
+    def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
+        return tuple(self.members.values())
+
+    def ask(self, member: str, question: Callable[[Any], Any], *, line: str = "") -> Any:
+        if member in self.gone:
+            raise PeerLost("gone")
+        held = self.layouts[member]
+
+        class Talking:
+            def layout(self) -> Layout:
+                return held
+
+        return question(Talking())
+
+
+@pytest.fixture
+def group() -> Group:
+    """Two publisher ranks, of which we are the first."""
+    found = Group("p0")
+    for rank in (0, 1):
+        held = layout(f"p{rank}", start=4 * rank, stop=4 * rank + 4)
+        found.add(held, side="publisher", run="p0", rank=rank, world_size=2, version=3, state="open")
+    return found
+
+
+@pytest.fixture
+def board() -> Board:
+    found = Board()
+    found.post("p0", 3, is_open=True)
+    return found
+
+
+@pytest.fixture
+def planner(group: Group, board: Board) -> Planner:
+    return Planner(group, board, lambda: group.layouts["p0"])  # type: ignore[arg-type]
+
+
+def ask(planner: Planner, want: Layout, version: int = -1, **more: Any) -> Any:
+    return planner.part(want.member, PartRequest(version=version, digest=want.digest(), layout=encode(want), **more))
+
+
+def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Group) -> None:
+    want = layout("s0")
+    group.add(want, side="subscriber")
+    first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
+    assert first.needs_layout and first.part is None
+    reply = ask(planner, want)
+    assert (reply.version, reply.run) == (3, "p0")
+    part = decode(reply.part, Part)
+    assert part.nbytes == 128 and [part.sources[i] for i in part.source] == ["p0", "p1"]
+    again = planner.part("s0", PartRequest(version=3, digest=want.digest(), have_key=reply.key))
+    assert again.part is None and again.key == reply.key
+
+
+def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
+    wants = [layout("s0"), layout("s1", start=2, stop=6)]
+    keys = []
+    for want in wants:
+        group.add(want, side="subscriber")
+        keys.append(ask(planner, want).key)
+    again = ask(planner, wants[0], have_key=keys[0])
+    assert again.key == keys[1] != keys[0]
+    assert decode(again.part, Part).nbytes == 128
+
+
+def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Group) -> None:
+    good, other, bad = layout("s0"), layout("s1"), layout("s2", dtype=torch.bfloat16)
+    for want in (good, other, bad):
+        group.add(want, side="subscriber")
+    for _ in range(2):
+        ask(planner, good)
+        with pytest.raises(PlanError, match="BF16"):
+            ask(planner, bad)
+        assert decode(ask(planner, other).part, Part).nbytes == 128
+
+
+def test_a_layout_of_another_member_is_refused(planner: Planner) -> None:
+    want = layout("s0")
+    with pytest.raises(PlanError):
+        planner.part("s1", PartRequest(version=-1, digest=want.digest(), layout=encode(want)))
+
+
+def test_a_rank_that_is_missing_is_waited_for(planner: Planner, group: Group) -> None:
+    del group.members["p1"]
+    assert "ranks 1 of 2" in ask(planner, layout("s0")).not_yet
+    with pytest.raises(NotFound, match="ranks 1 of 2"):
+        planner.table()
+    assert "not published yet" in ask(planner, layout("s0"), 4).not_yet
+
+
+def test_a_version_that_is_past_is_of_receivers_that_have_it(planner: Planner, group: Group, board: Board) -> None:
+    board.post("p0", 3, is_open=False)
+    with pytest.raises(StaleDescriptor):
+        ask(planner, layout("s0"))
+    group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
+    group.add(layout("s2"), side="subscriber", run="p0", version=2, state="open")
+    group.add(layout("s3"), side="subscriber", run="other", version=3, state="open")
+    part = decode(ask(planner, layout("s0")).part, Part)
+    assert {part.sources[i] for i in part.source} == {"s1"}
+    with pytest.raises(StaleDescriptor):
+        ask(planner, layout("s0"), without=("s1",))
+    group.add(layout("s5", start=2), side="subscriber", run="p0", version=3, state="open")
+    with pytest.raises(StaleDescriptor, match="not all of it"):
+        ask(planner, layout("s0"), without=("s1",))
+    del group.members["s5"]
+    group.gone.add("s4")
+    group.add(layout("s4"), side="subscriber", run="p0", version=3, state="open")
+    part = decode(ask(planner, layout("s0")).part, Part)
+    assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
+
+
+def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, board: Board) -> None:
+    board.post("p0", 3, is_open=False)
+    group.add(layout("s1"), side="subscriber", run="p0", version=2, state="updating")
+    assert "by others" in ask(planner, layout("s0")).not_yet
+
+
+def test_a_lost_publisher_is_made_up_for_by_receivers(planner: Planner, group: Group) -> None:
+    group.add(layout("s1", start=4), side="subscriber", run="p0", version=3, state="open")
+    part = decode(ask(planner, layout("s0"), without=("p1",)).part, Part)
+    assert {part.sources[i] for i in part.source} == {"p0", "s1"}
+
+
+def test_the_table_is_of_all_ranks(planner: Planner, group: Group) -> None:
+    told = planner.table()
+    assert (told.names, told.dtypes, told.shapes) == (("w",), ("F32",), ((8, 4),))
+    assert "nothing was planned" in planner.explain()
+    ask(planner, layout("s0"))
+    assert "2 sources -> 1 receivers" in planner.explain()
