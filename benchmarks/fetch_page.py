@@ -39,7 +39,7 @@ def page(rows: Sequence[Sequence[str]], device: str, seconds: float) -> str:
     ]
     lines += ["", "| work | goal | found | |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
-    topology = shell("nvidia-smi topo -m") if device == "cuda" else ""
+    topology = shell(r"nvidia-smi topo -m | sed 's/\x1b\[[0-9;]*m//g'") if device == "cuda" else ""
     lines += ["", "```", topology.strip(), "```"] if topology else []
     return "\n".join(lines) + "\n"
 
