@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 
@@ -76,6 +77,35 @@ def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
     np.random.default_rng(1).shuffle(rows)
     assert reader.read(new, rows) == pattern(NBYTES, 2)
     assert reader.driver.num_opened == 1
+
+
+def test_what_is_mapped_ahead_is_not_mapped_by_the_first_read(reader, holder) -> None:
+    reader.transport.reach(reader.into, holder.descriptor)
+    assert reader.driver.num_opened == 1
+    assert ctypes.string_at(reader.into.memory.address, NBYTES) != pattern(NBYTES)
+    assert reader.read(holder.descriptor) == pattern(NBYTES)
+    assert reader.driver.num_opened == 1
+
+
+def test_a_read_of_what_is_mapped_does_not_wait_for_another_mapping(reader, holder, monkeypatch) -> None:
+    assert reader.read(holder.descriptor) == pattern(NBYTES)
+    is_mapping, may_end = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        is_mapping.set()
+        assert may_end.wait(30)
+        return map_peer(*arguments)
+
+    monkeypatch.setattr(cuda_ipc, "map_peer", slow)
+    with HolderProcess("fake_cuda", nbytes=NBYTES) as second:
+        descriptor = second.fence(3)
+        mapping = threading.Thread(target=reader.transport.reach, args=(reader.into, descriptor))
+        mapping.start()
+        assert is_mapping.wait(30)
+        assert reader.read(holder.descriptor) == pattern(NBYTES)
+        may_end.set()
+        mapping.join(30)
+        assert reader.read(descriptor) == pattern(NBYTES, 3)
 
 
 def test_groups_have_every_byte_once(reader, holder, monkeypatch) -> None:

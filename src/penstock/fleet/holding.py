@@ -52,8 +52,11 @@ def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Plac
             continue
         address = flat.data_ptr()
         arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
-        storage = flat.untyped_storage()
-        base, nbytes = (arena.address, arena.nbytes) if arena else (storage.data_ptr(), storage.nbytes())
+        if arena is not None:
+            base, nbytes = arena.address, arena.nbytes
+        else:
+            storage = flat.untyped_storage()
+            base, nbytes = storage.data_ptr(), storage.nbytes()
         if base not in at:
             at[base] = len(regions)
             owner: object = arena if arena else flat

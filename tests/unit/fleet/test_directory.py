@@ -103,6 +103,22 @@ def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> Non
     assert bench.claim(hub, "b", holding(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
+def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c", "d")
+    for member in "abcd":
+        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+    bench.beat(hub, "d", holding(((0, 1520),), num_chunks=1600))
+    sizes = []
+    for member in "abcabcabcabc":
+        reply = bench.claim(hub, member, holding(num_chunks=1600))
+        sizes.append(len(chunks(reply.ranges)))
+        if reply.ranges:
+            bench.beat(hub, "d", holding(((0, reply.ranges[-1][1]),), num_chunks=1600))
+    assert sizes[:3] == [20, 15, 11]
+    given = [size for size in sizes if size]
+    assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share of all
+
+
 def test_what_members_have_is_not_read_again(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", holding(((0, 90),)))
