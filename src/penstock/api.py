@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from penstock.loader.verify import Inspection, Verification, inspect, verify
     from penstock.sync.declare import Shard
     from penstock.sync.publish import Publisher, publisher
-    from penstock.sync.receive import Hooks, Subscriber, subscriber
+    from penstock.sync.receive import Hooks, Subscriber
     from penstock.sync.report import PublishReport, UpdateReport
+    from penstock.sync.subscribe import subscriber
 
 _ROOMS = {
     "AttachReport": "fleet.attach",
@@ -52,7 +53,7 @@ _ROOMS = {
     "publisher": "sync.publish",
     "safe_open": "loader.safe_open",
     "stream": "loader.load",
-    "subscriber": "sync.receive",
+    "subscriber": "sync.subscribe",
     "verify": "loader.verify",
 }
 

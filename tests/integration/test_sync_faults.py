@@ -120,6 +120,22 @@ def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> 
     assert set(said["sources"]) <= members([*first, late])
 
 
+def test_a_receiver_whose_engine_changed_its_weights_gives_them_to_nobody(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1)
+    first = host.start_ranks("subscriber", 1)
+    publishers[0].ask("subscribers 1")
+    step(publishers, first, 1)
+    first[0].ask("spoil")
+    late = host.start_ranks("subscriber", 1)[0]
+    before = late.ask("digests")["digests"]
+    said = late.ask("update")
+    assert said["error"] == "StaleDescriptor" and not said["mutated"]
+    assert late.ask("digests")["digests"] == before
+    *got, _ = step(publishers, [*first, late], 2)
+    for worker, said in zip([*first, late], got, strict=True):
+        holds(worker, said, 2)
+
+
 def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     for version, world_size in enumerate((2, 3, 1), start=1):

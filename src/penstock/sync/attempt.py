@@ -10,9 +10,8 @@ Not here: when it becomes live, and what the engine does then (`receive`).
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.errors import (
@@ -27,7 +26,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.fleet.identity import layout_digest
-from penstock.fleet.sync_messages import PartReply, PartRequest, Progress, SyncMember, TableReply
+from penstock.fleet.sync_messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
@@ -37,12 +36,11 @@ from penstock.sync.roster import Roster
 from penstock.sync.source import SourceFailed, open_links
 from penstock.sync.take import WATERMARK_BYTES, Take
 from penstock.sync.target import Landing, Target, table_of, wanted_of
+from penstock.sync.telling import tell_failed, telling
 from penstock.sync.want import Wanted
 
 TRIES = 8
 """Attempts at one update: each is without a source more, or for a newer version."""
-TELL_S = 0.5
-"""How often the planner is told how far we are."""
 _LOOK_S = 0.5
 _PAUSE_S = 0.05
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
@@ -71,23 +69,11 @@ class Staged:
         return self.part is None
 
 
-class _Once:
-    """A hook that is called once."""
-
-    def __init__(self, hook: Callable[[int], None] | None) -> None:
-        self._hook = hook
-
-    def __call__(self, version: int) -> None:
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook(version)
-
-
 class Attempts:
     """See the module. One thread at a time takes; the door's threads ask what is held.
 
     Attributes:
-        is_touched: whether the last `take` wrote to the target itself.
+        is_touched: whether a `take` wrote to the target itself, since this was set to False.
         told: the checkpoint as a planner said it.
 
     Args:
@@ -163,7 +149,7 @@ class Attempts:
         *,
         live: tuple[str, int],
         is_dirty: bool,
-        before_read: Callable[[int], None] | None,
+        before_read: Callable[[int], None],
     ) -> Staged:
         """Read and verify a version.
 
@@ -171,7 +157,7 @@ class Attempts:
             version: which; None: the newest.
             live: the run and version that we have.
             is_dirty: what we have is no version.
-            before_read: called once with the version, before the first byte is read.
+            before_read: called with the version before the first byte of each attempt is read.
 
         Raises:
             NotFound: nothing can be read yet. Else see `Subscriber.update`.
@@ -181,14 +167,13 @@ class Attempts:
             asked = PartReply(version=version, run=live[0])
             if _is_live(asked, live, is_dirty=is_dirty):
                 return _nothing(asked, begun, 0)
-        self.is_touched, self._asking = False, None
-        hook = _Once(before_read)
+        self._asking = None
         try:
-            return self._tried(version, live, is_dirty=is_dirty, hook=hook, lost=lost, begun=begun)
+            return self._tried(version, live, is_dirty=is_dirty, before_read=before_read, lost=lost, begun=begun)
         except NotFound:
             raise  # it is asked for again
         except BaseException as error:
-            self._tell_failed(error)
+            tell_failed(self._roster, self._asking, error)
             raise
 
     def _tried(
@@ -197,7 +182,7 @@ class Attempts:
         live: tuple[str, int],
         *,
         is_dirty: bool,
-        hook: _Once,
+        before_read: Callable[[int], None],
         lost: dict[str, PenstockError],
         begun: float,
     ) -> Staged:
@@ -211,7 +196,7 @@ class Attempts:
                 self._asking = planner.member, reply.version
                 if _is_live(reply, live, is_dirty=is_dirty):
                     return _nothing(reply, begun, attempt)
-                hook(reply.version)
+                before_read(reply.version)
                 return self._read(planner, landing, reply, begun, attempt)
             except SourceFailed as failed:
                 last, error = failed.member, failed.error
@@ -289,7 +274,7 @@ class Attempts:
         assert self._take is not None
         take, part = self._take, self._take.part
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
-        with self._telling(planner.member, reply.version, take):
+        with telling(self._roster, planner.member, reply.version, take):
             links = open_links(self._roster, used, reply.version, self._stall_s)
             plan_s = time.perf_counter() - begun
             try:
@@ -315,35 +300,6 @@ class Attempts:
             why=(*dict.fromkeys(one.why for one in found.links if one.why), *landing.wanted.why()),
         )
 
-    @contextlib.contextmanager
-    def _telling(self, planner: str, version: int, take: Take) -> Iterator[None]:
-        """While inside, tell the planner how far we are; at the end, that we have it."""
-        over = threading.Event()
-
-        def work() -> None:
-            while not over.wait(TELL_S):
-                self._tell(planner, Progress(version=version, moved_bytes=take.moved_bytes))
-
-        teller = threading.Thread(target=work, name="penstock-tell", daemon=True)
-        teller.start()
-        try:
-            yield
-            self._tell(planner, Progress(version=version, moved_bytes=take.moved_bytes, outcome="committed"))
-        finally:
-            over.set()
-            teller.join()
-
-    def _tell(self, planner: str, progress: Progress) -> None:
-        """Who cannot be told counts us as late; the update goes on."""
-        with contextlib.suppress(PenstockError):
-            self._roster.ask(planner, lambda talk: talk.progress(progress), line="progress")
-
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell the planner that was asked last, so that nobody waits for us."""
-        if self._asking is not None:
-            planner, version = self._asking
-            self._tell(planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
-
     def flip(self, staged: Staged) -> None:
         """Staged mode: what was read becomes the target's."""
         assert self._landing is not None and staged.part is not None
@@ -359,6 +315,21 @@ class Attempts:
         held = self.held
         if held is not None and held.version is not None:
             held.fence()
+
+    def check_proven(self) -> None:
+        """Before others read what we hold: that it still is what was received.
+
+        Raises:
+            StaleDescriptor: an engine changed it in place since; it is given to nobody.
+        """
+        held, take = self.held, self._take
+        if held is None or take is None or held.version is None:
+            return
+        for strips, wanted in take.proven:
+            if (held.regions.digests(strips) != wanted).any():
+                self.fence()
+                message = "what was received was changed here since; it is given to nobody"
+                raise StaleDescriptor(message, hint="give serve=False where the engine changes weights in place")
 
     def reopen(self, version: int) -> bool:
         """Let others read what we hold, if we hold a version."""

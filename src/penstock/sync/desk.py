@@ -66,6 +66,7 @@ class Desk:
         board: what it says of its versions.
         planner: plans for others.
         audience: of a publisher's rank 0, whom it waits for.
+        check: raises unless what is held may be given.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Desk:
         board: Board,
         planner: Planner,
         audience: Audience | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._key, self._admit, self._held, self._board = key, admit, held, board
-        self._planner, self._audience = planner, audience
+        self._planner, self._audience, self._check = planner, audience, check
         self._lock = threading.Lock()
         self._sessions: dict[str, _Known] = {}
 
@@ -155,6 +157,7 @@ class Desk:
 
     def _map(self, version: int, wait_s: float) -> HeldMap:
         """The map of a version, waited for while it is still to come."""
+        self._check()
         held, deadline = self._holding(), time.monotonic() + wait_s
         with held.changed:
             while held.version is None or held.version < version:

@@ -9,16 +9,13 @@ Not here: what it wants (`target`), one attempt at a version (`attempt`), whom i
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from penstock.config import Settings, parse_bytes
 from penstock.errors import (
-    BudgetTooSmall,
     Cancelled,
     ConfigError,
     NotFound,
@@ -26,7 +23,6 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
 from penstock.sync.attempt import Attempts, Staged
@@ -36,8 +32,7 @@ from penstock.sync.layout import Load
 from penstock.sync.planner import Planner
 from penstock.sync.report import UpdateMode, UpdateReport, path_of
 from penstock.sync.roster import Roster
-from penstock.sync.take import LEAST_BYTES
-from penstock.sync.target import Target, to_arenas
+from penstock.sync.target import Target
 from penstock.sync.want import Wanted
 
 ASK_S = 1.0
@@ -108,6 +103,7 @@ class Subscriber:
             held=lambda: landing.held,
             board=self._board,
             planner=self.planner,
+            check=self._check_proven,
         )
         self._staged: Staged | None = None
         self._updating, self._is_closed = threading.Lock(), False
@@ -198,22 +194,30 @@ class Subscriber:
         with self._updating:
             return self._commit()
 
+    def _check_proven(self) -> None:
+        try:
+            self._attempts.check_proven()
+        except StaleDescriptor:
+            self._board.post(self._run, self.version, is_open=False)
+            self.member.beat_now()
+            raise
+
     def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
         self._check_open()
         self.member.beat_now()
         self._staged = None
-        found = self._taken(version, timeout_s, None)
+        found = self._taken(version, timeout_s, lambda found: None)
         self._staged = found
         return found
 
-    def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None] | None) -> Staged:
+    def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
         """A version, read and verified; waits for one as long as it may."""
-        begun = time.monotonic()
+        begun, self._attempts.is_touched = time.monotonic(), False
         while True:
             try:
-                return self._attempts.take(
-                    version, live=(self._run, self.version), is_dirty=self.is_dirty, before_read=before_read
-                )
+                is_dirty = self.is_dirty or self._attempts.is_touched
+                live = self._run, self.version
+                return self._attempts.take(version, live=live, is_dirty=is_dirty, before_read=before_read)
             except StaleDescriptor:
                 # Nobody has it now: one that took it is heard of within a beat, and the next version may be awaited.
                 if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
@@ -249,9 +253,10 @@ class Subscriber:
         begun: list[float] = []
 
         def pause(found: int) -> None:
-            begun.append(time.perf_counter())
-            self._call(self._hooks.before_pause, found)
-            self._close_board()
+            if not begun:
+                begun.append(time.perf_counter())
+                self._call(self._hooks.before_pause, found)
+                self._close_board()
 
         try:
             staged = self._taken(version, timeout_s, pause)
@@ -265,8 +270,10 @@ class Subscriber:
                 self.member.beat_now()
                 if isinstance(error, PenstockError):
                     error.mutated = True
-            elif begun and self._attempts.reopen(self.version):
-                self._open_board()
+            elif begun and not self.is_dirty and self.version >= 0:
+                if self._attempts.reopen(self.version):
+                    self._open_board()
+                self._call(self._hooks.after_resume, self.version)
             raise
         return self._live(staged, begun[0], time.perf_counter() - installed)
 
@@ -331,73 +338,3 @@ class Subscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def subscriber(
-    name: str,
-    target: Target,
-    *,
-    hub: str | None = None,
-    token: str | None = None,
-    mode: UpdateMode = "staged",
-    load: Load | None = None,
-    strict: bool = True,
-    rank: int = 0,
-    world_size: int = 1,
-    hooks: Hooks | None = None,
-    serve: bool = True,
-    arena: bool = False,
-    listen: str | None = None,
-    rack: str = "",
-    transports: Sequence[str] | None = None,
-    memory_bytes: int | str | None = None,
-    stall_s: float | None = None,
-) -> Subscriber:
-    """Receive what is published under a name into a live model; a publisher need not be there yet.
-
-    Args:
-        name: of the sync.
-        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each wanted as it is.
-        hub, token, arena, listen, rack, transports, stall_s: see `publisher`.
-        mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
-            `direct`: received into the target itself while the engine is paused; takes no memory.
-        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
-        strict: every parameter of a module must be filled by what is published.
-        rank, world_size: for people.
-        hooks: what the engine does around a commit.
-        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
-        memory_bytes: staged, bound of the memory beside the target; direct, of bytes read and not yet verified.
-
-    Raises:
-        HubUnavailable: there is no hub. ConfigError, MissingExtra: an argument, or a package for it.
-        BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
-    """
-    if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
-        raise ConfigError(f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}")
-    settings = Settings.read(stall_s=stall_s)
-    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
-    if mode == "direct" and budget is not None and budget < LEAST_BYTES:
-        raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
-    if arena:
-        to_arenas(target)
-    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
-    with contextlib.ExitStack() as stack:
-        member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
-        stack.callback(member.leave, 0.0)
-        made = Subscriber(
-            name,
-            target,
-            member,
-            mode=mode,
-            load=load,
-            strict=strict,
-            rank=rank,
-            world_size=world_size,
-            hooks=hooks or Hooks(),
-            serve=serve,
-            memory_bytes=budget,
-            stall_s=settings.stall_s,
-        )
-        stack.pop_all()
-    return made

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from penstock.digest.strip import Strips
 from penstock.engine.executors import Executor
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
@@ -46,6 +47,7 @@ class Take:
 
     Attributes:
         moved_bytes: verified in this run, or the last; only grows while it runs.
+        proven: strips of our memory, and what they digest to, of the last run.
         lost: the source whose failure ended the last run, so that the caller plans without it; None: none did.
 
     Args:
@@ -79,6 +81,7 @@ class Take:
         self._sizes: list[tuple[int, ...]] = []
         self.lost: str | None = None
         self.moved_bytes = 0
+        self.proven: list[tuple[Strips, U64]] = []
 
     def run(self, sources: Mapping[str, SourceLink], on_bucket: Callable[[int], None]) -> TakeReport:
         """Return once every bucket was handed on.
@@ -96,7 +99,7 @@ class Take:
 
         Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
-        self.lost, self.moved_bytes = None, 0
+        self.lost, self.moved_bytes, self.proven = None, 0, []
         run = _Run(self, self._prepare(sources), sources, on_bucket, self._trace)
         return run.run()
 
@@ -235,6 +238,7 @@ class _Run:
             )
             self.lost(member, error)
             raise error
+        self._take.proven.append((step.ours, got))
 
     def verified(self, step: Step) -> None:
         """Its bytes are what the source says."""

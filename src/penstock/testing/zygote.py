@@ -46,7 +46,7 @@ IMPORTS = (
     "penstock.fleet.store_redis",
     "penstock.fleet.unix_http",
     "penstock.sync.publish",
-    "penstock.sync.receive",
+    "penstock.sync.subscribe",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.shm",

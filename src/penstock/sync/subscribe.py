@@ -1,0 +1,90 @@
+"""`subscriber`: an inference rank joins a sync.
+
+In: a live model or tensors, a name, a hub or none. Out: a `Subscriber`.
+Not here: what it does (`receive`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from penstock.config import Settings, parse_bytes
+from penstock.errors import BudgetTooSmall, ConfigError
+from penstock.fleet.client import TIMEOUT_S, HubClient
+from penstock.fleet.member import Member
+from penstock.sync.layout import Load
+from penstock.sync.receive import Hooks, Subscriber
+from penstock.sync.report import UpdateMode
+from penstock.sync.take import LEAST_BYTES
+from penstock.sync.target import Target, to_arenas
+
+
+def subscriber(
+    name: str,
+    target: Target,
+    *,
+    hub: str | None = None,
+    token: str | None = None,
+    mode: UpdateMode = "staged",
+    load: Load | None = None,
+    strict: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+    hooks: Hooks | None = None,
+    serve: bool = True,
+    arena: bool = False,
+    listen: str | None = None,
+    rack: str = "",
+    transports: Sequence[str] | None = None,
+    memory_bytes: int | str | None = None,
+    stall_s: float | None = None,
+) -> Subscriber:
+    """Receive what is published under a name into a live model; a publisher need not be there yet.
+
+    Args:
+        name: of the sync.
+        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
+            each wanted as it is.
+        hub, token, arena, listen, rack, transports, stall_s: see `publisher`.
+        mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
+            `direct`: received into the target itself while the engine is paused; takes no memory.
+        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
+        strict: every parameter of a module must be filled by what is published.
+        rank, world_size: for people.
+        hooks: what the engine does around a commit.
+        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
+        memory_bytes: staged, bound of the memory beside the target; direct, of bytes read and not yet verified.
+
+    Raises:
+        HubUnavailable: there is no hub. ConfigError, MissingExtra: an argument, or a package for it.
+        BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
+    """
+    if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
+        raise ConfigError(f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}")
+    settings = Settings.read(stall_s=stall_s)
+    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    if mode == "direct" and budget is not None and budget < LEAST_BYTES:
+        raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
+    if arena:
+        to_arenas(target)
+    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
+    with contextlib.ExitStack() as stack:
+        member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
+        stack.callback(member.leave, 0.0)
+        made = Subscriber(
+            name,
+            target,
+            member,
+            mode=mode,
+            load=load,
+            strict=strict,
+            rank=rank,
+            world_size=world_size,
+            hooks=hooks or Hooks(),
+            serve=serve,
+            memory_bytes=budget,
+            stall_s=settings.stall_s,
+        )
+        stack.pop_all()
+    return made
