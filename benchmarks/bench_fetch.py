@@ -33,8 +33,8 @@ from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 
 SCRUB_S = 0.7
-"""Pause before fetches: the driver clears memory that was just freed, and who allocates it waits for that (60 GB: up to
-0.3 s). A process that starts finds memory cleared."""
+"""Pause before fetches: memory that was just given back keeps who allocates it waiting, 0.2 s for 60 GB at once, 0.1 s
+after this, 0.03 s where it was never used. Source: docs/design/003-fetch.md."""
 OBJECT_STORE_GB_PER_S = 1.25
 """Of the 10 Gb/s object store that a fetch is held beside: its link, which no reader beats."""
 
@@ -45,6 +45,8 @@ class Failed(Exception):
 
 class Bench:
     """One run."""
+
+    serve = staticmethod(fetch_worker.serve)
 
     def __init__(self, asked: argparse.Namespace, stack: ExitStack) -> None:
         self.asked, self.stack = asked, stack
@@ -74,7 +76,7 @@ class Bench:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         given = (there, rank, self.asked.world_size, self.asked.device)
-        process = context.Process(target=fetch_worker.serve, args=given, daemon=True)
+        process = context.Process(target=self.serve, args=given, daemon=True)
         process.start()
         there.close()
         try:

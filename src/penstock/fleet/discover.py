@@ -25,7 +25,7 @@ from penstock.fleet.member import Member
 from penstock.fleet.messages import FlightRequest, HoldingState
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
-from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
+from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.storage.manifest import Uris
 from penstock.storage.manifest_file import leaves_of
@@ -66,20 +66,22 @@ class Found:
         arenas: list[Arena] = []
         if self.place is not None:
             flat = self.place(table)
+            made = [
+                as_tensor(raw, dtype, shape)
+                if raw.numel()
+                else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
+                for raw, dtype, shape in zip(flat, table.dtypes, table.shapes, strict=True)
+            ]
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
             arena.warm(is_over)
-            flat = [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+            offsets = arena.place(nbytes)
+            flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
+            made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
-        made = {
-            name: as_tensor(raw, dtype, shape)
-            if raw.numel()
-            else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
-            for name, raw, dtype, shape in zip(table.names, flat, table.dtypes, table.shapes, strict=True)
-        }
         holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
-        return holding, made
+        return holding, dict(zip(table.names, made, strict=True))
 
 
 class Discovery:
