@@ -14,16 +14,20 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operation import as_it_is, one, specs_of, whole
-from penstock.plan.tasks import Input, Output, Recipe, Spec
+from penstock.jobs.operation import all_of, as_it_is, one, specs_of, whole
+from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.transform.fuse import Job as FusedJob
+from penstock.transform.fuse import fuse
 from penstock.transform.geometry import FORMATS, Format, alignment, fault, format_of, outputs
-from penstock.transform.quantize import dequantise, quantise, torch_dtype
+from penstock.transform.quantize import dequantise, dtype_of, quantise, torch_dtype
 from penstock.transform.select import KEEP, Selection, quantization_config, select
 from penstock.types import Box, DType, TensorTable
 
 
 class Store:
     """Tensors in a format: those that are selected and that it takes; the others as they are.
+
+    On a device by one kernel a tensor, whose bits are those of the CPU (`transform.fuse`).
 
     Args:
         format: a tag of `transform.geometry.FORMATS`.
@@ -75,7 +79,7 @@ class Store:
         made = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
         pers = [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(made))] if align else [0] * len(made)
-        given = (whole(0, spec),) if align else (Input(source=0, spec=spec, box=Box.full(spec.shape), at=None),)
+        given = (whole(0, spec),) if align else (all_of(0, spec),)
         return Recipe(
             outputs=tuple(
                 Output(spec=Spec(name=out.name, dtype=out.dtype, shape=out.shape), per=per)
@@ -94,18 +98,26 @@ class Store:
         assert source is not None
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
             return [source]
-        return quantise(self._form, source)
+        if source.device.type == "cpu":
+            return quantise(self._form, source)
+        outs = tuple(
+            torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device)
+            for part in outputs(self._form, "", dtype_of(source), tuple(source.shape), Box.full(source.shape))
+        )
+        fuse(self._form, [FusedJob(source=source, outputs=outs)]).run()
+        return outs
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`."""
         if self._selection is None:
-            return {**config, "torch_dtype": dtype_name(self._form.values)}
+            return _with_dtype(config, self._form.values)
         return {**config, "quantization_config": quantization_config(self._form, self._selection)}
 
 
-def dtype_name(dtype: DType) -> str:
-    """What a model's configuration calls a dtype."""
-    return str(torch_dtype(dtype)).removeprefix("torch.")
+def _with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    """A model's configuration that names a dtype: under `dtype`, as of transformers 5, or `torch_dtype`, as before."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return {**config, key: str(torch_dtype(dtype)).removeprefix("torch.")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,7 @@ class Dequantise:
             codes = stored[0]
             shape = (*codes.shape[:-1], codes.shape[-1] * 2) if form.values is DType.F4 else codes.shape
             out = Spec(name=base, dtype=DType(self.to), shape=shape)
-            others = tuple(Input(source=0, spec=spec, box=Box.full(spec.shape), at=None) for spec in stored[1:])
+            others = tuple(all_of(0, spec) for spec in stored[1:])
             align = alignment(form, shape)[0] if len(shape) == 2 else 1
             recipe = Recipe(
                 outputs=(Output(spec=out),), inputs=(whole(0, codes), *others), num_rows=shape[0], align=align
@@ -193,4 +205,4 @@ class Dequantise:
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`."""
         left = {key: value for key, value in config.items() if key != "quantization_config"}
-        return {**left, "torch_dtype": dtype_name(DType(self.to))}
+        return _with_dtype(left, DType(self.to))

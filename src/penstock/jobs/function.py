@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError
-from penstock.jobs.operation import Operation, as_it_is, one, specs_of, whole
-from penstock.plan.tasks import Input, Output, Recipe
-from penstock.types import Box, DType, TensorTable
-
-_FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+from penstock.errors import ConfigError, OperationFailed
+from penstock.jobs.operation import FLOATS, Operation, Unchanged, all_of, as_it_is, one, specs_of, whole
+from penstock.plan.tasks import Output, Recipe
+from penstock.types import TensorTable
 
 
 def function_of(function: str, **options: Any) -> Operation:
@@ -55,7 +53,7 @@ def function_of(function: str, **options: Any) -> Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class Function(Unchanged):
     """A function of one tensor and its name, on every floating tensor that it names."""
 
     words: str
@@ -71,14 +69,14 @@ class Function:
         wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
         found = []
         for spec in specs_of(one(sources, self.words)):
-            if spec.dtype not in _FLOATS or not re.search(wanted, spec.name):
+            if spec.dtype not in FLOATS or not re.search(wanted, spec.name):
                 found.append(as_it_is(0, spec))
             elif rows and spec.shape:
                 inputs = (whole(0, spec),)
                 found.append(Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
             else:
-                all_of_it = Input(source=0, spec=spec, box=Box.full(spec.shape), at=None)
-                found.append(Recipe(outputs=(Output(spec=spec, per=0),), inputs=(all_of_it,), num_rows=1, align=0))
+                inputs = (all_of(0, spec),)
+                found.append(Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0))
         return found
 
     def run(
@@ -88,10 +86,11 @@ class Function:
         spec = recipe.outputs[0].spec
         (tensor,) = inputs
         assert tensor is not None
-        if spec.dtype not in _FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
+        if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
             return [tensor]
-        return [self.call(tensor, spec.name)]
-
-    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        return config
+        made = self.call(tensor, spec.name)
+        if not isinstance(made, torch.Tensor) or (made.dtype, made.shape) != (tensor.dtype, tensor.shape):
+            given = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+            message = f"{self.words} gave {given}, not {tensor.dtype} {list(tensor.shape)}"
+            raise OperationFailed(message, tensor=spec.name, hint="an operation that gives others is a class")
+        return [made]

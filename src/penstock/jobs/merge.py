@@ -1,29 +1,36 @@
-"""Operations on several checkpoints of one model: sums, rotations, votes, and an adapter into its base.
+"""Operations on several checkpoints of one model: sums, rotations, votes.
 
-In / Out: see `operation`. All numbers are FP32 until the last rounding, to the first source's dtype.
-Not here: storing the result in a format (`formats`, in a chain).
+In / Out: see `operation`. All numbers are FP32, each step rounded once, to the first source's dtype at last.
+Not here: an adapter into its base (`lora`), storing the result in a format (`formats`, in a chain).
+
+Tensors are walked in blocks that stay in the cache: nothing as large as a tensor is made beside the result.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operation import as_it_is, specs_of, whole
-from penstock.plan.tasks import Input, Output, Recipe, Spec
-from penstock.types import Box, DType, TensorTable
+from penstock.jobs.operation import FLOATS, Unchanged, all_of, as_it_is, specs_of, whole
+from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.types import TensorTable
 
-_FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 _SHOWN = 5
+_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
+"""Elements walked at once. Reason: in FP32 a few blocks of 256 KiB fit a core's L2 cache; on a device a block is
+launches that take longer than they cost."""
+COLINEAR = 0.9995
+"""Cosine beyond which the arc is taken for a line. Source: mergekit 0.1.5, merge_methods/slerp.py."""
+_LOW_BITS = 16
+"""Of a magnitude, looked at when its upper bits are known: two counts of 2^15 and 2^16 find it."""
 
 
-def _same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
-    """Each tensor in every source, in the first one's order. PlanError where names or shapes differ."""
+def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
+    """Each tensor in every source, in the first one's order. PlanError where names or shapes differ, with some."""
     first, *others = (specs_of(table) for table in sources)
     named = [{spec.name: spec for spec in specs} for specs in others]
     for i, found in enumerate(named, 1):
@@ -44,18 +51,14 @@ def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
     """One output of the same rows of all, or of all of all."""
     spec = specs[0]
     if not rows or not spec.shape:
-        inputs = tuple(Input(source=i, spec=one, box=Box.full(one.shape), at=None) for i, one in enumerate(specs))
+        inputs = tuple(all_of(i, one) for i, one in enumerate(specs))
         return Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
-    return Recipe(
-        outputs=(Output(spec=spec),),
-        inputs=tuple(whole(i, one) for i, one in enumerate(specs)),
-        num_rows=spec.shape[0],
-        align=1,
-    )
+    inputs = tuple(whole(i, one) for i, one in enumerate(specs))
+    return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
 
 
-class _Merge:
-    """What merges share: floating tensors are merged, others are the first source's."""
+class _Merge(Unchanged):
+    """What merges share: tensors that float everywhere are merged, others are the first source's."""
 
     rows = True
 
@@ -68,8 +71,8 @@ class _Merge:
         """See `Operation.recipes`."""
         self.check(len(sources))
         found = []
-        for specs in _same_everywhere(sources, self.name):
-            merged = all(spec.dtype in _FLOATS for spec in specs)
+        for specs in same_everywhere(sources, self.name):
+            merged = all(spec.dtype in FLOATS for spec in specs)
             found.append(_together(specs, rows=self.rows) if merged else as_it_is(0, specs[0]))
         return found
 
@@ -81,22 +84,37 @@ class _Merge:
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
         present = [tensor for tensor in inputs if tensor is not None]
-        if len(recipe.inputs) == 1:
-            return present
-        return [self.merge(present).to(present[0].dtype)]
+        return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The merged values, in FP32."""
+        """The merged values, in the first one's dtype."""
         raise NotImplementedError
 
-    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        return config
+
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same elements of each, flat, so many at a time."""
+    step = _BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for at in range(0, flat[0].numel(), step):
+        yield tuple(one[at : at + step] for one in flat)
+
+
+def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The weighted sum, from the first on. Product and sum are each rounded: the same bits wherever rows are cut."""
+    made = torch.empty_like(tensors[0])
+    size = min(_BLOCK if made.device.type == "cpu" else _DEVICE_BLOCK, made.numel())
+    total, term = (torch.empty(size, dtype=torch.float32, device=made.device) for _ in range(2))
+    for out, *parts in _blocks(made, *tensors):
+        some = total[: len(out)].copy_(parts[0]).mul_(weights[0])
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            some.add_(term[: len(out)].copy_(part).mul_(weight))
+        out.copy_(some)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
 class Linear(_Merge):
-    """A weighted sum; without weights, the average.
+    """A weighted sum; without weights, the average. mergekit's `linear`, but FP32 where it has the sources' dtype.
 
     Args:
         weights: one a source.
@@ -122,17 +140,15 @@ class Linear(_Merge):
         """See `_Merge.merge`."""
         weights = self.weights or (1.0,) * len(tensors)
         total = sum(weights) if self.normalize else 1.0
-        found = tensors[0].float() * (weights[0] / total)
-        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-            found.add_(tensor.float(), alpha=weight / total)
-        return found
+        return _sum(tensors, [weight / total for weight in weights])
 
 
 @dataclass(frozen=True, slots=True)
 class Slerp(_Merge):
-    """On the arc between two tensors taken as vectors; on the line where they are nearly parallel.
+    """On the arc between two tensors, each taken as one vector; on the line where they are nearly parallel.
 
-    Source: Shoemake, "Animating rotation with quaternion curves", 1985; the threshold is mergekit's.
+    Source: Shoemake, "Animating rotation with quaternion curves", 1985. As mergekit's `slerp`, but for lengths and
+    cosine in FP64, and the line also where a tensor is all zero (it takes a right angle there).
 
     Args:
         t: 0 is the first source, 1 the second.
@@ -153,22 +169,25 @@ class Slerp(_Merge):
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""
-        a, b = (tensor.float() for tensor in tensors)
-        lengths = a.norm() * b.norm()
-        dot = (a * b).sum() / torch.where(lengths > 0, lengths, 1.0)
-        if not bool(lengths > 0) or bool(dot.abs() > 0.9995):
-            return a * (1 - self.t) + b * self.t
-        angle = torch.acos(dot)
-        return a * (torch.sin((1 - self.t) * angle) / torch.sin(angle)) + b * (
-            torch.sin(self.t * angle) / torch.sin(angle)
-        )
+        sums = torch.zeros(3, dtype=torch.float64, device=tensors[0].device)
+        for a, b in _blocks(*tensors):
+            x, y = a.double(), b.double()
+            sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)])
+        aa, bb, ab = sums.tolist()
+        length = math.sqrt(aa) * math.sqrt(bb)
+        if not length or not abs(ab / length) <= COLINEAR:
+            return _sum(tensors, [1 - self.t, self.t])
+        angle = math.acos(ab / length)
+        return _sum(tensors, [math.sin(share * angle) / math.sin(angle) for share in (1 - self.t, self.t)])
 
 
 @dataclass(frozen=True, slots=True)
 class Ties(_Merge):
     """What fine-tuned models changed of their base, trimmed, signs voted on, those that agree averaged.
 
-    The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3.
+    The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. As mergekit's `ties`, but for:
+    FP32 where it has the sources' dtype; changes as large as the least that is kept are kept too; where a vote ends in
+    a tie nothing changes (it takes it for positive).
 
     Args:
         density: the share of each tensor's changes that is kept, the largest.
@@ -197,93 +216,55 @@ class Ties(_Merge):
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""
-        base = tensors[0].float()
         weights = self.weights or (1.0,) * (len(tensors) - 1)
-        changes = [self._trimmed(tensor.float() - base) for tensor in tensors[1:]]
-        votes = torch.zeros_like(base)
-        for change, weight in zip(changes, weights, strict=True):
-            votes.add_(change, alpha=weight)
-        total, count = torch.zeros_like(base), torch.zeros_like(base)
-        for change, weight in zip(changes, weights, strict=True):
-            agrees = (change.sign() == votes.sign()) & (change != 0)
-            total.add_(torch.where(agrees, change, 0.0), alpha=weight)
-            count.add_(agrees, alpha=weight)
-        return base + self.scale * torch.where(count != 0, total / torch.where(count != 0, count, 1.0), 0.0)
+        edges = [self._edge(tensors[0], tensor) for tensor in tensors[1:]]
+        made = torch.empty_like(tensors[0])
+        for out, base, *models in _blocks(made, *tensors):
+            start = base.float()
+            moves = [
+                _trimmed(start, model, edge).mul_(w) for model, edge, w in zip(models, edges, weights, strict=True)
+            ]
+            votes, total, share = (torch.zeros_like(start) for _ in range(3))
+            for move in moves:
+                votes.add_(move)
+            for move, weight in zip(moves, weights, strict=True):
+                agrees = (move.sign() == votes.sign()) & (move != 0)
+                total.add_(move.where(agrees, 0.0))
+                share.add_(torch.where(agrees, weight, 0.0))
+            total.div_(share.where(share != 0, 1.0))
+            out.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
+        return made
 
-    def _trimmed(self, change: torch.Tensor) -> torch.Tensor:
-        kept = max(1, round(self.density * change.numel()))
-        if kept >= change.numel():
-            return change
-        size = change.abs().reshape(-1)
-        edge = size.kthvalue(size.numel() - kept + 1).values
-        return torch.where(change.abs() >= edge, change, 0.0)
+    def _edge(self, base: torch.Tensor, model: torch.Tensor) -> int:
+        """The bits of the least magnitude that is kept."""
+        kept = max(1, int(self.density * base.numel()))
+        if kept >= base.numel():
+            return 0
+        high = _counted(base, model, None)
+        above = high.flip(0).cumsum(0)
+        top = int((above >= kept).int().argmax())
+        bucket = len(high) - 1 - top
+        left = kept - (int(above[top - 1]) if top else 0)
+        low = _counted(base, model, bucket)
+        return bucket << _LOW_BITS | len(low) - 1 - int((low.flip(0).cumsum(0) >= left).int().argmax())
 
 
-@dataclass(frozen=True, slots=True)
-class LoraMerge:
-    """An adapter of PEFT's form added to its base: W + scale * B @ A. The sources are the base and the adapter.
+def _counted(base: torch.Tensor, model: torch.Tensor, bucket: int | None) -> torch.Tensor:
+    """How many changes have each value of a magnitude's upper bits; or of its lower ones, in one bucket of those."""
+    counts = torch.zeros(1 << (_LOW_BITS if bucket is not None else 31 - _LOW_BITS), dtype=torch.int64)
+    for one, other in _blocks(base, model):
+        bits = _magnitude(other.float() - one.float())
+        upper = bits >> _LOW_BITS
+        found = upper if bucket is None else bits[upper == bucket] & ((1 << _LOW_BITS) - 1)
+        counts += torch.bincount(found, minlength=len(counts)).cpu()
+    return counts
 
-    Source: Hu et al., "LoRA", 2021, section 4.1; names and `use_rslora` as PEFT saves them.
 
-    Args:
-        adapter_config: what `adapter_config.json` says.
-    """
+def _magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The bits of |x|: ordered as the numbers are, NaN beyond all."""
+    return values.view(torch.int32) & 0x7FFFFFFF
 
-    adapter_config: Mapping[str, Any] = field(hash=False)
 
-    @property
-    def name(self) -> str:
-        """See `Operation.name`."""
-        told = {
-            key: self.adapter_config.get(key)
-            for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-        }
-        return f"lora-merge({told})"
-
-    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`."""
-        if len(sources) != 2:
-            raise PlanError(f"lora-merge takes a base and an adapter, not {len(sources)} sources")
-        adapter = {spec.name: spec for spec in specs_of(sources[1])}
-        base, found, used = specs_of(sources[0]), [], set[str]()
-        for spec in base:
-            module = spec.name.removesuffix(".weight")
-            names = [f"{module}.lora_{side}.weight" for side in "AB"]
-            pair = [adapter.get(f"base_model.model.{name}") or adapter.get(name) for name in names]
-            if None in pair:
-                found.append(as_it_is(0, spec))
-                continue
-            a, b = (one for one in pair if one is not None)
-            if len(spec.shape) != 2 or spec.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
-                raise PlanError(f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit", tensor=spec.name)
-            used |= {a.name, b.name}
-            inputs = (whole(0, spec), Input(source=1, spec=a, box=Box.full(a.shape), at=None), whole(1, b))
-            found.append(Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
-        if unused := sorted(adapter.keys() - used):
-            shown = ", ".join(unused[:_SHOWN])
-            raise PlanError(f"{len(unused)} tensors of the adapter have no place in the base: {shown}")
-        return found
-
-    def run(
-        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`."""
-        weight, *pair = (tensor for tensor in inputs if tensor is not None)
-        if not pair:
-            return [weight]
-        a, b = pair
-        module = recipe.outputs[0].spec.name.removesuffix(".weight")
-        merged = weight.float().add_(b.float() @ a.float(), alpha=self._scale(module, a.shape[0]))
-        return [merged.to(weight.dtype)]
-
-    def _scale(self, module: str, rank: int) -> float:
-        alpha = self.adapter_config.get("lora_alpha", rank)
-        for pattern, other in (self.adapter_config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = other
-                break
-        return float(alpha) / (rank**0.5 if self.adapter_config.get("use_rslora") else rank)
-
-    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        return config
+def _trimmed(base: torch.Tensor, model: torch.Tensor, edge: int) -> torch.Tensor:
+    change = model.float() - base
+    return change.where(_magnitude(change) >= edge, 0.0)

@@ -18,7 +18,10 @@ import torch
 
 from penstock.errors import ConfigError, PlanError
 from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
-from penstock.types import Box, TensorTable
+from penstock.types import Box, DType, TensorTable
+
+FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+"""What is computed with."""
 
 
 class Operation(Protocol):
@@ -68,6 +71,11 @@ def whole(source: int, spec: Spec) -> Input:
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
+def all_of(source: int, spec: Spec) -> Input:
+    """All of a tensor, for whatever rows of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
+
+
 def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
     """A tensor copied, perhaps under another name."""
     made = spec if name is None else replace(spec, name=name)
@@ -89,8 +97,18 @@ def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
     return sources[0]
 
 
+class Unchanged:
+    """The configuration stays."""
+
+    __slots__ = ()
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return config
+
+
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Unchanged):
     """Tensors as they are: into shards of another size, into one file, out of one store into another."""
 
     name = "copy"
@@ -104,10 +122,6 @@ class Copy:
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
         return [tensor for tensor in inputs if tensor is not None]
-
-    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _MADE_BY: Mapping[str, str] = {
     "linear": "penstock.jobs.merge:Linear",
     "slerp": "penstock.jobs.merge:Slerp",
     "ties": "penstock.jobs.merge:Ties",
-    "lora-merge": "penstock.jobs.merge:LoraMerge",
+    "lora-merge": "penstock.jobs.lora:LoraMerge",
     "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""

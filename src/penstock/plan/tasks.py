@@ -31,6 +31,8 @@ class Spec:
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    group: str = ""
+    """Of an output: which of several weight sets it is in; names are unique within one. See `lay_out`."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +75,7 @@ class Input:
 
     def taken(self, start: int, stop: int) -> Box | None:
         """The box that these rows of the recipe need; None: nothing of it."""
-        if self.at is None or not self.box.start:
+        if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
         if low >= high:

@@ -1,0 +1,85 @@
+"""Operations run without workers: what they give, with rows cut wherever their recipes allow.
+
+In: an operation, tensors of its sources. Out: its outputs by name, or an AssertionError where cuts change their bits.
+Not here: what the outputs should be: a test compares them with a plain reference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from penstock.jobs.operation import Operation
+from penstock.loader.tensor import dtype_of, torch_dtype
+from penstock.plan.tasks import Recipe, Spec, lay_out
+from penstock.types import TensorTable
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def table_of(tensors: Tensors) -> TensorTable:
+    """The table of a checkpoint that holds these."""
+    specs = [
+        Spec(name=name, dtype=dtype_of(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    return lay_out(specs, shard_bytes=1 << 62).table
+
+
+def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
+    """All outputs; with a seed, of recipes cut at random. Dtypes and shapes are those that the recipes say."""
+    found: dict[str, torch.Tensor] = {}
+    for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
+        parts = [_run(operation, recipe, start, stop, sources) for start, stop in _cuts(recipe, seed)]
+        for out, *pieces in zip(recipe.outputs, *parts, strict=True):
+            name = f"{out.spec.group}/{out.spec.name}" if out.spec.group else out.spec.name
+            assert name not in found, name
+            flat = torch.cat([_bytes(piece) for piece in pieces])
+            assert {piece.dtype for piece in pieces} == {torch_dtype(out.spec.dtype)}, name
+            found[name] = flat.view(torch_dtype(out.spec.dtype)).reshape(out.spec.shape)
+    return found
+
+
+def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
+    """`made` of whole recipes, held against cuts at random, bit for bit."""
+    whole = made(operation, *sources)
+    for seed in seeds:
+        cut = made(operation, *sources, seed=seed)
+        assert cut.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert torch.equal(_bytes(tensor), _bytes(cut[name])), (name, seed)
+    return whole
+
+
+def _cuts(recipe: Recipe, seed: int | None) -> list[tuple[int, int]]:
+    places = range(recipe.align, recipe.num_rows, recipe.align) if recipe.align else range(0)
+    chance = random.Random(seed)
+    inner = [] if seed is None else sorted(chance.sample(places, min(len(places), 1 + seed % 4)))
+    bounds = [0, *inner, recipe.num_rows]
+    return list(pairwise(bounds))
+
+
+def _run(
+    operation: Operation, recipe: Recipe, start: int, stop: int, sources: Sequence[Tensors]
+) -> Sequence[torch.Tensor]:
+    inputs: list[torch.Tensor | None] = []
+    for given in recipe.inputs:
+        tensor, box = sources[given.source][given.spec.name], given.taken(start, stop)
+        if tuple(tensor.shape) != given.spec.shape:  # its bytes, as an operation may ask for
+            tensor = _bytes(tensor)
+        cut = () if box is None else tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        inputs.append(None if box is None else tensor[cut].clone().contiguous())
+    before = [None if one is None else _bytes(one).clone() for one in inputs]
+    found = operation.run(recipe, start, stop, inputs)
+    for old, one in zip(before, inputs, strict=True):
+        assert old is None or one is None or torch.equal(old, _bytes(one)), "an input was changed"
+    for out, tensor in zip(recipe.outputs, found, strict=True):
+        first, last = out.byte_range(start, stop)
+        assert tensor.nbytes == last - first, (out.spec, tensor.shape, start, stop)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,89 @@
+"""A user's own operations: functions of a tensor, classes, and what they must not give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, OperationFailed
+from penstock.jobs.function import function_of
+from penstock.testing.operations import check_rows, made
+
+TENSORS = {
+    "mlp.up": torch.randn(33, 9).bfloat16(),
+    "attn.q": torch.randn(7),
+    "scalar": torch.tensor(2.0),
+    "steps": torch.tensor([4]),
+    "none": torch.zeros(0, 3),
+}
+
+
+def halved(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor / 2
+
+
+def centred(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor - tensor.float().mean().to(tensor.dtype) if tensor.numel() else tensor
+
+
+def widened(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.float()
+
+
+def other_halves(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.half()
+
+
+def nothing(tensor: torch.Tensor, name: str) -> None:
+    tensor.clone()
+
+
+halved.rows = True  # type: ignore[attr-defined]
+halved.names = "mlp"  # type: ignore[attr-defined]
+
+
+class Named:
+    """Makes an operation of its options."""
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+
+
+def here(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_function_by_rows_of_the_names_it_wants():
+    found = check_rows(function_of(here("halved")), TENSORS)
+    assert torch.equal(found["mlp.up"], TENSORS["mlp.up"] / 2)
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS if name != "mlp.up")
+
+
+def test_a_function_of_whole_tensors_gets_each_that_floats():
+    found = check_rows(function_of(here("centred")), TENSORS)
+    assert torch.equal(found["mlp.up"], centred(TENSORS["mlp.up"], ""))
+    assert torch.equal(found["scalar"], torch.tensor(0.0)) and torch.equal(found["steps"], TENSORS["steps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("widened", "gave torch.float32"), ("other_halves", "gave torch.float16"), ("nothing", "NoneType")],
+)
+def test_what_it_had_not_said_is_refused(name, said):
+    with pytest.raises(OperationFailed, match=said) as caught:
+        made(function_of(here(name)), TENSORS)
+    assert caught.value.tensor in TENSORS and not caught.value.mutated
+
+
+def test_what_is_no_operation_is_refused():
+    for where, said in (
+        ("no.such.module:f", "No module named"),
+        (here("absent"), "has no absent"),
+        (here("TENSORS"), "neither"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            function_of(where)
+    with pytest.raises(ConfigError, match="neither"):
+        function_of(here("halved"), factor=2)
+    with pytest.raises(ConfigError, match="neither"):
+        function_of(here("Named"), wanted="x")
