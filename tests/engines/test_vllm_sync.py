@@ -1,4 +1,7 @@
-"""vLLM takes new weights from a publisher over its own HTTP routes: its tokens are a fresh engine's, and only then."""
+"""vLLM takes new weights from a publisher over its own HTTP routes: its tokens are a fresh engine's, and only then.
+
+The engine that is updated has two workers, each with its half of the heads; the fresh ones have one.
+"""
 
 from __future__ import annotations
 
@@ -180,10 +183,12 @@ def server(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama)]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--max-model-len", "192"]
-    command += ["--block-size", "32", "--weight-transfer-config", '{"backend": "penstock"}']
+    command += ["--block-size", "32", "--tensor-parallel-size", "2"]
+    command += ["--weight-transfer-config", '{"backend": "penstock"}']
     environ = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_CACHE_ROOT": str(directory / "cache"),
         "VLLM_LOGGING_LEVEL": "INFO",
         "PENSTOCK_RUNTIME_DIR": runtime,
@@ -249,14 +254,15 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
     assert len({tuple(tokens) for tokens in fresh.values()}) == 3
     old = server.tokens()
     assert old not in fresh.values()
-    assert server.ask("/start_weight_update")[0] != 200  # subscribed to nothing yet
+    status, said = server.ask("/start_weight_update")
+    assert (status, "subscribed to nothing" in said) == (500, True), said
     server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 10.0})
 
     with trainer(llama, runtime, tmp_path) as first:
         first.tell("publish", 1)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 1})
-        assert "1 committed" in first.answer("publish")
+        assert "2 committed" in first.answer("publish")
         assert server.tokens() == old  # received, and not installed
         server.post("/pause")
         server.post("/finish_weight_update", weight_version="1")
@@ -274,17 +280,17 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
         server.post("/finish_weight_update", weight_version="2")
         server.post("/resume")
         assert server.tokens() == fresh[2]
-        assert "1 committed" in first.answer("publish")
+        assert "2 committed" in first.answer("publish")
 
         # One that fails: the route says so, and the weights are the old ones.
         first.tell("die", 3)
         server.post("/start_weight_update")
         status, said = server.ask("/update_weights", update_info={"version": 3})
-        assert status != 200, said
+        assert (status, "blame: source; destination" in said) == (500, True), said
         assert first.process.wait(timeout=60) == -signal.SIGKILL
         assert server.tokens() == fresh[2]
         assert server.get("/weight_info") == {"weight_version": "2"}
-        assert server.ask("/finish_weight_update", weight_version="3")[0] != 200
+        assert server.ask("/finish_weight_update", weight_version="3")[0] == 500
         assert server.get("/weight_info") == {"weight_version": "2"}
 
     with trainer(llama, runtime, tmp_path) as second:
@@ -296,13 +302,14 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
         server.post("/finish_weight_update", weight_version="4")
         server.post("/resume")
         assert server.tokens() == fresh[4]
-        assert "1 committed" in second.answer("publish")
+        assert "2 committed" in second.answer("publish")
     server.post("/shutdown_weight_transfer_engine")
     assert server.tokens() == fresh[4]
 
 
 def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
-    for body in ({}, {"name": ""}, {"name": "policy", "memory": "disk"}, {"name": "policy", "sped": 1}):
+    wrong = [({}, "'name'"), ({"name": ""}, "'name'"), ({"name": "policy", "memory": "disk"}, "'disk'")]
+    for body, named in (*wrong, ({"name": "policy", "sped": 1}, "'sped'")):
         status, said = server.ask("/init_weight_transfer_engine", init_info=body)
-        assert status != 200, (body, said)
+        assert (status, named in said) == (500, True), (body, said)
     assert len(server.tokens()) == NUM_TOKENS

@@ -255,13 +255,16 @@ def _give_object_stores() -> None:
 
 
 def _give_weight_transfer() -> None:
-    """The backend of `--weight-transfer-config`, and caches that tell versions apart."""
+    """The backend of `--weight-transfer-config`; caches that tell versions apart; answers that are the call's own."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    from penstock.integrations.vllm_replies import hear_all
     from penstock.integrations.vllm_salt import salt_requests
 
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
         engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
     salt_requests(EngineCore, LOAD_FORMAT)
+    hear_all(MultiprocExecutor, LOAD_FORMAT)

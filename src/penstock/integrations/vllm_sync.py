@@ -13,9 +13,10 @@ Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from penstock import api
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PeerLost
 from penstock.integrations.vllm_twin import Twin
 
 _logger = logging.getLogger("vllm.penstock")
+_TOLD_BYTES = 1024
+"""Of an error's text, to the other workers."""
 
 
 @dataclass(kw_only=True)
@@ -108,23 +111,27 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
-        twin = Twin(self.model, self.vllm_config, device)
         rank, world_size = _rank_of(self.parallel_config)
-        subscriber = api.subscriber(
-            init_info.name,
-            twin,
-            hub=init_info.hub,
-            token=_token(init_info.token_file),
-            mode="direct",  # into the twin: what serves is not touched before it is whole
-            load=self._load,
-            strict=False,  # the twin knows better what must be filled
-            rank=rank,
-            world_size=world_size,
-            serve=init_info.serve,
-            listen=_listen(init_info.listen, rank),
-            memory_bytes=init_info.memory_bytes,
-            stall_s=init_info.stall_s,
-        )
+        with contextlib.ExitStack() as stack:
+            with _agreed():
+                twin = Twin(self.model, self.vllm_config, device)
+                subscriber = api.subscriber(
+                    init_info.name,
+                    twin,
+                    hub=init_info.hub,
+                    token=_token(init_info.token_file),
+                    mode="direct",  # into the twin: what serves is not touched before it is whole
+                    load=self._load,
+                    strict=False,  # the twin knows better what must be filled
+                    rank=rank,
+                    world_size=world_size,
+                    serve=init_info.serve,
+                    listen=_listen(init_info.listen, rank),
+                    memory_bytes=init_info.memory_bytes,
+                    stall_s=init_info.stall_s,
+                )
+                stack.callback(subscriber.close)
+            stack.pop_all()
         self._joined, self._strict = (subscriber, twin), init_info.strict
         _logger.info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
@@ -134,7 +141,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._landed = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive a version into the twin.
+        """Receive a version into the twin; all workers of the engine have it then, or all raise.
 
         Raises:
             ConfigError: another version is being received.
@@ -142,46 +149,44 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """
         subscriber, _ = self._parts()
         version = update_info.version
-        if self._receiving is not None:
-            running, done = self._receiving
-            if running != version and not done.done():
+        receiving = self._receiving
+        if receiving is not None:
+            running, done = receiving
+            if running != version and not _all(done.done()):
                 raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
             if running == version and update_info.background:
                 return
             self._receiving = None
-            if running == version:
-                done.result()
-                self._landed = version
-                return
-        if update_info.background and subscriber.version >= 0:
+        if receiving is not None and receiving[0] == version:
+            with _agreed():
+                receiving[1].result()
+        elif update_info.background and _all(subscriber.version >= 0):
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
-        # The first is received here: the model's loader is recorded, and the model must not run meanwhile.
-        self._may_load = True
-        try:
-            self._receive(update_info)
-        finally:
-            self._may_load = False
+        else:  # the first, above all: the model's loader is recorded, and the model must not run meanwhile
+            self._may_load = True
+            try:
+                with _agreed():
+                    self._receive(update_info)
+            finally:
+                self._may_load = False
         self._landed = version
 
     def finish_weight_update(self) -> None:
         """Install what has landed.
 
         Raises:
-            ConfigError: nothing has landed since `start_weight_update`, or it cannot be installed; nothing was touched.
+            ConfigError: nothing has landed since `start_weight_update`; nothing was touched.
             Exception: vLLM's own, of its post-processing; the model is of no version, and must not serve.
         """
         subscriber, twin = self._parts()
         if self._landed is None:
             raise ConfigError("no version has landed since the update was started", hint="call /update_weights")
         began = time.monotonic()
-        twin.install(subscriber.wanted)
-        _logger.info(
-            "penstock: serves version %d of %s, installed in %.3f s",
-            self._landed,
-            subscriber.name,
-            time.monotonic() - began,
-        )
+        with _agreed():
+            twin.install(subscriber.wanted)
+        took_s = time.monotonic() - began
+        _logger.info("penstock: version %d of %s installed in %.3f s", self._landed, subscriber.name, took_s)
 
     def shutdown(self) -> None:
         """Unsubscribe; the model keeps its version."""
@@ -215,6 +220,44 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 hint="receive this version without 'background'",
             )
         return twin.load_weights(weights)
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """What is done inside is done by all workers of this engine, or all raise: vLLM's calls then end alike on all.
+
+    Raises:
+        PeerLost: another worker failed, and this one did not; says why.
+    """
+    why = ""
+    try:
+        yield
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        told = _told(why)
+        if not why and (others := [f"worker {rank}: {one}" for rank, one in enumerate(told) if one]):
+            raise PeerLost("; ".join(others))
+
+
+def _all(is_so: bool) -> bool:
+    """Whether it is so on all workers of this engine."""
+    return not any(_told("" if is_so else "no"))
+
+
+def _told(mine: str) -> list[str]:
+    """What all workers of this engine say, tensor-parallel ranks of one pipeline stage after the other."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    text = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+    told = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            parts = [torch.empty_like(told) for _ in range(group.world_size)]
+            torch.distributed.all_gather(parts, told, group=group.cpu_group)
+            told = torch.cat(parts)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
 
 
 def _rank_of(parallel: Any) -> tuple[int, int]:
