@@ -84,7 +84,7 @@ def convert(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="DIR", help="Write one Chrome trace a worker.", show_default=False),
+        typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of all workers.", show_default=False),
     ] = None,
     ray: Annotated[
         str | None,
@@ -118,7 +118,7 @@ def convert(
         on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
     )
     if format is Format.json:
-        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+        write_json({**plain(report), "gb_per_s": report.gb_per_s, "utilisation": report.utilisation})
         return
     write_lines(f"{report.uri}  {report.revision}")
     write_fields(
@@ -128,6 +128,8 @@ def convert(
             "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
             f"{report.num_twice} run twice",
             "time": f"{report.wall_s:.2f} s, {report.gb_per_s:.2f} GB/s read",
+            "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
+            + f" threads of each of {report.num_workers} workers",
             "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
         }
     )

@@ -1,6 +1,6 @@
 """One trace for everything the engine does: spans per executor, saved as Chrome-trace JSON for Perfetto.
 
-In: `span()` calls from any thread. Out: busy seconds per executor; a JSON file.
+In: spans from any thread. Out: busy seconds per executor; a JSON file, also of several processes' spans.
 Not here: counters and dashboards.
 """
 
@@ -9,18 +9,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+Span = tuple[str, str, int, float, float, int]
+"""Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
+
 
 class Trace:
-    """Spans as (executor, name, thread, start, stop, bytes); `enabled=False` keeps busy seconds only."""
+    """Spans of one process; `enabled=False` keeps busy seconds only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
         self.origin = time.perf_counter()
-        self._spans: list[tuple[str, str, int, float, float, int]] = []
+        self._spans: list[Span] = []
         self._busy: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -35,23 +39,35 @@ class Trace:
         """Seconds spent inside steps, per executor, summed over its threads."""
         return dict(self._busy)
 
+    def take(self) -> list[Span]:
+        """The spans that were added since it was last called. One thread calls it."""
+        taken = self._spans[:]
+        del self._spans[: len(taken)]
+        return taken
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write Chrome-trace JSON (complete events, microseconds), one process row per executor."""
-        executors = sorted({span[0] for span in self._spans})
-        events: list[dict[str, object]] = [
-            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": executor}}
-            for pid, executor in enumerate(executors)
-        ]
+        """Write Chrome-trace JSON, one process row per executor."""
+        rows: dict[str, list[Span]] = {name: [] for name in sorted({span[0] for span in self._spans})}
+        for span in self._spans:
+            rows[span[0]].append(span)
+        save_spans(path, rows, self.origin)
+
+
+def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
+    """Write Chrome-trace JSON: complete events, microseconds since `origin`, one process row for each of `rows`."""
+    events: list[dict[str, object]] = []
+    for pid, (row, spans) in enumerate(rows.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": row}})
         events.extend(
             {
                 "ph": "X",
                 "name": name,
-                "pid": executors.index(executor),
+                "pid": pid,
                 "tid": thread,
-                "ts": (start - self.origin) * 1e6,
+                "ts": (start - origin) * 1e6,
                 "dur": (stop - start) * 1e6,
                 "args": {"bytes": nbytes},
             }
-            for executor, name, thread, start, stop, nbytes in self._spans
+            for _, name, thread, start, stop, nbytes in spans
         )
-        Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+    Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))

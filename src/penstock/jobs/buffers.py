@@ -6,29 +6,36 @@ Not here: device memory, which torch keeps (`lane`).
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from penstock.errors import Cancelled
+from penstock.memory.pages import populate
+from penstock.memory.staging import Registrar
 from penstock.types import MIB
+
+ALIGN_BYTES = 256
+"""Of each tensor in a buffer: as a device allocates. Source: CUDA C++ Programming Guide, "Device memory accesses"."""
 
 
 class Buffers:
     """Buffers by size, and a count of what tasks have reserved. Any thread.
 
     Args:
-        memory_bytes: bound of reserved bytes, and of what is kept for reuse.
-        pinned: page-lock them.
+        memory_bytes: bound of what is reserved and what is kept for reuse, together.
+        registrar: pins buffers; None: they are only host memory.
 
     Attributes:
         peak_bytes: most that was reserved at once.
     """
 
-    def __init__(self, memory_bytes: int, *, pinned: bool) -> None:
-        self._bound, self._pinned = memory_bytes, pinned
-        self._free: dict[int, list[torch.Tensor]] = {}
+    def __init__(self, memory_bytes: int, *, registrar: Registrar | None = None) -> None:
+        self._bound, self._registrar = memory_bytes, registrar
+        self._kept: list[torch.Tensor] = []
         self._kept_bytes = self._reserved = self.peak_bytes = 0
         self._changed = threading.Condition()
 
@@ -53,19 +60,54 @@ class Buffers:
             self._changed.notify_all()
 
     def get(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes`, cut to that: flat uint8."""
-        size = max(1, -(-nbytes // MIB)) * MIB
+        """A buffer of at least `nbytes`, flat uint8. Sizes are an eighth of a power of two apart, to be used again."""
+        step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
+        size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            if found := self._free.get(size):
-                self._kept_bytes -= size
-                return found.pop()[:nbytes]
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)[:nbytes]
+            found = next((one for one in reversed(self._kept) if len(one) == size), None)
+            if found is not None:
+                self._forget(found)
+            while self._kept and self._kept_bytes + self._reserved > self._bound:
+                self._free(self._kept[0])
+        return self._made(size) if found is None else found
 
     def put(self, buffer: torch.Tensor) -> None:
         """Give back what `get` gave; it must be idle."""
-        storage = buffer.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         with self._changed:
-            if self._kept_bytes + storage.nbytes() <= self._bound // 2:
-                self._free.setdefault(storage.nbytes(), []).append(whole)
-                self._kept_bytes += storage.nbytes()
+            self._kept.append(buffer)
+            self._kept_bytes += len(buffer)
+            while self._kept_bytes > self._bound:
+                self._free(self._kept[0])
+
+    def close(self) -> None:
+        """Free what is kept; nobody uses a buffer any more. Idempotent."""
+        with self._changed:
+            while self._kept:
+                self._free(self._kept[0])
+
+    def _made(self, size: int) -> torch.Tensor:
+        if self._registrar is None:
+            return torch.empty(size, dtype=torch.uint8)
+        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        populate(buffer.data_ptr(), size)
+        self._registrar.register(buffer.data_ptr(), size)
+        return buffer
+
+    def _forget(self, buffer: torch.Tensor) -> None:
+        self._kept = [one for one in self._kept if one is not buffer]
+        self._kept_bytes -= len(buffer)
+
+    def _free(self, buffer: torch.Tensor) -> None:
+        self._forget(buffer)
+        if self._registrar is not None:
+            self._registrar.unregister(buffer.data_ptr())
+
+
+def packed(sizes: Sequence[int]) -> list[int]:
+    """Where tensors of these sizes begin in one buffer, and where the last ends."""
+    return [0, *accumulate(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)]
+
+
+def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The parts of a buffer that `packed` says."""
+    return [buffer[at : at + size] for at, size in zip(packed(sizes), sizes, strict=False)]

@@ -14,24 +14,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import ConfigError
+from penstock.engine.trace import save_spans
+from penstock.errors import ConfigError, SourceChanged
+from penstock.jobs.crew import Crew, LocalCrew, WorkerStats, rows_of
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal
 from penstock.jobs.messages import Words
-from penstock.jobs.result import check_unchanged, forget_what_did_not_last, manifest_of, small_files
-from penstock.jobs.run import Coordinator, Crew, LocalCrew, WorkerStats
+from penstock.jobs.result import (
+    METADATA,
+    check_unchanged,
+    forget_what_did_not_last,
+    manifest_of,
+    published,
+    small_files,
+)
+from penstock.jobs.run import Coordinator
 from penstock.jobs.words import Word, operation_of
+from penstock.jobs.worker import EXECUTORS
+from penstock.plan.placement import Placement
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
 from penstock.storage.manifest import Uris, WeightSet, encode, open_weights
 from penstock.storage.output import OutputSet, require_free
 from penstock.storage.place import SIDECAR
-from penstock.storage.upload import publish_remote
+from penstock.storage.upload import publish_remote, require_none
 from penstock.types import GB, MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
@@ -59,9 +71,11 @@ class ConvertReport:
     """Tasks that an earlier run had done."""
     num_stolen: int
     num_twice: int
+    num_workers: int
+    """That were to run at once."""
     wall_s: float
     busy_s: Mapping[str, float]
-    """Per executor, summed over workers; beside `wall_s` and the number of workers it is the utilisation."""
+    """Per executor, summed over workers and their threads."""
     workers: tuple[WorkerStats, ...]
     peak_bytes: int
     """Most host memory that any worker's tasks held at once."""
@@ -72,6 +86,11 @@ class ConvertReport:
     def gb_per_s(self) -> float:
         """Bytes read a second."""
         return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
+        return {name: busy_s / (self.wall_s * self.num_workers) for name, busy_s in self.busy_s.items()}
 
 
 def convert(
@@ -106,7 +125,7 @@ def convert(
         shard_bytes: files of at most so many bytes.
         storage_options: see `load`; of sources and destination.
         spool: where files grow that go to an object store; None: the system's temporary directory.
-        trace: a directory for one Chrome trace a worker.
+        trace: a file for one Chrome trace of all workers.
         ray: put the workers on the Ray cluster at this address; source, destination and spool must be the same there.
         crew: who starts workers; None: processes of this host, or Ray's.
         on_progress: see `Progress`.
@@ -123,14 +142,28 @@ def convert(
     """
     began, settings = time.monotonic(), Settings.read()
     into, options = os.fspath(destination), dict(storage_options or {})
-    if not is_remote(into):
-        require_free(Path(local_path(into)))
-    words = _words(to, operations)
+    words, where = _words(to, operations), _devices(devices, workers)
     with ExitStack() as stack:
         opened, job = _open(sources, words, settings, options, parse_bytes(task_bytes), parse_bytes(shard_bytes), stack)
         budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
         job.check_budget(budget, "one task")
-        out, journal = _begin(job, into, spool, stack)
+        growing = _growing(job, into, spool)
+        journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
+        stack.callback(journal.close)
+        out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA)
+        stack.callback(out.close)
+        stack.push(partial(_leave, journal, out))
+        if revision := published(job, journal, into, settings, options):
+            journal.kept = frozenset(journal.done)
+            journal.remove()
+            out.remove()
+            return _report(into, revision, job, journal, (), Placement((), done=()), len(where), began)
+        if is_remote(into):
+            require_none(into, settings=settings, storage_options=options)
+        else:
+            require_free(Path(local_path(into)))
+        out.create()
+        out.open()
         forget_what_did_not_last(job, journal, out)
         told = Words(
             sources=tuple(_uris(sources)),
@@ -143,19 +176,16 @@ def convert(
             memory_bytes=budget,
             stall_s=settings.stall_s,
             storage_options=options,
-            trace="" if trace is None else os.fspath(trace),
+            trace=trace is not None,
         )
         coordinator = Coordinator(
-            job,
-            told,
-            journal,
-            crew or _crew(ray),
-            _devices(devices, workers),
-            stall_s=settings.stall_s,
-            on_progress=on_progress,
+            job, told, journal, crew or _crew(ray), where, stall_s=settings.stall_s, on_progress=on_progress
         )
+        origin = time.perf_counter()
         with coordinator:
             coordinator.run()
+        if trace is not None:
+            save_spans(trace, rows_of(coordinator.traces, EXECUTORS), origin)
         for one in opened:
             check_unchanged(one)
         manifest = manifest_of(job, journal, out)
@@ -164,8 +194,9 @@ def convert(
             publish_remote(out, into, small, settings=settings, storage_options=options)
         else:
             out.publish(Path(local_path(into)), small)
-        journal.path.unlink(missing_ok=True)
-    return _report(into, manifest.revision, job, journal, coordinator, time.monotonic() - began)
+        journal.remove()
+    stats = tuple(coordinator.stats)
+    return _report(into, manifest.revision, job, journal, stats, coordinator.placement, len(where), began)
 
 
 def plan(
@@ -209,21 +240,22 @@ def _words(to: str | None, operations: Sequence[Word]) -> list[Word]:
     return [*operations, *([{"op": "store", "format": to}] if to is not None else [])]
 
 
-def _begin(job: Job, into: str, spool: str | os.PathLike[str] | None, stack: ExitStack) -> tuple[OutputSet, Journal]:
-    """Files that grow, beside the destination so that a rename publishes them, and what is known to be in them."""
+def _growing(job: Job, into: str, spool: str | os.PathLike[str] | None) -> Path:
+    """Where the files grow: beside the destination, so that a rename publishes them; or in the spool."""
     if is_remote(into):
-        growing = Path(tempfile.gettempdir() if spool is None else spool) / f"penstock-{job.key[:12]}"
-    else:
-        final = Path(local_path(into)).absolute()
-        final.parent.mkdir(parents=True, exist_ok=True)
-        growing = final.with_name(f".{final.name}.penstock-{job.key[:12]}")
-    out = OutputSet(growing, job.files.table, job.files.body_nbytes, {"format": "pt"})
-    stack.callback(out.close)
-    out.create()
-    out.open()
-    journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
-    stack.callback(journal.close)
-    return out, journal
+        return Path(tempfile.gettempdir() if spool is None else spool) / f"penstock-{job.key[:12]}"
+    final = Path(local_path(into)).absolute()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return final.with_name(f".{final.name}.penstock-{job.key[:12]}")
+
+
+def _leave(
+    journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    """Leave nothing behind that no later call can go on with: nothing was done, or it was of sources that changed."""
+    if kind is not None and (not journal.done or issubclass(kind, SourceChanged)):
+        out.remove()
+        journal.remove()
 
 
 def _crew(ray: str | None) -> Crew:
@@ -249,12 +281,16 @@ def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:
 
 
 def _report(
-    into: str, revision: str, job: Job, journal: Journal, coordinator: Coordinator, wall_s: float
+    into: str,
+    revision: str,
+    job: Job,
+    journal: Journal,
+    stats: Sequence[WorkerStats],
+    placement: Placement,
+    num_workers: int,
+    began: float,
 ) -> ConvertReport:
-    total, stats, busy = len(job.tasks), coordinator.stats, dict[str, float]()
-    for one in stats:
-        for name, seconds in one.busy_s.items():
-            busy[name] = busy.get(name, 0.0) + seconds
+    total = len(job.tasks)
     ran = np.setdiff1d(np.arange(total), np.fromiter(journal.kept, np.int64, len(journal.kept)))
     return ConvertReport(
         uri=into,
@@ -265,10 +301,11 @@ def _report(
         read_bytes=int(job.tasks.in_bytes[ran].sum()),
         num_tasks=total,
         num_resumed=len(journal.kept),
-        num_stolen=coordinator.placement.num_stolen,
-        num_twice=coordinator.placement.num_twice,
-        wall_s=wall_s,
-        busy_s=busy,
+        num_stolen=placement.num_stolen,
+        num_twice=placement.num_twice,
+        num_workers=num_workers,
+        wall_s=time.monotonic() - began,
+        busy_s={name: sum(one.busy_s.get(name, 0.0) for one in stats) for name in EXECUTORS},
         workers=tuple(stats),
         peak_bytes=max((one.peak_bytes for one in stats), default=0),
     )

@@ -3,20 +3,22 @@
 In: ends of tasks. Out: what an earlier run had done of the same job, and the leaves of the output.
 Not here: the bytes (`storage.output`), whether they are still there (`resume`).
 
-    {"job": key}                     one line each, appended, synced now and then: a line that was cut
-    {"task": 7, "digests": "<hex>"}  short by a crash is as if its task had not run
+    {"job": key}                     one line each, appended, never synced: what a crash left of it is held to
+    {"task": 7, "digests": "<hex>"}  the bytes, and from the first line that cannot be read on nothing was done
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from penstock.errors import DestinationError
+from penstock.errors import DestinationError, DiskFull
 from penstock.storage.output import typed
 from penstock.types import U64
 
@@ -35,7 +37,7 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 
 
 class Journal:
-    """Append-only, of one job. One thread writes it.
+    """Append-only, of one job. One thread writes it; while it is open nobody else opens it.
 
     Args:
         path: of the file; made if it is not there.
@@ -46,13 +48,13 @@ class Journal:
         kept: those of earlier runs.
 
     Raises:
-        DestinationError: the file is another job's, or cannot be written.
+        DestinationError: another process has it open, the file is another job's, or it cannot be written.
     """
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.done, self.kept = path, dict[int, U64](), frozenset[int]()
         with typed(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = _locked(path)
             try:
                 self._read(key)
             except BaseException:
@@ -61,27 +63,33 @@ class Journal:
 
     def _read(self, key: str) -> None:
         raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        whole = raw[: raw.rfind(b"\n") + 1]
-        os.ftruncate(self._fd, len(whole))
-        if not whole:
-            os.write(self._fd, msgspec.json.encode(_Head(job=key)) + b"\n")
-            return
-        head, *lines = whole.splitlines()
-        try:
-            if _HEAD.decode(head).job != key:
-                raise DestinationError("the journal is of another job", uri=str(self.path), hint="remove it")
+        head, *lines = raw.splitlines(keepends=True) or [b""]
+        whole = 0
+        with suppress(msgspec.DecodeError, ValueError):
+            if head.endswith(b"\n"):
+                if _HEAD.decode(head).job != key:
+                    raise DestinationError("the journal is of another job", uri=str(self.path), hint="remove it")
+                whole = len(head)
             for line in lines:
+                if not line.endswith(b"\n"):
+                    break
                 entry = _ENTRY.decode(line)
                 self.done[entry.task] = np.frombuffer(bytes.fromhex(entry.digests), "<u8").astype(np.uint64)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise DestinationError(f"the journal cannot be read: {error}", uri=str(self.path)) from error
+                whole += len(line)
+        os.ftruncate(self._fd, whole)
+        if not whole:
+            self._write(msgspec.json.encode(_Head(job=key)) + b"\n")
 
     def add(self, task: int, digests: U64) -> None:
         """A task has written its bytes. DiskFull, DestinationError."""
         self.done[task] = digests
         line = msgspec.json.encode(_Entry(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
         with typed(self.path):
-            os.write(self._fd, line)
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        if os.write(self._fd, line) < len(line):
+            raise DiskFull("cannot write: part of a line was written", uri=str(self.path))
 
     def forget(self, tasks: Mapping[int, object]) -> None:
         """These did not last: write the journal anew without them."""
@@ -89,13 +97,32 @@ class Journal:
         with typed(self.path):
             head = os.pread(self._fd, 4096, 0).partition(b"\n")[0] + b"\n"
             os.ftruncate(self._fd, 0)
-            os.write(self._fd, head)
+            self._write(head)
         self.done = {}
         for task, digests in kept.items():
             self.add(task, digests)
+
+    def remove(self) -> None:
+        """The job is done, or nothing of it: the file goes."""
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _locked(path: Path) -> int:
+    """The file, open for this process alone."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.stat(path) if path.exists() else None
+        except BlockingIOError as error:
+            os.close(fd)
+            raise DestinationError("another process runs this very job", uri=str(path), hint="wait for it") from error
+        if found is not None and os.path.samestat(found, os.fstat(fd)):
+            return fd
+        os.close(fd)  # who had it was done, and removed it

@@ -1,6 +1,6 @@
 """Where a worker computes: the host's own memory, or a CUDA device behind pinned buffers.
 
-In: bytes in host buffers; an operation. Out: its outputs' bytes in host memory, and their digests, perhaps later.
+In: bytes in a host buffer; an operation. Out: its outputs' bytes in host memory, and their digests, perhaps later.
 Not here: which tasks (`worker`), what is computed (`operation`).
 
     CUDA:  pinned --copy--> device --run, digest--> device --copy--> pinned     one stream for each of the three
@@ -18,8 +18,9 @@ import torch
 
 from penstock.digest.leaf import leaf_digests
 from penstock.engine.executors import Pending
+from penstock.engine.place_cuda import CudaRegistrar
 from penstock.errors import DeviceOutOfMemory
-from penstock.jobs.buffers import Buffers
+from penstock.jobs.buffers import Buffers, cut, packed
 from penstock.types import U64
 
 Pieces = Sequence[tuple[int, int]]
@@ -28,31 +29,37 @@ Pieces = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class Made:
-    """What became of an output, once the step that gave it is over."""
+    """What became of a task, once the step that gave it is over."""
 
-    raw: torch.Tensor
-    """Its bytes in host memory, flat uint8."""
+    raw: list[torch.Tensor]
+    """Bytes of each output in host memory, flat uint8."""
     digests: U64
+    """Of the pieces of all outputs, in order."""
     buffer: torch.Tensor | None = None
-    """To be put back."""
+    """What `raw` lies in, to be put back."""
 
 
 class Lane(Protocol):
     """One place to compute.
 
     Attributes:
+        device: where that is.
         copies: whether what `place` gives is a copy of the host's bytes.
+        buffers: of host memory that bytes come from and go to.
     """
 
+    device: torch.device
     copies: bool
+    buffers: Buffers
 
-    def place(self, raw: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Pending | None]:
-        """Host bytes as flat uint8 tensors where `make` wants them. They are the lane's until the pending is done."""
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
+        """What is packed in a host buffer, as flat uint8 tensors where `make` wants them.
+
+        Ownership: the buffer is the lane's until the pending is done.
+        """
         ...
 
-    def make(
-        self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]
-    ) -> tuple[list[Made], Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
         """Call `run`, digest what it gives, bring it to host memory; all there once the pending is done."""
         ...
 
@@ -62,25 +69,23 @@ class HostLane:
 
     copies = False
 
-    def __init__(self, buffers: Buffers) -> None:
-        del buffers
+    def __init__(self, memory_bytes: int) -> None:
+        self.device, self.buffers = torch.device("cpu"), Buffers(memory_bytes)
 
-    def place(self, raw: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Pending | None]:
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """See `Lane.place`."""
-        return list(raw), None
+        return cut(buffer, sizes), None
 
-    def make(
-        self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]
-    ) -> tuple[list[Made], Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
         """See `Lane.make`."""
-        made = []
-        for tensor, some in zip(run(), pieces, strict=True):
-            raw = as_bytes(tensor)
-            view, digests = as_view(raw), np.empty(len(some), np.uint64)
-            for i, (start, stop) in enumerate(some):
-                leaf_digests(view[start:stop], stop - start, digests[i : i + 1])
-            made.append(Made(raw, digests))
-        return made, None
+        raw = [as_bytes(tensor) for tensor in run()]
+        digests, at = np.empty(sum(len(some) for some in pieces), np.uint64), 0
+        for one, some in zip(raw, pieces, strict=True):
+            view = as_view(one)
+            for start, stop in some:
+                leaf_digests(view[start:stop], stop - start, digests[at : at + 1])
+                at += 1
+        return Made(raw, digests), None
 
 
 class CudaLane:
@@ -88,44 +93,36 @@ class CudaLane:
 
     copies = True
 
-    def __init__(self, buffers: Buffers, device: torch.device) -> None:
-        self._buffers, self._device = buffers, device
+    def __init__(self, memory_bytes: int, device: torch.device) -> None:
+        self.device, self.buffers = device, Buffers(memory_bytes, registrar=CudaRegistrar(device))
         self._up, self._work, self._down = (torch.cuda.Stream(device) for _ in range(3))
 
-    def place(self, raw: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Pending | None]:
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """See `Lane.place`."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._up), _Room(self._device):
-            placed = [torch.empty(len(one), dtype=torch.uint8, device=self._device) for one in raw]
-            for there, here in zip(placed, raw, strict=True):
-                there.copy_(here, non_blocking=True)
-                there.record_stream(self._work)
-            return placed, _Passed(self._up)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._up), _Room(self.device):
+            there = torch.empty(packed(sizes)[-1], dtype=torch.uint8, device=self.device)
+            there.copy_(buffer[: len(there)], non_blocking=True)
+            there.record_stream(self._work)
+            return cut(there, sizes), _Passed(self._up)
 
-    def make(
-        self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]
-    ) -> tuple[list[Made], Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
         """See `Lane.make`."""
         from penstock.digest.cuda import leaf_digests_cuda
 
-        with torch.cuda.device(self._device), torch.cuda.stream(self._work), _Room(self._device):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
             outputs = [as_bytes(tensor) for tensor in run()]
             start = [out.data_ptr() + a for out, some in zip(outputs, pieces, strict=True) for a, _ in some]
             nbytes = [b - a for some in pieces for a, b in some]
-            got = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self._device)
+            got = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self.device)
             self._down.wait_stream(self._work)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
-            digests = torch.empty(len(nbytes), dtype=torch.int64, pin_memory=True)
-            digests.copy_(got, non_blocking=True)
-            got.record_stream(self._down)
-            made, first = [], 0
-            flat = digests.numpy().view(np.uint64)
-            for out, some in zip(outputs, pieces, strict=True):
-                buffer = self._buffers.get(len(out))
-                buffer.copy_(out, non_blocking=True)
-                out.record_stream(self._down)
-                made.append(Made(buffer, flat[first : first + len(some)], buffer))
-                first += len(some)
-            return made, _Passed(self._down)
+        sizes = [8 * len(nbytes), *(len(out) for out in outputs)]
+        buffer = self.buffers.get(packed(sizes)[-1])
+        digests, *raw = cut(buffer, sizes)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._down):
+            for here, there in zip([digests.view(torch.int64), *raw], [got, *outputs], strict=True):
+                here.copy_(there, non_blocking=True)
+                there.record_stream(self._down)
+            return Made(raw, digests.numpy().view(np.uint64), buffer), _Passed(self._down)
 
 
 class _Passed:

@@ -13,10 +13,13 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.engine.trace import Span
 from penstock.errors import FormatError, PeerLost
 
 MAX_FRAME_BYTES = 64 << 20
 """A task's digests are 8 bytes a leaf: this is one of two terabytes."""
+HELLO_BYTES = 4096
+"""Of a message of somebody who has not yet said who they are."""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="words"):
@@ -35,8 +38,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of one worker."""
     stall_s: float
     storage_options: dict[str, str] = {}
-    trace: str = ""
-    """Where the worker saves its trace; empty: nowhere."""
+    trace: bool = False
+    """Whether beats are to bring spans."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
@@ -52,6 +55,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """It has planned the job, and can work."""
 
     key: str
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="began"):
+    """The operation runs on a task now: what to blame if the worker is lost."""
+
+    task: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="done"):
@@ -71,6 +80,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Per executor."""
     peak_bytes: int = 0
     """Most of its memory in use at once."""
+    spans: list[Span] = []
+    """Of the trace, since the last beat."""
+    clock: float = 0.0
+    """`time.perf_counter()` when it was said: spans' clock is that of the worker's host."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="failure"):
@@ -98,7 +111,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Finish: nothing is left to do."""
 
 
-FromWorker = Hello | Ready | Done | Beat | Failure
+FromWorker = Hello | Ready | Began | Done | Beat | Failure
 ToWorker = Words | Work | Stop
 T = TypeVar("T")
 
@@ -107,12 +120,16 @@ _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 
 
 class Wire:
-    """One side of a connection. Any thread sends; one receives."""
+    """One side of a connection. Any thread sends; one receives.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    Attributes:
+        max_frame_bytes: longer messages are refused.
+    """
+
+    def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._socket, self.max_frame_bytes = connection, max_frame_bytes
         self._sending = threading.Lock()
-        self._head = bytearray(4)
+        self._came = bytearray()
 
     def fileno(self) -> int:
         """Of the socket, to select on."""
@@ -129,38 +146,54 @@ class Wire:
 
     def is_readable(self, timeout_s: float) -> bool:
         """Whether something came within `timeout_s`."""
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
-    def from_worker(self) -> FromWorker:
-        """The next message of a worker. PeerLost at its end, FormatError for what is none."""
-        return self._decode(_FROM_WORKER)
+    def from_worker(self) -> list[FromWorker]:
+        """What came of a worker; none: part of a message. It does not wait where something came.
 
-    def to_worker(self) -> ToWorker:
-        """The next message of the coordinator; see `from_worker`."""
-        return self._decode(_TO_WORKER)
+        Raises:
+            PeerLost: it has ended. FormatError: what came is no message.
+        """
+        return self._decoded(_FROM_WORKER)
 
-    def _decode(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
-        size = int.from_bytes(self._take(4), "little")
-        if size > MAX_FRAME_BYTES:
-            raise FormatError(f"a message of {size} bytes")
+    def to_worker(self) -> list[ToWorker]:
+        """What came of the coordinator; see `from_worker`."""
+        return self._decoded(_TO_WORKER)
+
+    def _decoded(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         try:
-            return decoder.decode(self._take(size))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FormatError(f"not a message of a job: {error}") from error
-
-    def _take(self, nbytes: int) -> bytes:
-        left, parts = nbytes, list[bytes]()
-        while left:
+            part = self._socket.recv(1 << 20)
+        except OSError as error:
+            raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
+        if not part:
+            raise PeerLost("a process of the job is gone")
+        self._came += part
+        found = []
+        while len(self._came) >= 4:
+            stop = 4 + int.from_bytes(self._came[:4], "little")
+            if stop > 4 + self.max_frame_bytes:
+                raise FormatError(f"a message of {stop - 4} bytes")
+            if len(self._came) < stop:
+                break
             try:
-                part = self._socket.recv(min(left, 1 << 20))
-            except OSError as error:
-                raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
-            if not part:
-                raise PeerLost("a process of the job is gone")
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+                found.append(decoder.decode(bytes(self._came[4:stop])))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise FormatError(f"not a message of a job: {error}") from error
+            del self._came[:stop]
+        return found
 
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
+
+
+def end_with_peer(connection: socket.socket, stall_s: float) -> None:
+    """Let a connection to another host end once that is silent for `stall_s`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_s / 3)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(stall_s / 3)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))

@@ -7,11 +7,14 @@ Not here: tasks (`worker`), who is told what (`run`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +24,20 @@ from penstock.config import Settings
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, PeerLost, PenstockError, PlanError
 from penstock.jobs.job import plan_job
-from penstock.jobs.messages import Beat, Done, Failure, Hello, Ready, Stop, Wire, Words, Work
+from penstock.jobs.messages import (
+    Beat,
+    Began,
+    Done,
+    Failure,
+    Hello,
+    Ready,
+    Stop,
+    ToWorker,
+    Wire,
+    Words,
+    Work,
+    end_with_peer,
+)
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
 from penstock.storage.manifest import open_weights
@@ -30,6 +46,10 @@ from penstock.types import U64
 
 BEAT_S = 0.5
 """How often a worker says how far it is: a tenth of the shortest stall deadline that makes sense."""
+ALONE = 3
+"""Exit code of a worker whose coordinator is gone."""
+_PR_SET_PDEATHSIG = 1
+"""Source: Linux, include/uapi/linux/prctl.h."""
 
 
 def connect(address: str, timeout_s: float) -> Wire:
@@ -39,11 +59,11 @@ def connect(address: str, timeout_s: float) -> Wire:
         if kind == "unix":
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(timeout_s)
-            connection.connect(where)
+            connection.connect(f"\0{where}")
         else:
             host, _, port = where.rpartition(":")
             connection = socket.create_connection((host, int(port)), timeout=timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_with_peer(connection, Settings.read().stall_s)
     except OSError as error:
         raise PeerLost(f"the job's coordinator is not at {address}: {error.strerror or error}") from error
     connection.settimeout(None)
@@ -51,22 +71,28 @@ def connect(address: str, timeout_s: float) -> Wire:
 
 
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
-    """Work until told to stop, or until the coordinator is gone.
+    """Work until told to stop. Where the coordinator is gone, the process ends at once and writes nothing more.
 
     Raises:
         PenstockError: what it could not go on for; the coordinator was told.
     """
-    wire.send(Hello(worker=worker, secret=secret, pid=os.getpid(), device=str(device)))
-    words = wire.to_worker()
-    assert isinstance(words, Words)
     try:
+        wire.send(Hello(worker=worker, secret=secret, pid=os.getpid(), device=str(device)))
+        said: list[ToWorker] = []
+        while not said:
+            said = wire.to_worker()
+        (words,) = said
+        assert isinstance(words, Words)
         with ExitStack() as stack:
-            _serve(wire, words, device, stack)
+            try:
+                _serve(wire, words, device, stack)
+            except PeerLost:
+                raise
+            except PenstockError as error:
+                wire.send(failure_of(error))  # before what runs has ended: it may hang
+                raise
     except PeerLost:
-        raise
-    except PenstockError as error:
-        wire.send(failure_of(error))
-        raise
+        os._exit(ALONE)
 
 
 def failure_of(error: PenstockError) -> Failure:
@@ -99,11 +125,15 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     out = OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, {"format": "pt"})
     stack.callback(out.close)
     out.open()
-    trace = Trace(enabled=bool(words.trace))
+    trace = Trace(enabled=words.trace)
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
-    def done(task: int, digests: U64) -> None:
+    def began(task: int) -> None:
         with contextlib.suppress(PeerLost):  # the loop below notices
+            wire.send(Began(task=task))
+
+    def done(task: int, digests: U64) -> None:
+        with contextlib.suppress(PeerLost):
             wire.send(Done(task=task, digests=digests.astype("<u8").tobytes()))
 
     worker = stack.enter_context(
@@ -114,6 +144,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
             device=device,
             memory_bytes=words.memory_bytes,
             stall_s=words.stall_s,
+            on_began=began,
             on_done=done,
             trace=trace,
         )
@@ -122,25 +153,39 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     poster.start()
     stack.callback(todo.put, None)
     wire.send(Ready(key=job.key))
-    while not worker.ticket.stopped:
-        if not wire.is_readable(BEAT_S):
-            wire.send(
-                Beat(moved_bytes=worker.ticket.moved_bytes, busy_s=trace.busy_s(), peak_bytes=worker.buffers.peak_bytes)
-            )
-            continue
-        message = wire.to_worker()
-        if isinstance(message, Stop):
-            break
-        if isinstance(message, Work):
-            for task in message.revoked:
-                worker.revoke(task)
-            for task in message.tasks:
-                worker.expect(task)
-                todo.put(task)
+    _listen(wire, worker, todo)
     worker.ticket.check()
-    wire.send(Beat(moved_bytes=worker.ticket.moved_bytes, busy_s=trace.busy_s(), peak_bytes=worker.buffers.peak_bytes))
-    if words.trace:
-        trace.save(words.trace)
+    wire.send(_beat(worker))
+
+
+def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
+    """Do as told, and say how far it is, until told to stop or until the work fails."""
+    beat_at = time.monotonic()
+    while not worker.ticket.stopped:
+        if (now := time.monotonic()) >= beat_at:
+            wire.send(_beat(worker))
+            beat_at = now + BEAT_S
+        if not wire.is_readable(beat_at - now):
+            continue
+        for message in wire.to_worker():
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, Work):
+                for task in message.revoked:
+                    worker.revoke(task)
+                for task in message.tasks:
+                    worker.expect(task)
+                    todo.put(task)
+
+
+def _beat(worker: Worker) -> Beat:
+    return Beat(
+        moved_bytes=worker.ticket.moved_bytes,
+        busy_s=worker.trace.busy_s(),
+        peak_bytes=worker.buffers.peak_bytes,
+        spans=worker.trace.take(),
+        clock=time.perf_counter(),
+    )
 
 
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
@@ -154,18 +199,19 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 
 def main() -> int:
     """See the module."""
+    # However the coordinator ends, also while this process is stopped or a function holds its interpreter.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     address, name, device = sys.argv[1:4]
     secret = sys.stdin.readline().strip()
     where = torch.device(device)
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
-        wire = connect(address, timeout_s=30.0)
-        serve(wire, name, secret, where)
+        serve(connect(address, timeout_s=30.0), name, secret, where)
     except PeerLost:
-        return 3  # nobody is left to tell
+        return ALONE
     except PenstockError as error:
         sys.stderr.write(f"{error}\n")
-        return 3
+        return 1
     return 0
 
 

@@ -46,11 +46,11 @@ class RayCrew:
         # Ray shows an actor only the device it was given, as the first.
         self._actors[worker] = actor, actor.work.remote(address, worker, "cuda:0" if on_gpu else device, secret)
 
-    def is_alive(self, worker: str) -> bool:
-        """See `Crew.is_alive`: the call has not returned, so it may still be on its way to a node."""
+    def ended(self, worker: str) -> str | None:
+        """See `Crew.ended`. While the call has not returned, it may still be on its way to a node."""
         _, call = self._actors[worker]
         done, _ = self._ray.wait([call], timeout=0)
-        return not done
+        return "its actor or its node has ended" if done else None
 
     def kill(self, worker: str) -> None:
         """See `Crew.kill`."""
@@ -61,8 +61,8 @@ class RayCrew:
 class _Actor:
     """A worker's process on some node."""
 
-    def work(self, address: str, worker: str, device: str, secret: str) -> int:
-        """Work until told to stop; the exit code of `process.main`."""
+    def work(self, address: str, worker: str, device: str, secret: str) -> None:
+        """See `process.serve`."""
         import torch
 
         from penstock.jobs.process import connect, serve
@@ -70,8 +70,4 @@ class _Actor:
         where = torch.device(device)
         if where.type == "cpu":
             torch.set_num_threads(1)
-        try:
-            serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
-        except PeerLost:
-            return 3
-        return 0
+        serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)

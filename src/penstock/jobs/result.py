@@ -6,11 +6,14 @@ Not here: the run (`run`), publishing (`convert`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.config import Settings
 from penstock.digest.leaf import leaf_digests, num_leaves, revision
@@ -19,9 +22,13 @@ from penstock.jobs.journal import Journal
 from penstock.storage import list_uris, read_small
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import WeightSet
+from penstock.storage.manifest_file import decode
 from penstock.storage.output import OutputSet
+from penstock.storage.place import SIDECAR
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
+METADATA = {"format": "pt"}
+"""Of every file: what transformers asks for."""
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _MAX_SMALL_BYTES = 64 * MIB
 """Longest configuration or tokenizer that is copied along."""
@@ -29,12 +36,15 @@ _MAX_SMALL_BYTES = 64 * MIB
 
 def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
     """Read back what earlier runs wrote, and forget tasks whose bytes are not those of their digests."""
-    lost: dict[int, None] = {}
-    for task, digests in journal.done.items():
-        if not 0 <= task < len(job.tasks) or not np.array_equal(_digests_of(job, task, out), digests):
-            lost[task] = None
+
+    def lasted(task: int) -> bool:
+        return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="penstock-resume") as pool:
+        tasks = list(journal.done)
+        lost = [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
     if lost:
-        journal.forget(lost)
+        journal.forget(dict.fromkeys(lost))
     journal.kept = frozenset(journal.done)
 
 
@@ -54,11 +64,27 @@ def _digest(out: OutputSet, file: int, offset: int, nbytes: int) -> int:
     return int(digest[0])
 
 
-def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
-    """The output's, from what tasks said; leaves that no one task wrote whole are read back."""
+def published(
+    job: Job, journal: Journal, into: str, settings: Settings, storage_options: Mapping[str, str] | None
+) -> str | None:
+    """Revision of what is at the destination, if this job put it there and was ended before it could say so."""
+    if not journal.done.keys() >= set(range(len(job.tasks))):
+        return None
+    raw = read_small(f"{into.rstrip('/')}/{SIDECAR}", settings=settings, storage_options=storage_options)
+    if raw is None:
+        return None
+    there = decode(raw, uri=into)
+    leaves, is_known = _leaves(job, journal)
+    is_ours = there.tensors.names == job.files.table.names and there.leaf_bytes == job.leaf_bytes
+    if not is_ours or there.leaves is None or not np.array_equal(there.leaves[is_known], leaves[is_known]):
+        return None
+    return there.revision
+
+
+def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
+    """Digests of the output's leaves, and which are known: those that one task wrote whole."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
-    counts = num_leaves(table.nbytes, leaf_bytes)
-    first = np.concatenate([[0], np.cumsum(counts)])
+    first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
     for task in range(len(job.tasks)):
         digests = iter(journal.done[task].tolist())
@@ -69,6 +95,14 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
                 if start % leaf_bytes == 0 and stop == whole:
                     at = int(first[one.row]) + start // leaf_bytes
                     leaves[at], is_known[at] = digest, True
+    return leaves, is_known
+
+
+def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
+    """The output's, from what tasks said; leaves that no one task wrote whole are read back."""
+    table, leaf_bytes = job.files.table, job.leaf_bytes
+    leaves, is_known = _leaves(job, journal)
+    first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     for at in np.flatnonzero(~is_known).tolist():
         row = int(np.searchsorted(first, at, side="right")) - 1
         start = (at - int(first[row])) * leaf_bytes
@@ -84,7 +118,7 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
         nbytes=table.nbytes,
     )
     return Manifest(
-        files=tuple(FileEntry(name=name, nbytes=nbytes, metadata={"format": "pt"}) for name, nbytes in entries),
+        files=tuple(FileEntry(name=name, nbytes=nbytes, metadata=METADATA) for name, nbytes in entries),
         tensors=placed,
         leaf_bytes=leaf_bytes,
         leaves=leaves,

@@ -10,103 +10,52 @@ Not here: which task to whom (`plan.placement`), the work (`worker`), publishing
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock import errors
 from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError
+from penstock.jobs.crew import Crew, WorkerStats, WorkerTrace
 from penstock.jobs.job import Job
 from penstock.jobs.journal import Journal
-from penstock.jobs.messages import Beat, Done, Failure, Hello, Ready, Stop, Wire, Words, Work
+from penstock.jobs.messages import (
+    HELLO_BYTES,
+    MAX_FRAME_BYTES,
+    Beat,
+    Began,
+    Done,
+    Failure,
+    FromWorker,
+    Hello,
+    Ready,
+    Stop,
+    Wire,
+    Words,
+    Work,
+    end_with_peer,
+)
 from penstock.plan.placement import Placement
 
 TURN_S = 0.2
 """Longest pause between looks at who is idle or silent."""
 HELLO_S = 5.0
 """Within which a connection must say who it is."""
-STRIKES = 2
-"""Workers that may die or hang at one task before it is the task's fault."""
+LAST_S = 3.0
+"""What workers are given at the end to say how busy they were and to save their traces."""
+PAUSE_S = 5.0
+"""A turn that took longer means that the coordinator itself stood still (stopped, swapped): nobody else is to blame."""
+STRIKES = 3
+"""Workers that may die or hang while the operation runs on one task before it is the task's fault."""
 RESPAWNS = 3
 """Times a worker's place is filled anew."""
 BEGIN_S = 120.0
 """Within which a new worker must be ready: it imports torch, opens the sources, plans."""
-
-
-class Crew(Protocol):
-    """Who starts workers and ends them.
-
-    Attributes:
-        listen: where they reach the coordinator: a name or address of this host; None: from this host alone.
-    """
-
-    listen: str | None
-
-    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """Have a worker of this name connect to `address`."""
-        ...
-
-    def is_alive(self, worker: str) -> bool:
-        """Whether it may still connect, or speak."""
-        ...
-
-    def kill(self, worker: str) -> None:
-        """End it at once. Idempotent."""
-        ...
-
-
-class LocalCrew:
-    """Processes of this host."""
-
-    listen: str | None = None
-
-    def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-
-    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`."""
-        command = [sys.executable, "-m", "penstock.jobs.process", address, worker, device]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(secret + "\n")
-            process.stdin.close()
-        self._processes[worker] = process
-
-    def is_alive(self, worker: str) -> bool:
-        """See `Crew.is_alive`."""
-        return self._processes[worker].poll() is None
-
-    def kill(self, worker: str) -> None:
-        """See `Crew.kill`."""
-        process = self._processes[worker]
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-@dataclass(slots=True)
-class WorkerStats:
-    """One worker of a run, for the report."""
-
-    worker: str
-    device: str
-    num_tasks: int = 0
-    moved_bytes: int = 0
-    busy_s: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
-    end: str = "finished"
 
 
 @dataclass(slots=True)
@@ -114,12 +63,22 @@ class _Place:
     """One worker as the coordinator sees it."""
 
     stats: WorkerStats
+    trace: WorkerTrace
     begun: float
     respawns: int
     wire: Wire | None = None
     is_ready: bool = False
     spoke: float = 0.0
     """When it last got on."""
+    at: int = -1
+    """The task that the operation last began to run on."""
+
+    def note(self, beat: Beat) -> None:
+        """Take over what it says of itself."""
+        self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
+        self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
+        self.trace.spans += beat.spans
+        self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
 
 
 class Coordinator:
@@ -149,13 +108,16 @@ class Coordinator:
         self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
         self.placement = Placement(job.tasks.cost.tolist(), done=journal.done)
         self.stats: list[WorkerStats] = []
+        self.traces: list[WorkerTrace] = []
         self._places: dict[str, _Place] = {}
         self._strikes: dict[int, int] = {}
         self._secret = secrets.token_hex(16)
         self._numbers = 0
+        self._unknown: dict[Wire, float] = {}
+        """Connections that have not said who they are, and when they came."""
+        self._looked = time.monotonic()
         self._select = selectors.DefaultSelector()
-        self._home = tempfile.mkdtemp(prefix="penstock-job-")
-        self._listener, self._address = _listen(crew.listen, self._home)
+        self._listener, self._address = _listen(crew.listen, self._secret)
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
@@ -174,6 +136,8 @@ class Coordinator:
             for key, _ in self._select.select(TURN_S):
                 if key.data is None:
                     self._accept()
+                elif isinstance(key.data, Wire):
+                    self._greet(key.data)
                 else:
                     self._hear(key.data)
             self._look()
@@ -187,29 +151,50 @@ class Coordinator:
         name = f"w{self._numbers}"
         self._numbers += 1
         stats = WorkerStats(name, device)
+        trace = WorkerTrace(f"{name} {device}")
         self.stats.append(stats)
-        self._places[name] = _Place(stats, time.monotonic(), respawns)
+        self.traces.append(trace)
+        self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
         self._crew.spawn(name, device, self._address, self._secret)
 
     # -- what comes
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(HELLO_S)
-        wire = Wire(connection)
         try:
-            hello = wire.from_worker()
-        except (PeerLost, FormatError):
-            wire.close()
-            return
-        place = self._places.get(hello.worker) if isinstance(hello, Hello) else None
-        if place is None or place.wire is not None or not isinstance(hello, Hello) or not self._is_ours(hello):
-            wire.close()
-            return
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it gave up meanwhile
         connection.settimeout(self._stall_s)
+        if self._crew.listen is not None:
+            end_with_peer(connection, self._stall_s)
+        wire = Wire(connection, max_frame_bytes=HELLO_BYTES)
+        self._unknown[wire] = time.monotonic()
+        self._select.register(wire, selectors.EVENT_READ, wire)
+
+    def _greet(self, wire: Wire) -> None:
+        """Find out who somebody is; whoever is nobody of ours is turned away."""
+        try:
+            said = wire.from_worker()
+        except (PeerLost, FormatError):
+            self._turn_away(wire)
+            return
+        if not said:
+            return
+        hello = said[0]
+        place = self._places.get(hello.worker) if isinstance(hello, Hello) else None
+        if not isinstance(hello, Hello) or place is None or place.wire is not None or not self._is_ours(hello):
+            self._turn_away(wire)
+            return
+        del self._unknown[wire]
+        wire.max_frame_bytes = MAX_FRAME_BYTES
+        self._select.modify(wire, selectors.EVENT_READ, hello.worker)
         place.wire, place.spoke = wire, time.monotonic()
-        self._select.register(wire, selectors.EVENT_READ, hello.worker)
         self._tell(hello.worker, self._words)
+
+    def _turn_away(self, wire: Wire) -> None:
+        del self._unknown[wire]
+        self._select.unregister(wire)
+        wire.close()
 
     def _is_ours(self, hello: Hello) -> bool:
         return secrets.compare_digest(hello.secret, self._secret)
@@ -219,20 +204,25 @@ class Coordinator:
         if place is None or place.wire is None:
             return
         try:
-            message = place.wire.from_worker()
+            said = place.wire.from_worker()
         except (PeerLost, FormatError) as error:
-            self._lose(name, error.message)
+            self._lose(name, error.message if isinstance(error, FormatError) else None)
             return
+        for message in said:
+            self._take(name, place, message)
+
+    def _take(self, name: str, place: _Place, message: FromWorker) -> None:
         now = time.monotonic()
         if isinstance(message, Done):
             place.spoke = now
             place.stats.num_tasks += 1
             self._ended(name, message, now)
+        elif isinstance(message, Began):
+            place.at = message.task
         elif isinstance(message, Beat):
             if message.moved_bytes != place.stats.moved_bytes or not self._given(name):
                 place.spoke = now
-            place.stats.moved_bytes, place.stats.busy_s = message.moved_bytes, message.busy_s
-            place.stats.peak_bytes = max(place.stats.peak_bytes, message.peak_bytes)
+            place.note(message)
         elif isinstance(message, Ready):
             place.is_ready, place.spoke = True, now
             self.placement.join(name, now)
@@ -256,6 +246,8 @@ class Coordinator:
     # -- what goes
 
     def _feed(self, name: str) -> None:
+        if name not in self._places:
+            return  # it was lost while another was told something
         given = self.placement.next(name, time.monotonic())
         self._revoke(given.revoked)
         if given.tasks:
@@ -273,8 +265,8 @@ class Coordinator:
         assert wire is not None
         try:
             wire.send(message)
-        except PeerLost as error:
-            self._lose(name, error.message)
+        except PeerLost:
+            self._lose(name, None)
 
     def _given(self, name: str) -> tuple[int, ...]:
         return self.placement.given(name) if self._places[name].is_ready else ()
@@ -283,81 +275,100 @@ class Coordinator:
 
     def _look(self) -> None:
         now = time.monotonic()
+        stood_s, self._looked = now - self._looked, now
+        for wire in [wire for wire, came in self._unknown.items() if now - came > HELLO_S]:
+            self._turn_away(wire)
         for name, place in list(self._places.items()):
-            if name not in self._places:
-                continue
-            if place.wire is None and not self._crew.is_alive(name):
-                self._lose(name, "it ended before it connected")
+            if stood_s > PAUSE_S:
+                place.begun, place.spoke = place.begun + stood_s, place.spoke + stood_s
+            if place.wire is None and self._crew.ended(name):
+                self._lose(name, None)
             elif not place.is_ready and now - place.begun > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it did not get ready")
             elif place.is_ready and self._given(name) and now - place.spoke > self._stall_s:
-                self._lose(name, f"it made no progress for {self._stall_s} s")
+                self._lose(name, f"it made no progress for {self._stall_s:g} s")
 
-    def _lose(self, name: str, why: str) -> None:
-        """A worker is gone, or taken for it: its tasks are others', its place is filled."""
-        place = self._places[name]
-        given = self._given(name)
+    def _lose(self, name: str, why: str | None) -> None:
+        """A worker is gone, or taken for it: its tasks are others', its place is filled. `why` None: as it ended."""
+        place = self._places.pop(name)
+        given = self.placement.given(name) if place.is_ready else ()
         if place.is_ready:
             self.placement.lost(name)
-        del self._places[name]
         if place.wire is not None:
             self._select.unregister(place.wire)
             place.wire.close()
         self._crew.kill(name)
-        place.stats.end = why
-        if given:
-            task = given[0]
-            self._strikes[task] = self._strikes.get(task, 0) + 1
-            if self._strikes[task] >= STRIKES:
-                recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
-                message = f"{self._strikes[task]} workers were lost at one task: {why}"
-                raise OperationFailed(message, tensor=recipe.outputs[0].spec.name)
+        place.stats.end = why or self._crew.ended(name) or "its connection was lost"
+        if place.at in given:
+            self._strike(place.at, place.stats.end)
         if place.respawns < RESPAWNS:
             self._spawn(place.stats.device, place.respawns + 1)
 
-    def close(self) -> None:
-        """Let workers finish, then end those that do not. Idempotent."""
-        for name, place in list(self._places.items()):
-            if place.wire is not None:
-                with contextlib.suppress(PeerLost):
-                    place.wire.send(Stop())
-                self._last_words(name, place)
-                place.wire.close()
+    def _strike(self, task: int, why: str) -> None:
+        """A worker was lost while the operation ran on a task: once may be chance."""
+        self._strikes[task] = self._strikes.get(task, 0) + 1
+        if self._strikes[task] >= STRIKES:
+            recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
+            raise OperationFailed(
+                f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
+                tensor=recipe.outputs[0].spec.name,
+                hint="raise PENSTOCK_STALL_S if it takes so long" if "progress" in why else None,
+            )
+
+    def close(self, *, is_done: bool = True) -> None:
+        """End the workers; those of a job that is done may say their last words. Idempotent."""
+        if is_done:
+            self._last_words()
+        for name, place in self._places.items():
             self._crew.kill(name)
+            if place.wire is not None:
+                place.wire.close()
+        for wire in self._unknown:
+            wire.close()
         self._places.clear()
+        self._unknown.clear()
         self._select.close()
         self._listener.close()
-        shutil.rmtree(self._home, ignore_errors=True)
 
-    def _last_words(self, name: str, place: _Place) -> None:
-        """Hear its last beat: until the connection ends, or nothing came for a while."""
-        assert place.wire is not None
-        deadline = time.monotonic() + HELLO_S
-        with contextlib.suppress(PeerLost, FormatError):
-            while place.wire.is_readable(max(0.0, deadline - time.monotonic())):
-                message = place.wire.from_worker()
-                if isinstance(message, Beat):
-                    place.stats.moved_bytes, place.stats.busy_s = message.moved_bytes, message.busy_s
-                    place.stats.peak_bytes = max(place.stats.peak_bytes, message.peak_bytes)
+    def _last_words(self) -> None:
+        """Hear all last beats: until every connection has ended, or `LAST_S`."""
+        left = {name: place for name, place in self._places.items() if place.wire is not None}
+        for place in left.values():
+            assert place.wire is not None
+            with contextlib.suppress(PeerLost):
+                place.wire.send(Stop())
+        deadline = time.monotonic() + LAST_S
+        while left and (wait_s := deadline - time.monotonic()) > 0:
+            for name in [key.data for key, _ in self._select.select(wait_s) if key.data in left]:
+                place = left[name]
+                assert place.wire is not None
+                try:
+                    for message in place.wire.from_worker():
+                        if isinstance(message, Beat):
+                            place.note(message)
+                except (PeerLost, FormatError):
+                    self._select.unregister(place.wire)
+                    del left[name]
 
     def __enter__(self) -> Coordinator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(is_done=kind is None)
 
 
-def _listen(host: str | None, home: str) -> tuple[socket.socket, str]:
+def _listen(host: str | None, secret: str) -> tuple[socket.socket, str]:
     """Where workers connect, and what they are told of it."""
     if host is None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path = os.path.join(home, "job.sock")
-        listener.bind(path)
-        told = f"unix:{path}"
+        # A name without a file: nothing of it remains, however the coordinator ends.
+        listener, name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{secret[:16]}"
+        listener.bind(f"\0{name}")
+        told = f"unix:{name}"
     else:
         listener = socket.create_server((host, 0))
         told = f"tcp:{host}:{listener.getsockname()[1]}"
     listener.listen(256)
+    listener.settimeout(HELLO_S)
     return listener, told
 
 

@@ -13,18 +13,17 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from penstock.engine.executors import Executor, Pending
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import OperationFailed, PenstockError
-from penstock.jobs.buffers import Buffers
+from penstock.jobs.buffers import cut, packed
 from penstock.jobs.job import Job
 from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_view
-from penstock.loader.tensor import as_tensor
-from penstock.plan.tasks import Recipe
+from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
+from penstock.plan.tasks import Output
 from penstock.storage import is_remote
 from penstock.storage.manifest import WeightSet
 from penstock.storage.output import OutputSet
@@ -35,7 +34,10 @@ READ_BYTES = 8 * MIB
 LOCAL_READS, REMOTE_READS = 4, 16
 """Reads under way at once."""
 WRITES = 2
+EXECUTORS = ("fetch", "place", "compute", "send")
 
+OnBegan = Callable[[int], None]
+"""Called from an executor's thread: the operation runs on a task now."""
 OnDone = Callable[[int, U64], None]
 """Called from an executor's thread: a task, and the digests of its pieces."""
 
@@ -50,7 +52,7 @@ class Worker:
         device: where to compute.
         memory_bytes: bound of host memory that tasks hold, inputs and outputs.
         stall_s: deadline by progress.
-        on_done: see `OnDone`.
+        on_began, on_done: see `OnBegan`, `OnDone`.
         trace: where spans go.
 
     Attributes:
@@ -66,13 +68,15 @@ class Worker:
         device: torch.device,
         memory_bytes: int,
         stall_s: float,
+        on_began: OnBegan,
         on_done: OnDone,
         trace: Trace,
     ) -> None:
         job.check_budget(memory_bytes, "one task")
-        self.job, self.out, self._sources, self._on_done = job, out, sources, on_done
-        self.buffers = Buffers(memory_bytes, pinned=device.type == "cuda")
-        self.lane: Lane = HostLane(self.buffers) if device.type == "cpu" else CudaLane(self.buffers, device)
+        self.job, self.out, self._sources = job, out, sources
+        self.began, self.ended = on_began, on_done
+        self.lane: Lane = HostLane(memory_bytes) if device.type == "cpu" else CudaLane(memory_bytes, device)
+        self.buffers = self.lane.buffers
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
         remote = any(is_remote(one.uri) for source in sources for one in source.sources)
         cores = len(os.sched_getaffinity(0))
@@ -92,8 +96,7 @@ class Worker:
 
     def post(self, task: int) -> None:
         """Begin a task once there is memory for it. One thread calls it. Raises what stopped the worker."""
-        if task in self._revoked:
-            self._revoked.discard(task)
+        if self.is_revoked(task):
             return
         self.buffers.reserve(int(self.job.tasks.cost[task]), lambda: self.ticket.stopped)
         self.ticket.check()
@@ -104,17 +107,17 @@ class Worker:
         self._revoked.discard(task)
 
     def revoke(self, task: int) -> None:
-        """It need not be begun; if it was, its result does no harm."""
+        """It need not be begun, or gone on with; if it is done all the same, its result does no harm."""
         self._revoked.add(task)
+
+    def is_revoked(self, task: int) -> bool:
+        """Whether nobody waits for it any more."""
+        return task in self._revoked
 
     def moved(self, nbytes: int) -> None:
         """Note bytes read or written."""
         with self._moving:
             self.ticket.moved_bytes += nbytes
-
-    def ended(self, task: int, digests: U64) -> None:
-        """A task's bytes are all written."""
-        self._on_done(task, digests)
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with a tensor's bytes from `offset` on."""
@@ -130,6 +133,7 @@ class Worker:
             self.ticket.cancel()
         for one in self._executors:
             one.close()
+        self.buffers.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -147,26 +151,24 @@ class _TaskRun:
         self.entries = [(job.recipes[index], start, stop) for index, start, stop in job.tasks.entries(task)]
         self.written = list(job.written(task))
         self.name = self.entries[0][0].outputs[0].spec.name
-        self.raw: list[torch.Tensor] = []
+        self.sizes: list[int] = []
+        self.buffer: torch.Tensor | None = None
         self.placed: list[torch.Tensor] = []
-        self.made: list[Made] = []
+        self.made: Made | None = None
         self._left = 0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Post the reads of all inputs."""
+        """Post the reads of all inputs, into one buffer."""
+        given = [(one, start, stop) for recipe, start, stop in self.entries for one in recipe.inputs]
+        self.sizes = [one.read_nbytes(start, stop) for one, start, stop in given]
+        self.buffer = self.worker.buffers.get(packed(self.sizes)[-1])
         steps: list[_Step] = []
-        for recipe, start, stop in self.entries:
-            for given in recipe.inputs:
-                first, _ = given.read_rows(start, stop)
-                nbytes = given.read_nbytes(start, stop)
-                raw = self.worker.buffers.get(nbytes)
-                self.raw.append(raw)
-                offset = given.offset_of(first)
-                view = as_view(raw)
-                for at in range(0, nbytes, READ_BYTES):
-                    part = view[at : at + READ_BYTES]
-                    steps.append(_Fetch(self, given.source, given.spec.name, offset + at, part))
+        for (one, start, stop), raw in zip(given, cut(self.buffer, self.sizes), strict=True):
+            offset, view = one.offset_of(one.read_rows(start, stop)[0]), as_view(raw)
+            for at in range(0, len(view), READ_BYTES):
+                part = view[at : at + READ_BYTES]
+                steps.append(_Fetch(self, one.source, one.spec.name, offset + at, part))
         self._left = len(steps)
         if steps:
             self.worker.fetch.post(*steps)
@@ -179,7 +181,14 @@ class _TaskRun:
             self._left -= 1
             is_last = not self._left
         if is_last:
-            self.worker.place.post(_PlaceIn(self))
+            self.pass_on(self.worker.place, _PlaceIn(self))
+
+    def pass_on(self, executor: Executor, step: _Step) -> None:
+        """The next step, if anybody still waits for the task."""
+        if self.worker.is_revoked(self.task):
+            self.end()
+        else:
+            executor.post(step)
 
     def run(self) -> list[torch.Tensor]:
         """The operation on every entry: the task's outputs.
@@ -202,33 +211,38 @@ class _TaskRun:
                     tensor = tensor[(slice(None), *cut)].contiguous()
                 inputs.append(tensor)
             outputs = self.worker.job.operation.run(recipe, start, stop, inputs)
-            made += [self._checked(i, recipe, start, stop, out) for i, out in enumerate(outputs)]
             if len(outputs) != len(recipe.outputs):
                 raise OperationFailed(f"it gave {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self.name)
+            made += [self._checked(one, start, stop, out) for one, out in zip(recipe.outputs, outputs, strict=True)]
         return made
 
-    def _checked(self, i: int, recipe: Recipe, start: int, stop: int, out: torch.Tensor) -> torch.Tensor:
-        first, last = recipe.outputs[i].byte_range(start, stop)
-        if out.nbytes != last - first:
-            spec = recipe.outputs[i].spec
-            message = (
-                f"rows {start} to {stop} have {out.nbytes} bytes ({out.dtype}, {list(out.shape)}), not {last - first}"
-            )
-            raise OperationFailed(message, tensor=spec.name)
-        return out
+    def _checked(self, output: Output, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, if it is what the recipe says of these rows."""
+        spec, (first, last) = output.spec, output.rows(start, stop)
+        shape = (last - first, *spec.shape[1:]) if spec.shape else ()
+        wanted = f"{spec.dtype}, {list(shape)}"
+        if not isinstance(tensor, torch.Tensor):
+            raise OperationFailed(f"it gave {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
+        if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
+            found = f"{tensor.dtype}, {list(tensor.shape)}"
+            raise OperationFailed(f"rows {start} to {stop} are {found}, not {wanted}", tensor=spec.name)
+        if tensor.device.type != self.worker.lane.device.type:
+            raise OperationFailed(f"it gave a tensor on {tensor.device}", tensor=spec.name)
+        return tensor
 
     def free_inputs(self) -> None:
         """Nobody looks at the host's copy any more."""
-        for raw in self.raw:
-            self.worker.buffers.put(raw)
-        self.raw = []
+        if self.buffer is not None:
+            self.worker.buffers.put(self.buffer)
+        self.buffer = None
 
     def end(self) -> None:
         """All is written, or nothing more will be."""
-        for one in self.made:
-            if one.buffer is not None:
-                self.worker.buffers.put(one.buffer)
-        self.made = []
+        self.free_inputs()
+        self.placed = []
+        if self.made is not None and self.made.buffer is not None:
+            self.worker.buffers.put(self.made.buffer)
+        self.made = None
         self.worker.buffers.unreserve(int(self.worker.job.tasks.cost[self.task]))
 
 
@@ -276,14 +290,15 @@ class _PlaceIn(_Step):
     what = "place"
 
     def start(self) -> Pending | None:
-        self.run.placed, pending = self.run.worker.lane.place(self.run.raw)
-        self.nbytes = sum(len(raw) for raw in self.run.raw)
+        assert self.run.buffer is not None
+        self.run.placed, pending = self.run.worker.lane.place(self.run.buffer, self.run.sizes)
+        self.nbytes = sum(self.run.sizes)
         return pending
 
     def finish(self) -> None:
         if self.run.worker.lane.copies:
             self.run.free_inputs()
-        self.run.worker.compute.post(_Compute(self.run))
+        self.run.pass_on(self.run.worker.compute, _Compute(self.run))
 
 
 class _Compute(_Step):
@@ -293,25 +308,26 @@ class _Compute(_Step):
 
     def start(self) -> Pending | None:
         run = self.run
+        run.worker.began(run.task)
         leaf_bytes = run.worker.job.leaf_bytes
         pieces = [[(a - one.start, b - one.start) for a, b in one.pieces(leaf_bytes)] for one in run.written]
         run.made, pending = run.worker.lane.make(self._run, pieces)
-        self.nbytes = sum(len(one.raw) for one in run.made)
+        self.nbytes = sum(len(raw) for raw in run.made.raw)
         return pending
 
     def _run(self) -> Sequence[torch.Tensor]:
         try:
             return self.run.run()
-        except PenstockError:
+        except (PenstockError, torch.cuda.OutOfMemoryError):
             raise
-        except Exception as error:
+        except BaseException as error:  # a user's code, which may well call sys.exit
             operation = self.run.worker.job.operation.name
             message = f"{operation} raised {type(error).__name__}: {error}"
             raise OperationFailed(message, tensor=self.run.name) from error
 
     def finish(self) -> None:
         self.run.placed = []
-        self.run.worker.send.post(_Send(self.run))
+        self.run.pass_on(self.run.worker.send, _Send(self.run))
 
 
 class _Send(_Step):
@@ -321,16 +337,17 @@ class _Send(_Step):
 
     def start(self) -> None:
         run = self.run
+        assert run.made is not None
         table = run.worker.job.files.table
-        for one, where in zip(run.made, run.written, strict=True):
+        for raw, where in zip(run.made.raw, run.written, strict=True):
             at = int(table.offset[where.row]) + where.start
-            run.worker.out.write(int(table.file_index[where.row]), at, as_view(one.raw))
-            self.nbytes += len(one.raw)
+            run.worker.out.write(int(table.file_index[where.row]), at, as_view(raw))
+            self.nbytes += len(raw)
         run.worker.moved(self.nbytes)
 
     def finish(self) -> None:
         run = self.run
-        digests = np.concatenate([one.digests for one in run.made]) if run.made else np.zeros(0, np.uint64)
-        run.free_inputs()  # what was made of them on the host may be a view of them
+        assert run.made is not None
+        digests = run.made.digests.copy()  # it lies in a buffer that another task gets
         run.end()
         run.worker.ended(run.task, digests)

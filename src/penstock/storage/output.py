@@ -68,6 +68,7 @@ class OutputSet:
         table: `file_index` and `offset` (from the first body of the file) say where each tensor goes.
         body_nbytes: of each file.
         metadata: of every file.
+        groups: of each file, where the set is several: the tensors' names in it follow that and a slash. See `named`.
 
     Attributes:
         names: of the files.
@@ -75,16 +76,22 @@ class OutputSet:
     """
 
     def __init__(
-        self, directory: Path, table: TensorTable, body_nbytes: Sequence[int], metadata: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        table: TensorTable,
+        body_nbytes: Sequence[int],
+        metadata: Mapping[str, str] | None = None,
+        groups: Sequence[str] = (),
     ) -> None:
         count = len(body_nbytes)
+        self.groups = tuple(groups) or ("",) * count
         self.directory, self.table, self._body_nbytes = directory, table, body_nbytes
-        self.names = file_names(count)
+        self.names = named(self.groups)
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
         for row in order:
             start = int(table.offset[row])
-            entry = (table.names[row], table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
+            entry = (self.name_of(row), table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
             entries[int(table.file_index[row])].append(entry)
         named = zip(entries, self.names, strict=True)
         self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
@@ -107,6 +114,7 @@ class OutputSet:
             with typed(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 for name, header, nbytes in zip(self.names, self._headers, self.file_nbytes, strict=True):
+                    (self.directory / name).parent.mkdir(exist_ok=True)
                     fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                     try:
                         if nbytes > os.fstat(fd).st_size:
@@ -116,7 +124,7 @@ class OutputSet:
                         os.close(fd)
         except BaseException:
             if is_new:
-                shutil.rmtree(self.directory, ignore_errors=True)
+                self.remove()
             raise
 
     def open(self) -> None:
@@ -143,14 +151,25 @@ class OutputSet:
                     raise DestinationError("a file of the output was cut short", uri=str(self.directory))
                 at, into = at + done, into[done:]
 
+    def name_of(self, row: int) -> str:
+        """A tensor's name in its file."""
+        group = self.groups[int(self.table.file_index[row])]
+        return self.table.names[row][len(group) + 1 if group else 0 :]
+
     def index(self) -> dict[str, bytes]:
-        """The index file by its name; none for a single file, which needs none."""
-        if len(self.names) == 1:
-            return {}
-        shards = {name: self.names[int(f)] for name, f in zip(self.table.names, self.table.file_index, strict=True)}
-        total = {"total_size": int(self.table.nbytes.sum())}
-        raw = msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": shards}), indent=2)
-        return {"model.safetensors.index.json": raw}
+        """The index files by their names; none where a single file needs none, or a name has a star."""
+        found = {}
+        for group in dict.fromkeys(self.groups):
+            rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
+            if self.groups.count(group) == 1 or "*" in group:
+                continue
+            place = f"{group}/" if group else ""
+            names = (self.names[file].removeprefix(place) for file in self.table.file_index[rows].tolist())
+            shards = dict(zip(map(self.name_of, rows), names, strict=True))
+            total = {"total_size": int(self.table.nbytes[rows].sum())}
+            raw = msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": shards}), indent=2)
+            found[f"{place}model.safetensors.index.json"] = raw
+        return found
 
     def sync(self) -> None:
         """Have the files' bytes on the disk."""
@@ -178,6 +197,10 @@ class OutputSet:
             os.rename(self.directory, into)
             _sync_directory(into.parent)
 
+    def remove(self) -> None:
+        """Nobody wants them any more."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def close(self) -> None:
         """Close the files. Idempotent."""
         for fd in self._fds:
@@ -190,6 +213,18 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def named(groups: Sequence[str]) -> list[str]:
+    """Files of a set, given the group of each: in a directory for each group, or called so with a star for the part."""
+    seen: dict[str, list[str]] = {}
+    for group in dict.fromkeys(groups):
+        count = groups.count(group)
+        if "*" in group:
+            seen[group] = [f"{group.replace('*', str(part))}.safetensors" for part in range(count)]
+        else:
+            seen[group] = [f"{group}/{name}" if group else name for name in file_names(count)]
+    return [seen[group].pop(0) for group in groups]
 
 
 def require_free(into: Path) -> None:

@@ -6,7 +6,6 @@ Not here: reading objects (`objects`), the local way (`output`).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,8 +41,7 @@ def publish_remote(
         SourceUnavailable, PermissionDenied: of the store; what was uploaded has no manifest, and may be overwritten.
     """
     prefix = uri.rstrip("/")
-    _require_free(prefix, settings=settings, storage_options=storage_options)
-    out.sync()
+    require_none(prefix, settings=settings, storage_options=storage_options)
 
     def upload(name: str) -> None:
         place = locate(f"{prefix}/{name}", settings=settings, options=storage_options or {})
@@ -51,15 +49,21 @@ def publish_remote(
             obstore.put(place.store, place.key, file, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS)
 
     with ThreadPoolExecutor(UPLOADS, thread_name_prefix="penstock-upload") as pool:
-        for done in [pool.submit(upload, name) for name in out.names]:
-            done.result()
+        try:
+            for done in [pool.submit(upload, name) for name in out.names]:
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     last = {**out.index(), SIDECAR: small[SIDECAR]}
     for name, data in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
         write_small(f"{prefix}/{name}", data, settings=settings, storage_options=storage_options)
-    shutil.rmtree(out.directory, ignore_errors=True)
+    out.remove()
 
 
-def _require_free(prefix: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+def require_none(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+    """ConfigError where a whole weight set is under the prefix already."""
+    prefix = uri.rstrip("/")
     try:
         there = list_objects(f"{prefix}/{SIDECAR}", settings=settings, storage_options=storage_options)
     except NotFound:

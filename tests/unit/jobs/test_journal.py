@@ -48,12 +48,32 @@ def test_another_jobs_journal_is_refused_and_stays(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"{}\n", b"nonsense\n", b'{"task": 1, "digests": "xyz"}\n', b'{"task": 1, "digests": "00"}\n']
 )
-def test_nonsense_in_it_is_said(tmp_path, line):
-    Journal(tmp_path / "j", "k").close()
+def test_from_nonsense_on_nothing_was_done(tmp_path, line):
+    journal = Journal(tmp_path / "j", "k")
+    journal.add(4, digests(7))
+    journal.close()
     with open(tmp_path / "j", "ab") as file:
-        file.write(line)
-    with pytest.raises(DestinationError, match="cannot be read"):
+        file.write(line + b'{"task": 9, "digests": ""}\n')
+    again = Journal(tmp_path / "j", "k")
+    assert list(again.done) == [4]
+    again.add(2, digests(1))
+    again.close()
+    assert list(Journal(tmp_path / "j", "k").done) == [4, 2]
+
+
+def test_one_process_at_a_time_has_it(tmp_path):
+    journal = Journal(tmp_path / "j", "k")
+    journal.add(1, digests(5))
+    with pytest.raises(DestinationError, match="another process"):
         Journal(tmp_path / "j", "k")
+    journal.close()
+    again = Journal(tmp_path / "j", "k")
+    assert list(again.done) == [1]
+    again.remove()
+    new = Journal(tmp_path / "j", "k")  # the file that was removed is locked still, and is not this one
+    assert not new.done
+    again.close()
+    new.close()
 
 
 def test_what_did_not_last_is_forgotten_for_good(tmp_path):
