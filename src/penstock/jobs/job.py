@@ -50,14 +50,14 @@ class Job:
     key: str
     """32 hex digits: of the operation, the sources' revisions, and all that decides the output's bytes."""
     row_of: dict[str, int]
-    """Row of the output's table by name."""
+    """Row of the output's table by path."""
 
     def written(self, task: int) -> Iterator[Written]:
         """What a task writes, output after output."""
         for index, start, stop in self.tasks.entries(task):
             for out in self.recipes[index].outputs:
                 first, last = out.byte_range(start, stop)
-                yield Written(row=self.row_of[out.spec.name], start=first, stop=last)
+                yield Written(row=self.row_of[out.spec.path], start=first, stop=last)
 
     def num_pieces(self, task: int) -> int:
         """Digests that a task reports."""

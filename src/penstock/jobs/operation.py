@@ -178,6 +178,8 @@ class Chain:
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
         firsts = list(self.first.recipes(sources))
+        if any(out.spec.group for recipe in firsts for out in recipe.outputs):
+            raise PlanError(f"{self.first.name} gives several weight sets: nothing can follow it")
         between = lay_out([out.spec for recipe in firsts for out in recipe.outputs], shard_bytes=1 << 62).table
         seconds = list(self.second.recipes([between]))
         maker = {out.spec.name: i for i, recipe in enumerate(firsts) for out in recipe.outputs}

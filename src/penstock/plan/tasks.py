@@ -32,7 +32,12 @@ class Spec:
     dtype: DType
     shape: tuple[int, ...]
     group: str = ""
-    """Of an output: which of several weight sets it is in; names are unique within one. See `lay_out`."""
+    """Of an output: which of several weight sets it is in, where an operation gives several. See `OutputFiles`."""
+
+    @property
+    def path(self) -> str:
+        """Its name among all outputs."""
+        return f"{self.group}/{self.name}" if self.group else self.name
 
     @property
     def nbytes(self) -> int:
@@ -220,8 +225,11 @@ class OutputFiles:
     """The output's tensors in files. Offsets in `table` are of the bodies: from the end of the header."""
 
     table: TensorTable
+    """By their paths: a tensor of a group has it before its name."""
     body_nbytes: tuple[int, ...]
     """Per file."""
+    groups: tuple[str, ...]
+    """Per file; the files of a group follow each other, and no other tensors are in them."""
 
 
 ALIGN_BYTES = 8
@@ -229,25 +237,32 @@ ALIGN_BYTES = 8
 
 
 def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
-    """Put tensors into files of at most `shard_bytes` (one tensor may be more), in the order given.
+    """Put tensors into files of at most `shard_bytes` (one tensor may be more), group by group, in the order given.
 
     In a file wider elements come first, so that all are aligned without gaps, as the format's own writer does.
 
     Raises:
         PlanError: two tensors of one name, or elements that do not fill whole bytes.
     """
-    names = [spec.name for spec in specs]
+    names = [spec.path for spec in specs]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise PlanError("the operation gives two tensors of one name", tensor=twice)
-    files: list[list[int]] = [[]]
-    filled = 0
-    for i, spec in enumerate(specs):
-        if files[-1] and filled + spec.nbytes > shard_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(i)
-        filled += spec.nbytes
+    files: list[list[int]] = []
+    groups: list[str] = []
+    for group in dict.fromkeys(spec.group for spec in specs) or [""]:
+        filled = shard_bytes + 1
+        for i, spec in enumerate(specs):
+            if spec.group != group:
+                continue
+            if filled + spec.nbytes > shard_bytes:
+                files.append([])
+                groups.append(group)
+                filled = 0
+            files[-1].append(i)
+            filled += spec.nbytes
+    if not files:
+        files, groups = [[]], [""]
     file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
     bodies = []
     for index, rows in enumerate(files):
@@ -264,4 +279,4 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
         offset=offset,
         nbytes=np.array([spec.nbytes for spec in specs], np.int64),
     )
-    return OutputFiles(table=table, body_nbytes=tuple(bodies))
+    return OutputFiles(table=table, body_nbytes=tuple(bodies), groups=tuple(groups))

@@ -68,7 +68,7 @@ class OutputSet:
         table: `file_index` and `offset` (from the first body of the file) say where each tensor goes.
         body_nbytes: of each file.
         metadata: of every file.
-        groups: of each file, where the set is several: the tensors' names in it follow that and a slash. See `named`.
+        groups: of each file, where the set is several: the tensors' names in it follow that and a slash. See `names_of`.
 
     Attributes:
         names: of the files.
@@ -86,7 +86,7 @@ class OutputSet:
         count = len(body_nbytes)
         self.groups = tuple(groups) or ("",) * count
         self.directory, self.table, self._body_nbytes = directory, table, body_nbytes
-        self.names = named(self.groups)
+        self.names = names_of(self.groups)
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
         for row in order:
@@ -191,7 +191,8 @@ class OutputSet:
                     file.write(data)
                     file.flush()
                     os.fsync(fd)
-            _sync_directory(self.directory)
+            for directory in dict.fromkeys([*((self.directory / name).parent for name in self.names), self.directory]):
+                _sync_directory(directory)
         require_free(into)
         with typed(into):
             os.rename(self.directory, into)
@@ -215,7 +216,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def named(groups: Sequence[str]) -> list[str]:
+def names_of(groups: Sequence[str]) -> list[str]:
     """Files of a set, given the group of each: in a directory for each group, or called so with a star for the part."""
     seen: dict[str, list[str]] = {}
     for group in dict.fromkeys(groups):
