@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -126,6 +127,10 @@ def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
     source.ready()
 
     class Changing(LocalLink):
+        def __init__(self, held: Held) -> None:
+            super().__init__(held)
+            self.map = msgspec.structs.replace(self.map, is_ready=False)  # asked before it is read
+
         def digests(self, strips: Strips, *, wait_s: float):
             said = super().digests(strips, wait_s=wait_s)
             content(source.regions.memories[0]).bitwise_xor_(1)

@@ -120,14 +120,16 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Strips that the asker will read, as columns of little-endian int64."""
+    """Strips that the asker will read, as columns of little-endian int64; by name, where it told them before."""
 
     version: Version
     generation: Count
-    at: bytes
-    run_bytes: bytes
-    num_rows: bytes
-    pitch: bytes
+    strips: bytes
+    """BLAKE3 of the columns."""
+    at: bytes = b""
+    run_bytes: bytes = b""
+    num_rows: bytes = b""
+    pitch: bytes = b""
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -136,6 +138,8 @@ class DigestReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     digests: bytes | None
     num_ready: Count
+    is_unknown: bool = False
+    """The strips of that name must be told."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bott
 from penstock.plan.sync import Part, SyncPlan, plan_sync
 from penstock.types import GB, GIB, I64
 
-WATERMARK_BYTES = 8 * GIB
+WATERMARK_BYTES = 16 * GIB
 READS_AT_ONCE = 16
 READS_OF_ONE = 2
 AHEAD_LAPS = 2

@@ -19,6 +19,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -43,11 +44,16 @@ from penstock.sync.audience import Audience
 from penstock.sync.board import Board
 from penstock.sync.held import Held, HeldMap
 from penstock.sync.planner import Planner
+from penstock.sync.talk import name_of
 
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
 MAX_MESSAGE_BYTES = 256 << 20
 """Longest question in a session: a layout of four million rows, or the strips of a step."""
+
+
+MAX_STRIPS = 4 << 20
+"""Strips that are remembered by name, of all askers: 128 MiB."""
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class Desk:
         self._planner, self._audience, self._check = planner, audience, check
         self._lock = threading.Lock()
         self._sessions: dict[str, _Known] = {}
+        self._strips: OrderedDict[bytes, Strips] = OrderedDict()
 
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
@@ -173,10 +180,9 @@ class Desk:
         return found
 
     def _digests(self, request: DigestRequest) -> DigestReply:
-        at, run_bytes, num_rows, pitch = (
-            column(raw, "<i8") for raw in (request.at, request.run_bytes, request.num_rows, request.pitch)
-        )
-        strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+        strips = self._known_strips(request)
+        if strips is None:
+            return DigestReply(digests=None, num_ready=0, is_unknown=True)
         found = self._holding().digests(
             strips,
             version=request.version,
@@ -185,6 +191,24 @@ class Desk:
         )
         said = None if found.digests is None else np.ascontiguousarray(found.digests, "<u8").tobytes()
         return DigestReply(digests=said, num_ready=found.num_ready)
+
+    def _known_strips(self, request: DigestRequest) -> Strips | None:
+        """Those told before under this name, or now; None: they must be told."""
+        with self._lock:
+            found = self._strips.get(request.strips)
+            if found is not None:
+                self._strips.move_to_end(request.strips)
+                return found
+        columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
+        if name_of(*columns) != request.strips:
+            return None
+        at, run_bytes, num_rows, pitch = (column(raw, "<i8") for raw in columns)
+        found = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+        with self._lock:
+            self._strips[request.strips] = found
+            while sum(map(len, self._strips.values())) > MAX_STRIPS and len(self._strips) > 1:
+                self._strips.popitem(last=False)
+        return found
 
 
 def _number(query: Mapping[str, list[str]], name: str) -> int:

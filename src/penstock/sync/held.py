@@ -26,6 +26,8 @@ from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
 from penstock.types import I64, U64
 
+_NAP_S = 0.0002
+
 
 class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a peer reads one generation of a rank's memory."""
@@ -37,6 +39,8 @@ class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bytes of each region."""
     regions: tuple[dict[str, bytes], ...]
     """Of each region its descriptors, encoded, by transport."""
+    is_ready: bool = False
+    """Whether all rows were ready by then: their bytes may be read before digests are asked for."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +132,15 @@ class Held:
             self._count()
             self.changed.notify_all()
 
+    def settle(self, stall_s: float) -> None:
+        """Return once the device filled what is ready, or after `stall_s` anyway: readers wait for it too."""
+        deadline = time.monotonic() + stall_s
+        while time.monotonic() < deadline:
+            with self.changed:
+                if all(event.query() for event in self._events):
+                    return
+            time.sleep(_NAP_S)
+
     def _count(self) -> None:
         self._not_ready = np.cumsum([0, *~self._is_ready[self._rows.order]], dtype=np.int64)
 
@@ -143,6 +156,7 @@ class Held:
                 generation=self.generation,
                 sizes=self.regions.sizes,
                 regions=self.regions.descriptors(),
+                is_ready=not self._not_ready[-1] and all(event.query() for event in self._events),
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
@@ -158,11 +172,13 @@ class Held:
             PlanError: a strip lies outside the memory.
         """
         strips.check(self.regions.nbytes)
-        spans = self._rows.spans(strips)
-        deadline = time.monotonic() + wait_s
+        deadline, spans = time.monotonic() + wait_s, None
         with self.changed:
             self._check(version, generation)
-            while (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any():
+            while self._not_ready[-1]:
+                spans = self._rows.spans(strips) if spans is None else spans
+                if not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any():
+                    break
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return Answer(digests=None, num_ready=self.num_ready)

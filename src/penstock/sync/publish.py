@@ -160,6 +160,7 @@ class Publisher:
         """From now on receivers may have it."""
         self._held.begin(version)
         self._held.ready()
+        self._held.settle(self._stall_s)
         self._say(version)
 
     def _say(self, version: int) -> None:
@@ -176,7 +177,7 @@ class Publisher:
         """Live: until the receivers are done."""
         try:
             if self.rank == 0:
-                known = [one.member for one in self._roster.look() if one.state.side == "subscriber"]
+                known = [one.member for one in self._roster.look(max_age_s=ASK_S) if one.state.side == "subscriber"]
                 self._audience.begin(version, known)
                 self._begin(version)
                 return self._audience.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)

@@ -37,9 +37,11 @@ class Regions:
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
         self._digesters = {name: Digester(name) for name in {memory.device for memory in self.memories}}
         self._handles: list[dict[str, Handle]] = []
+        self._into: list[dict[str, Handle]] = []
         try:
             for memory in self.memories:
                 self._handles.append(links.register(memory))
+                self._into.append(links.register_into(memory, self._handles[-1]))
         except BaseException:
             self.close()
             raise
@@ -60,8 +62,8 @@ class Regions:
         return any(memory.device != "cpu" for memory in self.memories)
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Our registrations of a region, by transport."""
-        return self._handles[region]
+        """What is read into a region by, by transport: our registrations, and what only fills such memory."""
+        return self._into[region]
 
     def descriptors(self) -> tuple[dict[str, bytes], ...]:
         """What a peer reads each region by, encoded, by transport."""
@@ -103,7 +105,7 @@ class Regions:
 
     def close(self) -> None:
         """End the registrations; readers' descriptors are stale. The memory stays its owner's. Idempotent."""
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._into = [*self._into, *self._handles], [], []
         for one in handles:
             for handle in one.values():
                 handle.close()

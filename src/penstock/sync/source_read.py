@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from penstock.digest.strip import Strips
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.sync.link import SourceLink
 from penstock.sync.regions import Regions
@@ -49,7 +50,12 @@ class SourceRead:
         """Why no nearer one."""
         return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
 
-    def ask(self, step: Step, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
+    @property
+    def is_ready(self) -> bool:
+        """Whether the source had all rows from the start, so that they may be read before it is asked."""
+        return self.link.map.is_ready
+
+    def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """What the source says its strips digest to, once they are ready.
 
         Raises:
@@ -59,10 +65,10 @@ class SourceRead:
         """
         seen, moved = -1, time.monotonic()
         while not is_over():
-            answer = self.link.digests(step.theirs, wait_s=min(WAIT_S, stall_s))
+            answer = self.link.digests(strips, wait_s=min(WAIT_S, stall_s))
             if answer.digests is not None:
-                if len(answer.digests) != len(step.theirs):
-                    raise SourceStalled(f"{len(answer.digests)} digests for {len(step.theirs)} strips", uri=self.member)
+                if len(answer.digests) != len(strips):
+                    raise SourceStalled(f"{len(answer.digests)} digests for {len(strips)} strips", uri=self.member)
                 return answer.digests
             if answer.num_ready != seen:
                 seen, moved = answer.num_ready, time.monotonic()

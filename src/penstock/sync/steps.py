@@ -19,7 +19,7 @@ from penstock.plan.intersect import spread
 from penstock.plan.sync import Part
 from penstock.sync.regions import locate
 from penstock.transport.protocol import Rectangles
-from penstock.types import I64
+from penstock.types import I64, U64
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,11 +39,36 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Asked:
+    """Steps of one source whose digests are asked for at once."""
+
+    steps: tuple[Step, ...]
+    theirs: Strips
+
+    def split(self, digests: U64) -> list[U64]:
+        """Those of each step."""
+        return np.split(digests, np.cumsum([len(step.theirs) for step in self.steps])[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Laps:
     """All of a part. Lap i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
+
+    def asked(self, source: int, ask_bytes: int) -> list[Asked]:
+        """A source's steps in order, joined while they are at most `ask_bytes`."""
+        groups: list[list[Step]] = []
+        taken = ask_bytes
+        for step in self.steps:
+            if step.source == source:
+                if taken + step.nbytes > ask_bytes:
+                    groups.append([])
+                    taken = 0
+                groups[-1].append(step)
+                taken += step.nbytes
+        return [Asked(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
 
     def __len__(self) -> int:
         return len(self.bucket_first) - 1
@@ -125,6 +150,15 @@ def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours
         reads.append((of, to, local))
     nbytes = int(table.nbytes.sum())
     return Step(lap=lap, source=source, nbytes=nbytes, rows=rows, theirs=there, ours=here, reads=tuple(reads))
+
+
+def _joined(some: Sequence[Strips]) -> Strips:
+    return Strips(
+        at=np.concatenate([one.at for one in some]),
+        run_bytes=np.concatenate([one.run_bytes for one in some]),
+        num_rows=np.concatenate([one.num_rows for one in some]),
+        pitch=np.concatenate([one.pitch for one in some]),
+    )
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -3,8 +3,8 @@
 In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
 Not here: who the sources are and what version they hold (`receive`), what becomes of a bucket (`want`, `shadow`).
 
-    steps --fetch: ask for digests (waits until ready), read--> --compute: digest ours, compare--> lap whole
-          '--bounded by watermark_bytes---------------------'            --place: on_bucket, in order--'
+    steps --fetch: read, bounded by watermark_bytes--> --compute: digest ours, compare--> lap whole
+          --ask: their digests, many steps at once---'            --place: on_bucket, in order--'
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from penstock.sync.link import SourceLink
 from penstock.sync.regions import Regions
 from penstock.sync.source_read import SourceRead
 from penstock.sync.steps import Laps, Step, cut
-from penstock.sync.take_step import BucketStep, ReadStep, VerifyStep
+from penstock.sync.take_step import AskStep, BucketStep, ReadStep, VerifyStep
 from penstock.sync.tally import TakeReport, Tally
 from penstock.types import GIB, I64, MIB, U64
 
-WATERMARK_BYTES = 8 * GIB
-"""Bytes under way by default: steps of 512 MiB to 1 GiB, two milliseconds of NVLink each, so that the threads' own work
-for each is little beside. They lie in place, so it is no memory of its own."""
+WATERMARK_BYTES = 16 * GIB
+"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
+each is little beside. They lie in place, so it is no memory of its own."""
+ASK_BYTES = 16 * GIB
+"""Digests of so many bytes are asked for at once, of a source that has them: half a second of a host's core."""
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 READS_AT_ONCE = 16
 READS_OF_ONE = 2
-"""Steps under way of one source: one is read while the digests of the next are asked for."""
+"""Steps under way of one source: one is read while the next is posted."""
 AHEAD_LAPS = 2
 """Laps that may be under way: the one being installed or verified, and the next."""
 
@@ -145,15 +147,19 @@ class _Run:
         for step in laps.steps:
             self._queues.setdefault(step.source, deque()).append(step)
         self.reads = {i: SourceRead(sources[take.part.sources[i]], take.into) for i in self._queues}
+        self._wanted: dict[Step, U64] = {}
+        self._here: set[Step] = set()
+        """Digests of steps that did not arrive, and steps that arrived before their digests."""
         self._left = np.bincount(np.array([step.lap for step in laps.steps], np.int64), minlength=len(laps))
         self._flying = dict.fromkeys(self._queues, 0)
         self._under_way_bytes = self._next_lap = self._installed = 0
         self._lock = threading.RLock()
         num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
+        self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
         self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
         self._compute = Executor("compute", 1 if take.into.on_device else 2, trace=trace, stall_s=self.stall_s)
         self._place = Executor("place", 1, trace=trace, stall_s=self.stall_s)
-        self._executors = (self._fetch, self._compute, self._place)
+        self._executors = (self._ask, self._fetch, self._compute, self._place)
         self.ticket = Ticket(take.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
         self.tally = Tally(self.reads)
 
@@ -162,6 +168,9 @@ class _Run:
             with self._lock:
                 self._hand_on()
                 self._assign()
+            for source, read in self.reads.items():
+                if read.is_ready:
+                    self._ask.post(*(AskStep(self, read, some) for some in self._laps.asked(source, ASK_BYTES)))
             self.ticket.wait(stall_s=self.stall_s)
         except PenstockError as error:
             self._close()
@@ -207,12 +216,25 @@ class _Run:
 
     # -- what steps ask and report
 
-    def arrived(self, step: Step, wanted: U64) -> None:
+    def arrived(self, step: Step) -> None:
         """Its bytes are here, not verified."""
         with self._lock:
             self._flying[step.source] -= 1
+            self._here.add(step)
             self._assign()
-        self._compute.post(VerifyStep(self, step, wanted))
+            self._verify(step)
+
+    def told(self, step: Step, wanted: U64) -> None:
+        """What its source says it digests to."""
+        with self._lock:
+            self._wanted[step] = wanted
+            self._verify(step)
+
+    def _verify(self, step: Step) -> None:
+        """Post it, if it is here and its digests are. Order: with the lock held."""
+        if step in self._here and step in self._wanted:
+            self._here.remove(step)
+            self._compute.post(VerifyStep(self, step, self._wanted.pop(step)))
 
     def lost(self, member: str, error: PenstockError) -> None:
         """A source failed."""

@@ -2,6 +2,9 @@
 
 In: a cut of the part. Out: its bytes in place and verified; failures told with the source whose they are.
 Not here: which steps, and when (`take`).
+
+A source that had all rows from the start is asked for the digests of many steps at once (`AskStep`), while they are
+read; another one for those of each step before it is read.
 """
 
 from __future__ import annotations
@@ -12,15 +15,48 @@ from typing import TYPE_CHECKING
 from penstock.engine.executors import Pending
 from penstock.errors import PenstockError
 from penstock.sync.source_read import SourceRead
-from penstock.sync.steps import Step
+from penstock.sync.steps import Asked, Step
 from penstock.types import U64
 
 if TYPE_CHECKING:
     from penstock.sync.take import _Run
 
 
+class AskStep:
+    """Ask a source for the digests of some steps."""
+
+    __slots__ = ("_asked", "_run", "_source", "_wanted", "name", "nbytes", "priority", "ticket")
+
+    def __init__(self, run: _Run, source: SourceRead, asked: Asked) -> None:
+        self._run, self._source, self._asked = run, source, asked
+        self._wanted: U64 | None = None
+        self.priority, self.ticket, self.nbytes = asked.steps[0].lap, run.ticket, 0
+        self.name = f"ask {source.member}"
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        run, begun = self._run, time.perf_counter()
+        try:
+            strips = self._asked.theirs
+            self._wanted = self._source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
+        except PenstockError as error:
+            run.lost(self._source.member, error)
+            raise
+        run.tally.answered(self._source.member, time.perf_counter() - begun)
+        return None
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        assert self._wanted is not None
+        for step, wanted in zip(self._asked.steps, self._asked.split(self._wanted), strict=True):
+            self._run.told(step, wanted)
+
+    def abandon(self) -> None:
+        """The run is over."""
+
+
 class ReadStep:
-    """Ask a source for a step's digests, then read it."""
+    """Read a step; ask its source for its digests before, unless all of them are asked for beside."""
 
     __slots__ = ("_run", "_source", "_step", "_wanted", "name", "nbytes", "priority", "ticket")
 
@@ -33,10 +69,12 @@ class ReadStep:
     def start(self) -> Pending | None:
         """See `Step.start`."""
         run, source, tally = self._run, self._source, self._run.tally
-        begun = time.perf_counter()
         try:
-            self._wanted = source.ask(self._step, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
-            asked = time.perf_counter()
+            if not source.is_ready:
+                begun = time.perf_counter()
+                strips = self._step.theirs
+                self._wanted = source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
+                tally.answered(source.member, time.perf_counter() - begun)
             with tally.reading(source.member):
                 failed, is_touched = source.read(self._step, stall_s=run.stall_s)
             tally.is_touched |= is_touched
@@ -45,13 +83,14 @@ class ReadStep:
         except PenstockError as error:
             run.lost(source.member, error)
             raise
-        tally.took(source.member, self.nbytes, asked - begun)
+        tally.took(source.member, self.nbytes)
         return None
 
     def finish(self) -> None:
         """See `Step.finish`."""
-        assert self._wanted is not None
-        self._run.arrived(self._step, self._wanted)
+        self._run.arrived(self._step)
+        if self._wanted is not None:
+            self._run.told(self._step, self._wanted)
 
     def abandon(self) -> None:
         """The run is over."""

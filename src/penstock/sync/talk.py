@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, PeerLost, PenstockError, PlanError, StaleDescriptor
@@ -116,17 +117,13 @@ class Talk(Peer):
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
         """See `Held.digests`."""
         columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-        at, run_bytes, num_rows, pitch = (np.ascontiguousarray(column, "<i8").tobytes() for column in columns)
-        request = DigestRequest(
-            version=version,
-            generation=generation,
-            at=at,
-            run_bytes=run_bytes,
-            num_rows=num_rows,
-            pitch=pitch,
-            wait_s=wait_s,
-        )
+        told = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
+        request = DigestRequest(version=version, generation=generation, strips=name_of(*told), wait_s=wait_s)
         reply = self._question("POST", "digests", DigestReply, request)
+        if reply.is_unknown:
+            at, run_bytes, num_rows, pitch = told
+            full = msgspec.structs.replace(request, at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+            reply = self._question("POST", "digests", DigestReply, full)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
         if len(reply.digests) != 8 * len(strips):
@@ -175,6 +172,14 @@ class Talk(Peer):
             self._is_ending = True
         if self._connection is not None:
             self._connection.close()
+
+
+def name_of(*columns: bytes) -> bytes:
+    """What strips are called: their number and a digest of their columns."""
+    digest = blake3(len(columns[0]).to_bytes(8, "little"))
+    for column in columns:
+        digest.update(column)
+    return digest.digest(length=16)
 
 
 _KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}

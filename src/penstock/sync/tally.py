@@ -29,7 +29,7 @@ class LinkReport:
     wire_s: float
     """While at least one read of it was under way."""
     ready_s: float
-    """Summed over steps: from asking for digests until it answered."""
+    """Summed over questions: from asking for digests until it answered."""
 
     @property
     def gb_per_s(self) -> float:
@@ -111,12 +111,15 @@ class Tally:
                 for span in spans:
                     span.leave(time.perf_counter())
 
-    def took(self, member: str, nbytes: int, ready_s: float) -> None:
+    def answered(self, member: str, ready_s: float) -> None:
+        """This source said digests, so long after it was asked."""
+        with self._lock:
+            self._counts[member].ready_s += ready_s
+
+    def took(self, member: str, nbytes: int) -> None:
         """A step of this source arrived."""
         with self._lock:
-            counts = self._counts[member]
-            counts.nbytes += nbytes
-            counts.ready_s += ready_s
+            self._counts[member].nbytes += nbytes
 
     def digested(self, seconds: float) -> None:
         """A step's digests were made here."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,23 @@ def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
         assert made.buckets == list(range(len(made.part.bucket_first) - 1))
 
 
+def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
+    made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
+    asked: list[int] = []
+
+    class Counting(LocalLink):
+        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+            asked.append(len(strips))
+            return super().digests(strips, wait_s=wait_s)
+
+    near = "loopback" in links.transports
+    expected = made.expected()
+    given = {one.layout.member: Counting(one, same_process=near) for one in made.sources}
+    made.take(watermark_bytes=MIB).run(given, made.buckets.append)
+    assert np.array_equal(whole(made.receiver), expected)
+    assert len(asked) == len(made.sources) and min(asked) > 1
+
+
 def test_again_for_the_next_version(links: Links) -> None:
     made = world(links)
     take = made.take()
@@ -100,6 +118,14 @@ def test_again_for_the_next_version(links: Links) -> None:
     expected = made.expected()
     take.run(made.links(), made.buckets.append)
     assert np.array_equal(whole(made.receiver), expected)
+
+
+class Filling(LocalLink):
+    """A source that did not have all rows when it was asked for its map: it is asked for digests before each read."""
+
+    def __init__(self, held: Held, *, same_process: bool = True) -> None:
+        super().__init__(held, same_process=same_process)
+        self.map = msgspec.structs.replace(self.map, is_ready=False)
 
 
 class Lying(LocalLink):
@@ -124,7 +150,7 @@ def test_a_flipped_byte_is_named_and_not_handed_on(links: Links) -> None:
 def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
     made = world(links)
 
-    class Fencing(LocalLink):
+    class Fencing(Filling):
         def digests(self, strips: Strips, *, wait_s: float) -> Answer:
             said = super().digests(strips, wait_s=wait_s)
             self.held.fence()
