@@ -1,7 +1,7 @@
-"""The page of `benchmarks.bench_fetch`: the machine, the method, the rows.
+"""The page of `benchmarks.bench_fetch` and `bench_sync`: the machine, the method, the rows.
 
 In: rows. Out: Markdown.
-Not here: measuring (`bench_fetch`).
+Not here: measuring.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ import sys
 import time
 from collections.abc import Sequence
 
+FETCH = (
+    "workers are processes of one host; medians (least-most); every fetched byte is digested where it arrives and "
+    "compared with the holder's digests; GB are 10^9 bytes"
+)
 
-def page(rows: Sequence[Sequence[str]], device: str, seconds: float) -> str:
+
+def page(
+    rows: Sequence[Sequence[str]], device: str, seconds: float, *, what: str = "Fetch", method: str = FETCH
+) -> str:
     """The page of a run."""
     gpus = shell("nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader").splitlines()
     import torch
@@ -25,13 +32,12 @@ def page(rows: Sequence[Sequence[str]], device: str, seconds: float) -> str:
         "CPU": f"{os.cpu_count()} cores",
         "kernel": platform.release(),
         "Python, torch, CUDA": f"{platform.python_version()}, {torch.__version__}, {torch.version.cuda}",
-        "command": "`python -m benchmarks.bench_fetch " + " ".join(sys.argv[1:]) + "`",
-        "method": "workers are processes of one host; medians (least-most); every fetched byte is digested where it "
-        "arrives and compared with the holder's digests; GB are 10^9 bytes",
+        "command": f"`python -m benchmarks.bench_{what.lower()} " + " ".join(sys.argv[1:]) + "`",
+        "method": method,
         "run": f"{seconds:.0f} s in all",
     }
     lines = [
-        "# Fetch, beside its peers",
+        f"# {what}, beside its peers",
         "",
         "| | |",
         "|---|---|",

@@ -242,7 +242,11 @@ def _plain_model(device: str, big: bool) -> Any:
 
 def serve(pipe: Connection, rank: int, world_size: int, device: str) -> None:
     """Do as told until the pipe is closed."""
-    worker = Worker(rank, world_size, device)
+    obey(pipe, Worker(rank, world_size, device))
+
+
+def obey(pipe: Connection, worker: Any) -> None:
+    """Have a worker do as told until the pipe is closed; then it leaves."""
     pipe.send("ready")
     while True:
         try:

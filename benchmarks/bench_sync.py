@@ -1,0 +1,278 @@
+"""Sync beside its peers: trainer ranks to inference ranks, one command, one machine, one run, one page.
+
+    python -m benchmarks.bench_sync --out benchmarks/results/h200x4_202611     four GPUs, 64 GB, under 150 s
+    python -m benchmarks.bench_sync --small                                    the CPU, gloo, 64 MB
+
+Ranks are processes that live through the run (`sync_worker`): the first half trainers, the others engines. Values
+change from version to version; after each kind of row some tensors are compared, bit for bit, outside of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import sync_worker
+from benchmarks.bench_fetch import Bench, Failed, rates
+from benchmarks.fetch_page import page
+
+METHOD = (
+    "ranks are processes of one host, the hub is of this run alone; medians of steady versions (least-most); a "
+    "version's seconds are from the first call of publish to the last engine's return from update, a broadcast's from "
+    "barrier to barrier; every byte synced is digested at both ends and compared; broadcasts are from a rank that is "
+    "given every tensor whole, gathering not counted, and are not verified; GB are 10^9 bytes"
+)
+GOALS = {"llama packed": 1.8, "moe per tensor": 5.0}
+
+
+class SyncBench(Bench):
+    """One run."""
+
+    serve = staticmethod(sync_worker.serve)
+
+    def __init__(self, asked: argparse.Namespace, stack: ExitStack) -> None:
+        super().__init__(asked, stack)
+        half = asked.world_size // 2
+        self.trainers, self.engines = list(range(half)), list(range(half, asked.world_size))
+        self.version = self.turn = 0
+        """Published since `open`; trained since `make`: what values are of."""
+        self.limit = 0.0
+        self.walls: dict[str, float] = {}
+        """Median seconds of a version, by what was synced and how."""
+
+    def send(self, ranks: Sequence[int], name: str, **arguments: Any) -> list[Any]:
+        """As `ask`, each rank told its place among these."""
+        for place, rank in enumerate(ranks):
+            self.pipes[rank].send((name, arguments | {"rank": place, "world_size": len(ranks)}))
+        return self.heard(ranks)
+
+    def heard(self, ranks: Sequence[int]) -> list[Any]:
+        """What each answers."""
+        said, faults = [], []
+        for rank in ranks:
+            try:
+                said.append(self.hear(self.pipes[rank]))
+            except Failed as error:
+                faults.append(f"rank {rank}: {error}")
+        if faults:
+            raise Failed("; ".join(faults))
+        return said
+
+    def open(self, mode: str, source: str, replica: str = "device") -> None:
+        """Publishers and subscribers of what was made."""
+        self.version = 0
+        self.send(self.trainers, "publish_as", hub=self.hub, mode=source, replica=replica)
+        self.send(self.engines, "subscribe", hub=self.hub, mode=mode)
+
+    def close(self) -> None:
+        self.ask(range(self.asked.world_size), "end_sync")
+
+    def step(self) -> dict[str, Any]:
+        """One version."""
+        self.version, self.turn = self.version + 1, self.turn + 1
+        for rank in self.engines:
+            self.pipes[rank].send(("update", {"version": self.version}))
+        for rank in self.trainers:
+            self.pipes[rank].send(("publish", {"version": self.version}))
+        published, updated = self.heard(self.trainers), self.heard(self.engines)
+        if any(one["bad"] for one in published):
+            raise Failed("a publish was late for somebody, or failed for somebody")
+        begun = min(one["begun"] for one in published)
+        return {
+            "wall_s": max(one["ended"] for one in updated) - begun,
+            "published_s": max(one["ended"] - one["begun"] for one in published),
+            "heard_s": max(one["heard"] for one in updated) - begun,
+            "published": published,
+            "updated": updated,
+        }
+
+    def make(self, kind: str, nbytes: int) -> int:
+        """Shards and models; bytes of the checkpoint."""
+        arena, self.turn = not self.asked.no_arena, 0
+        made = self.send(self.trainers, "train", kind=kind, nbytes=nbytes, arena=arena)
+        self.send(self.engines, "serve", kind=kind, nbytes=nbytes, arena=arena)
+        return sum(int(one["nbytes"]) for one in made)
+
+
+def spread(found: Sequence[float]) -> str:
+    """Milliseconds."""
+    return f"{1e3 * statistics.median(found):.1f} ms ({1e3 * min(found):.1f}-{1e3 * max(found):.1f})"
+
+
+def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, replica: str = "device") -> None:
+    """Some versions one way; a row of their seconds."""
+    bench.open(mode, source, replica)
+    name = f"{kind}, {source}{' to pinned host memory' if replica == 'cpu' else ''}, {mode}"
+    try:
+        first = bench.step()
+        steady = [bench.step() for _ in range(bench.asked.reps)]
+        bench.samples.append({"row": name, "nbytes": nbytes, "first": first, "steady": steady})
+        count = sum(bench.ask(bench.engines, "check", turn=bench.turn, count=12))
+    finally:
+        bench.close()
+    walls = [one["wall_s"] for one in steady]
+    wall = bench.walls[name] = statistics.median(walls)
+    each = steady[0]["updated"][0]["nbytes"]
+    updates = [one for turn in steady for one in turn["updated"]]
+    parts = {part: statistics.median(one[f"{part}_s"] for one in updates) for part in ("plan", "wire", "pause", "wall")}
+    told = ", ".join(f"{part} {1e3 * seconds:.1f}" for part, seconds in parts.items())
+    path = updates[-1]["path"]
+    rate = each / wall / 1e9
+    into = f"{rate:.0f} GB/s into each of {len(bench.engines)} ({rate / max(bench.limit, 1e-9):.0%} of the limit)"
+    bench.row(
+        f"{name}: a version",
+        f"{bench.limit:.0f} GB/s into each",
+        spread(walls),
+        f"{into}; update's {told} ms; publish returned after {spread([one['published_s'] for one in steady])}; "
+        f"first version {first['wall_s']:.2f} s; {count} tensors alike; {path}",
+    )
+    if mode == "staged":
+        bench.row(
+            f"{name}: pause", "<= 100 ms for 32 GB", spread([one["pause_s"] for one in updates]), "flip and hooks"
+        )
+
+
+def beside(bench: SyncBench, kind: str, nbytes: int, how: str, reps: int) -> None:
+    """The same by broadcast; models are filled, and sync's best is held beside."""
+    ranks = [0, *bench.engines]
+    store = f"{bench.directory}/store {kind} {how}"
+    given = {"store": store, "how": how, "kind": kind, "nbytes": bench.asked.bytes_of[kind], "reps": reps}
+    times = bench.send(ranks, "broadcast", **given)
+    slowest = [max(turn) for turn in zip(*times, strict=True)]
+    bench.samples.append({"row": f"broadcast {kind} {how}", "nbytes": nbytes, "seconds": slowest})
+    what = "gloo" if bench.asked.small else "NCCL"
+    took = statistics.median(slowest)
+    bench.row(f"{kind}: {what} broadcast, {how}", "", spread(slowest), rates([nbytes / one / 1e9 for one in slowest]))
+    goal = GOALS.get(f"{kind} {how}")
+    for name, wall in bench.walls.items():
+        if name.startswith(kind) and "host" not in name:
+            target = f">= {goal}x" if goal else ""
+            bench.row(f"{name}, beside {what} {how}", target, f"{took / wall:.2f}x", "wall time of a version")
+
+
+def limits(bench: SyncBench) -> None:
+    """Plain copies, alone and into all engines at once."""
+    nbytes = (64 << 20) if bench.asked.small else (4 << 30)
+    alone = bench.ask(bench.engines[:1], "limit", nbytes=nbytes, far=0)[0]
+    for rank in bench.engines:
+        bench.pipes[rank].send(("limit", {"nbytes": nbytes, "far": rank - len(bench.trainers)}))
+    each = bench.heard(bench.engines)
+    bench.limit = alone
+    bench.row("limit: one plain copy", "", f"{alone:.0f} GB/s", f"into each engine at once: {rates(each)}")
+
+
+def llama(bench: SyncBench) -> None:
+    """FSDP's rows to tensor parallel, each way; then broadcasts."""
+    nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
+    for mode, source in (("direct", "live"), ("staged", "live"), ("staged", "snapshot")):
+        attempt(bench, f"llama, {source}, {mode}", lambda m=mode, s=source: versions(bench, "llama", nbytes, m, s))
+    attempt(bench, "llama, broadcast packed", lambda: beside(bench, "llama", nbytes, "packed", bench.asked.reps))
+    attempt(bench, "llama, broadcast per tensor", lambda: beside(bench, "llama", nbytes, "per tensor", 2))
+    bench.ask(range(bench.asked.world_size), "leave")
+
+
+def moe(bench: SyncBench) -> None:
+    """Small tensors of experts, dealt out."""
+    nbytes = bench.make("moe", bench.asked.bytes_of["moe"])
+    attempt(bench, "moe, live, direct", lambda: versions(bench, "moe", nbytes, "direct", "live"))
+    attempt(bench, "moe, broadcast per tensor", lambda: beside(bench, "moe", nbytes, "per tensor", 1))
+    attempt(bench, "moe, broadcast packed", lambda: beside(bench, "moe", nbytes, "packed", 2))
+    bench.ask(range(bench.asked.world_size), "leave")
+
+
+def host(bench: SyncBench) -> None:
+    """A snapshot in pinned host memory; what it and its readers cost training."""
+    nbytes = bench.make("llama", bench.asked.bytes_of["host"])
+    bare = bench.ask(bench.trainers, "copy_to_host")
+    bench.open("staged", "snapshot", "cpu")
+    try:
+        turns = [bench.step() for _ in range(bench.asked.reps + 1)]
+        copies = [one["ended"] - one["begun"] for turn in turns[1:] for one in turn["published"]]
+        ratio = statistics.median(copies) / statistics.median(bare)
+        bench.samples.append({"row": "host", "bare": bare, "turns": turns})
+        detail = f"{ratio:.2f}x of the bare copy, {spread(bare)}; {nbytes / len(bench.trainers) / 1e9:.1f} GB a rank"
+        bench.row("snapshot to pinned host memory: publish", "<= 1.1x of the bare copy", spread(copies), detail)
+        updates = [one for turn in turns[1:] for one in turn["updated"]]
+        found = [one["nbytes"] / one["wire_s"] / 1e9 for one in updates]
+        bench.row("... and the pull of it", "55 GB/s per GPU", rates(found), updates[-1]["path"])
+        span = 0.3 if bench.asked.small else 1.0
+        alone = bench.ask(bench.trainers[:1], "steps", seconds=span)[0]
+        pulled = _steps_while_pulled(bench, span)
+        slower = statistics.median(pulled) / statistics.median(alone) - 1
+        bench.row(
+            "... training step meanwhile", "unaffected", f"{slower:+.1%}", f"{spread(pulled)}, alone {spread(alone)}"
+        )
+        bench.ask(bench.engines, "check", turn=bench.turn, count=6)
+    finally:
+        bench.close()
+    bench.ask(range(bench.asked.world_size), "leave")
+
+
+def _steps_while_pulled(bench: SyncBench, seconds: float) -> list[float]:
+    """Training steps, as engines read a version that was published."""
+    bench.version, bench.turn = bench.version + 1, bench.turn + 1
+    for rank in bench.trainers:
+        bench.pipes[rank].send(("publish", {"version": bench.version}))
+    bench.heard(bench.trainers)
+    for rank in bench.engines:
+        bench.pipes[rank].send(("update", {"version": bench.version}))
+    found: list[float] = bench.ask(bench.trainers[:1], "steps", seconds=seconds)[0]
+    updated = bench.heard(bench.engines)
+    bench.samples.append({"row": "steps while pulled", "updated": updated, "steps": found})
+    return found[: max(1, int(len(found) * min(1.0, updated[0]["wall_s"] / seconds)))]
+
+
+def attempt(bench: SyncBench, name: str, part: Callable[[], object]) -> None:
+    """A part of the page; one that fails says so."""
+    try:
+        if bench.left_s() < 3:
+            raise Failed("no time left")
+        part()
+    except Failed as error:
+        bench.row(name, "", "not measured", str(error).splitlines()[0][:300])
+
+
+PARTS: dict[str, Callable[[SyncBench], None]] = {"limits": limits, "llama": llama, "moe": moe, "host": host}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="on the CPU, 64 MB")
+    parser.add_argument(
+        "--total-gb", type=float, default=0.0, help="of the dense model; default 64; 0.064 with --small"
+    )
+    parser.add_argument("--world-size", type=int, default=4, help="ranks; half of them train")
+    parser.add_argument("--reps", type=int, default=4)
+    parser.add_argument("--rows", default="", help=f"{','.join(PARTS)}; default all")
+    parser.add_argument("--no-arena", action="store_true", help="leave tensors where torch puts them")
+    parser.add_argument("--budget-s", type=float, default=145.0)
+    parser.add_argument("--out", default="benchmarks/results/local")
+    asked = parser.parse_args()
+    asked.device = "cpu" if asked.small else "cuda"
+    total = int(1e9 * (asked.total_gb or (0.064 if asked.small else 64.0)))
+    asked.bytes_of = {"llama": total, "moe": total // 2, "host": total // 4}
+    asked.total_gb, asked.files_dir = total / 1e9, tempfile.gettempdir()
+    out = Path(asked.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        bench = SyncBench(asked, stack)
+        bench.start()
+        for name in asked.rows.split(",") if asked.rows else PARTS:
+            attempt(bench, name, lambda part=PARTS[name]: part(bench))
+        text = page(bench.rows, asked.device, asked.budget_s - bench.left_s(), what="Sync", method=METHOD)
+    (out / "sync.md").write_text(text, encoding="utf-8")
+    with (out / "sync.jsonl").open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(sample) + "\n" for sample in bench.samples)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
