@@ -104,11 +104,18 @@ class Roster:
             if known is None:
                 raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
         talk = self._make(known)
-        session = talk.open(session)
+        try:
+            session = talk.open(session)
+        except BaseException:
+            talk.close()
+            raise
         with self._lock:
             self._found.setdefault(member, known)
             self._sessions[member] = session
-            return self._talks.setdefault((member, line), talk)
+            kept = self._talks.setdefault((member, line), talk)
+        if kept is not talk:
+            talk.close()  # another thread was first
+        return kept
 
     def _make(self, other: SyncMember) -> Talk:
         near = other.host == self.member.host
