@@ -63,7 +63,7 @@ def members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncRepl
             )
         )
     found.sort(key=lambda one: (one.since, one.member))
-    return SyncReply(members=tuple(found))
+    return SyncReply(members=tuple(found), is_new=store.read("hub/quiet") is not None)
 
 
 def states_of(store: Store) -> dict[str, list[SyncState]]:
