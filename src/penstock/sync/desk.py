@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -34,16 +35,17 @@ from penstock.fleet.messages import LeaseRequest
 from penstock.fleet.sync_messages import (
     DigestReply,
     DigestRequest,
+    PartReply,
     PartRequest,
     Progress,
     Session,
     SessionRequest,
+    TableReply,
 )
 from penstock.plan.columns import encode
 from penstock.sync.audience import Audience
 from penstock.sync.board import Board
 from penstock.sync.held import Held, HeldMap
-from penstock.sync.planner import Planner
 from penstock.sync.talk import name_of
 
 SESSION_S = 600.0
@@ -54,6 +56,18 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 MAX_STRIPS = 4 << 20
 """Strips that are remembered by name, of all askers: 128 MiB."""
+
+
+class Plans(Protocol):
+    """Who plans for others: `planner.Planner`, and among publishers `seams.SeamPlanner`."""
+
+    def part(self, asker: str, request: PartRequest) -> PartReply:
+        """What it takes from whom."""
+        ...
+
+    def table(self) -> TableReply:
+        """What it may want."""
+        ...
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ class Desk:
         *,
         held: Callable[[], Held | None],
         board: Board,
-        planner: Planner,
+        planner: Plans,
         audience: Audience | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:

@@ -10,11 +10,13 @@ import random
 import time
 from collections.abc import Sequence
 
-from penstock.errors import ConfigError, SourceStalled
-from penstock.fleet.sync_messages import SyncMember
+from penstock.errors import ConfigError, PeerLost, SourceStalled
+from penstock.fleet.sync_messages import Decision, SyncMember
 from penstock.sync.roster import Roster
 
 _LOOK_S = 0.2
+ASK_S = 1.0
+"""How long another rank waits for rank 0's decision before it asks again."""
 
 
 def claim(roster: Roster) -> str:
@@ -73,6 +75,26 @@ def join(roster: Roster, rank: int, world_size: int, now: str, stall_s: float) -
             hint = "start all ranks of the trainer with the same world_size, rank 0 among them"
             raise SourceStalled(f"no rank 0 of {world_size} published {roster.name!r} in {stall_s:g} s", hint=hint)
         time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+
+
+def decided(roster: Roster, run: str, version: int, stall_s: float) -> Decision:
+    """As another rank, what rank 0 decides of a version.
+
+    Raises:
+        PeerLost: it is gone. SourceStalled: it did not begin the version for `stall_s`.
+    """
+    since = time.monotonic()
+    while True:
+        try:
+            said = roster.ask(run, lambda talk: talk.decision(version, ASK_S), line="decision")
+        except PeerLost as error:
+            raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
+        if said.is_over:
+            return said
+        if said.is_begun:
+            since = time.monotonic()
+        elif time.monotonic() - since > stall_s:
+            raise SourceStalled(f"rank 0 does not publish version {version}", uri=f"penstock:{run}")
 
 
 def _holder(roster: Roster, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, PeerLost, SourceStalled
+from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, SourceStalled
 from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
@@ -37,9 +37,6 @@ from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.roster import Roster
 from penstock.sync.target import to_arenas
 from penstock.transport.protocol import Memory
-
-ASK_S = 1.0
-"""How long another rank waits for rank 0's decision before it asks again."""
 
 
 class Publisher:
@@ -177,34 +174,21 @@ class Publisher:
         """Live: until the receivers are done."""
         try:
             if self.rank == 0:
-                known = [one.member for one in self._roster.look(max_age_s=ASK_S) if one.state.side == "subscriber"]
+                known = [
+                    one.member for one in self._roster.look(max_age_s=group.ASK_S) if one.state.side == "subscriber"
+                ]
                 self._audience.begin(version, known)
                 self._begin(version)
                 return self._audience.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             self._begin(version)
-            return self._decided(version)
+            return group.decided(self._roster, self._run, version, self._stall_s)
         finally:
             self._held.fence()
             self._board.post(self._run, self.version, is_open=False)
             self.member.beat_now()
 
-    def _decided(self, version: int) -> Decision:
-        """What rank 0 decides."""
-        since = time.monotonic()
-        while True:
-            try:
-                said = self._roster.ask(self._run, lambda talk: talk.decision(version, ASK_S), line="decision")
-            except PeerLost as error:
-                raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
-            if said.is_over:
-                return said
-            if said.is_begun:
-                since = time.monotonic()
-            elif time.monotonic() - since > self._stall_s:
-                raise SourceStalled(f"rank 0 does not publish version {version}", uri=f"penstock:{self._run}")
-
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._roster.look(max_age_s=ASK_S) if one.member == member]
+        found = [one for one in self._roster.look(max_age_s=group.ASK_S) if one.member == member]
         return not found or self._roster.is_gone(found[0])
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:

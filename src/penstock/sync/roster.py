@@ -30,10 +30,12 @@ class Roster:
         member: us.
         name: of the sync.
         stall_s: deadline of answers.
+        room: of doors: where they answer.
     """
 
-    def __init__(self, member: Member, name: str, stall_s: float) -> None:
+    def __init__(self, member: Member, name: str, stall_s: float, *, room: str = "sync") -> None:
         self.member, self.name, self.key, self.stall_s = member, name, sync_key(name), stall_s
+        self._room = room
         self._lock = threading.Lock()
         self._found: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
@@ -126,6 +128,7 @@ class Roster:
             same_host=near,
             stall_s=self.stall_s,
             token=self.member.token,
+            room=self._room,
         )
 
     def _drop(self, members: set[str]) -> None:

@@ -46,11 +46,20 @@ class Talk(Peer):
         key: of the sync's name.
         same_host: whether its Unix door can be reached.
         stall_s: deadline of every answer.
+        room: of its door.
         token: for doors on TCP.
     """
 
     def __init__(
-        self, other: SyncMember, *, member: str, key: str, same_host: bool, stall_s: float, token: str | None = None
+        self,
+        other: SyncMember,
+        *,
+        member: str,
+        key: str,
+        same_host: bool,
+        stall_s: float,
+        token: str | None = None,
+        room: str = "sync",
     ) -> None:
         upstream = Upstream(
             member=other.member,
@@ -62,7 +71,7 @@ class Talk(Peer):
             grant=other.grant,
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, token=token)
-        self.same_host = same_host
+        self.same_host, self._room = same_host, room
         self._asking = threading.Lock()
         self._session = ""
 
@@ -77,7 +86,7 @@ class Talk(Peer):
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             body = msgspec.msgpack.encode(request)
             with self._asking:
-                session = self._ask("POST", "/v1/sync", Session, body).session
+                session = self._ask("POST", f"/v1/{self._room}", Session, body).session
         self._session = session
         return session
 
@@ -141,7 +150,7 @@ class Talk(Peer):
     def _question(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
         raw = None if body is None else msgspec.msgpack.encode(body)
         with self._asking:
-            return self._ask(verb, f"/v1/sync/{self._session}/{path}", kind, raw)
+            return self._ask(verb, f"/v1/{self._room}/{self._session}/{path}", kind, raw)
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
         code, raw = self._send(verb, path, body)

@@ -61,19 +61,32 @@ def select(
     """
     names, kept = [], {}
     for name, dtype, shape in tensors:
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
-            kept[name] = "its name is none of those asked for"
-        elif pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
-            kept[name] = f"its name is like {pattern}"
-        elif len(shape) != 2:
-            kept[name] = f"{len(shape)} dims, not 2"
-        elif why := fault(form, dtype, shape):
+        if why := reason(form, name, dtype, shape, keep=keep, only=only):
             kept[name] = why
         else:
             names.append(name)
     if not names:
         raise PlanError(f"no tensor is left to store as {form.tag}", hint="change the patterns")
     return Selection(names=tuple(names), kept=kept)
+
+
+def reason(
+    form: Format,
+    name: str,
+    dtype: DType,
+    shape: tuple[int, ...],
+    *,
+    keep: Sequence[str] = KEEP,
+    only: Sequence[str] = ("*.weight",),
+) -> str:
+    """Why one tensor is kept as it is; empty: it is quantised. See `select`."""
+    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
+        return "its name is none of those asked for"
+    if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
+        return f"its name is like {pattern}"
+    if len(shape) != 2:
+        return f"{len(shape)} dims, not 2"
+    return fault(form, dtype, shape) or ""
 
 
 def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
