@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.fleet.grants import GrantSigner
-from penstock.fleet.messages import Hello
+from penstock.fleet.messages import Hello, SyncState
 from penstock.fleet.store import Store
-from penstock.fleet.sync_messages import SyncMember, SyncReply, SyncRequest, SyncState, sync_key
+from penstock.fleet.sync_messages import SyncMember, SyncReply, SyncRequest, sync_key
 
 
 class Synced(msgspec.Struct, frozen=True, array_like=True):
