@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.transport.cuda_driver import U64, CudaDriver, load_driver
+from penstock.transport.cuda_lane import Lane
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, decode_payload, handle_here
@@ -69,31 +70,6 @@ class CudaRead:
         self.error: PenstockError | None = None
 
 
-class _Lane:
-    """Streams and spare events of one device of ours. Used under the transport's lock."""
-
-    def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
-        self._driver, self._device, self._spare = driver, device, list[int]()
-        with driver.entered(device):
-            self.streams = [driver.make_stream() for _ in range(num_streams)]
-        self._turn = 0
-
-    def take_stream(self) -> int:
-        """They take turns."""
-        self._turn += 1
-        return self.streams[self._turn % len(self.streams)]
-
-    def take_event(self) -> int:
-        return self._spare.pop() if self._spare else self._driver.make_event()
-
-    def give_event(self, event: int) -> None:
-        self._spare.append(event)
-
-    def close(self) -> None:
-        with self._driver.entered(self._device):
-            self._driver.free(self.streams, self._spare)
-
-
 class CudaIpcTransport:
     """See `Transport`.
 
@@ -112,7 +88,7 @@ class CudaIpcTransport:
         self._endpoint = Endpoint(self.name, Page.create())
         self._num_streams = num_streams
         self._mapped: Mappings[Mapped] = Mappings()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._flying: set[CudaRead] = set()
         self._lock, self._mapping = threading.RLock(), threading.Lock()
         self._door: FdDoor | None = None
@@ -273,15 +249,15 @@ class CudaIpcTransport:
                         self._driver.copy(dst, src, nbytes, stream)
                     self._mark(read, lane, stream, int(nbytes.sum()))
 
-    def _mark(self, read: CudaRead, lane: _Lane, stream: int, nbytes: int) -> None:
+    def _mark(self, read: CudaRead, lane: Lane, stream: int, nbytes: int) -> None:
         """An event behind what the stream has: then these bytes more will have arrived."""
         event = lane.take_event()
         self._driver.record(event, stream)
         read.events.append((event, nbytes + (read.events[-1][1] if read.events else 0)))
 
-    def _lane(self, device: int) -> _Lane:
+    def _lane(self, device: int) -> Lane:
         if device not in self._lanes:
-            self._lanes[device] = _Lane(self._driver, device, self._num_streams)
+            self._lanes[device] = Lane(self._driver, device, self._num_streams)
         return self._lanes[device]
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
