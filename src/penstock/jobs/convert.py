@@ -22,6 +22,8 @@ import numpy as np
 from penstock.config import Settings, parse_bytes
 from penstock.engine.trace import save_spans
 from penstock.errors import ConfigError, SourceChanged
+from penstock.jobs.beside import beside, small_from
+from penstock.jobs.complete import completed
 from penstock.jobs.crew import Crew, LocalCrew, WorkerStats, rows_of
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal
@@ -40,9 +42,8 @@ from penstock.jobs.worker import EXECUTORS
 from penstock.plan.placement import Placement
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
-from penstock.storage.manifest import Uris, WeightSet, encode, open_weights
+from penstock.storage.manifest import Uris, WeightSet, open_weights
 from penstock.storage.output import OutputSet, require_free
-from penstock.storage.place import SIDECAR
 from penstock.storage.upload import publish_remote, require_none
 from penstock.types import GB, MIB
 
@@ -144,13 +145,14 @@ def convert(
     into, options = os.fspath(destination), dict(storage_options or {})
     words, where = _words(to, operations), _devices(devices, workers)
     with ExitStack() as stack:
-        opened, job = _open(sources, words, settings, options, parse_bytes(task_bytes), parse_bytes(shard_bytes), stack)
+        sizes = parse_bytes(task_bytes), parse_bytes(shard_bytes)
+        opened, words, job = _open(sources, words, settings, options, *sizes, stack)
         budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
         job.check_budget(budget, "one task")
         growing = _growing(job, into, spool)
         journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
         stack.callback(journal.close)
-        out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA)
+        out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
         stack.callback(out.close)
         stack.push(partial(_leave, journal, out))
         if revision := published(job, journal, into, settings, options):
@@ -179,7 +181,7 @@ def convert(
             trace=trace is not None,
         )
         coordinator = Coordinator(
-            job, told, journal, crew or _crew(ray), where, stall_s=settings.stall_s, on_progress=on_progress
+            job, told, journal, crew or _crew(ray, stack), where, stall_s=settings.stall_s, on_progress=on_progress
         )
         origin = time.perf_counter()
         with coordinator:
@@ -189,7 +191,8 @@ def convert(
         for one in opened:
             check_unchanged(one)
         manifest = manifest_of(job, journal, out)
-        small = small_files(opened[0].uri, job.operation.config, settings, options) | {SIDECAR: encode(manifest)}
+        kept = small_files(opened[small_from(job)].uri, job.operation.config, settings, options)
+        small = beside(job, manifest, kept)
         if is_remote(into):
             publish_remote(out, into, small, settings=settings, storage_options=options)
         else:
@@ -212,7 +215,7 @@ def plan(
     settings, options = Settings.read(), dict(storage_options or {})
     sizes = parse_bytes(task_bytes), parse_bytes(shard_bytes)
     with ExitStack() as stack:
-        return _open(sources, _words(to, operations), settings, options, *sizes, stack)[1]
+        return _open(sources, _words(to, operations), settings, options, *sizes, stack)[2]
 
 
 def _open(
@@ -223,13 +226,14 @@ def _open(
     task_bytes: int,
     shard_bytes: int,
     stack: ExitStack,
-) -> tuple[list[WeightSet], Job]:
-    """The sources, opened until the stack ends, and the job on them."""
+) -> tuple[list[WeightSet], list[Word], Job]:
+    """The sources, opened until the stack ends, the words completed by them, and the job on them."""
     opened = [
         stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in _uris(sources)
     ]
-    manifests = [one.manifest for one in opened]
-    return opened, plan_job(operation_of(words), manifests, task_bytes=task_bytes, shard_bytes=shard_bytes)
+    manifests, words = [one.manifest for one in opened], completed(words, opened, settings, options)
+    job = plan_job(operation_of(words), manifests, task_bytes=task_bytes, shard_bytes=shard_bytes)
+    return opened, words, job
 
 
 def _uris(sources: Uris) -> list[str]:
@@ -258,12 +262,14 @@ def _leave(
         journal.remove()
 
 
-def _crew(ray: str | None) -> Crew:
+def _crew(ray: str | None, stack: ExitStack) -> Crew:
     if ray is None:
         return LocalCrew()
     from penstock.jobs.ray_crew import RayCrew
 
-    return RayCrew(ray)
+    crew = RayCrew(ray)
+    stack.callback(crew.close)
+    return crew
 
 
 def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:

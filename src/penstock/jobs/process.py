@@ -38,6 +38,7 @@ from penstock.jobs.messages import (
     Work,
     end_with_peer,
 )
+from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
 from penstock.storage.manifest import open_weights
@@ -122,7 +123,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     )
     if job.key != words.key:
         raise PlanError("this worker does not plan the same job: a source changed, or its Penstock is another version")
-    out = OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, {"format": "pt"})
+    out = OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     out.open()
     trace = Trace(enabled=words.trace)
@@ -197,16 +198,14 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
             return
 
 
-def main() -> int:
-    """See the module."""
+def work(address: str, worker: str, device: str, secret: str) -> int:
+    """Be a worker, in a process that is for this alone; its exit code."""
     # However the coordinator ends, also while this process is stopped or a function holds its interpreter.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    address, name, device = sys.argv[1:4]
-    secret = sys.stdin.readline().strip()
     where = torch.device(device)
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
-        serve(connect(address, timeout_s=30.0), name, secret, where)
+        serve(connect(address, timeout_s=30.0), worker, secret, where)
     except PeerLost:
         return ALONE
     except PenstockError as error:
@@ -216,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(*sys.argv[1:4], sys.stdin.readline().strip()))

@@ -24,6 +24,9 @@ _MADE_BY: Mapping[str, str] = {
     "slerp": "penstock.jobs.merge:Slerp",
     "ties": "penstock.jobs.merge:Ties",
     "lora-merge": "penstock.jobs.lora:LoraMerge",
+    "reshard": "penstock.jobs.reshard:Reshard",
+    "delta": "penstock.jobs.delta:MakeDelta",
+    "delta-apply": "penstock.jobs.delta:ApplyDelta",
     "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
@@ -44,7 +47,7 @@ def operation_of(words: Sequence[Word]) -> Operation:
 
 def _make(word: dict[str, Any]) -> Operation:
     name = word.pop("op", None)
-    word = {key: tuple(value) if isinstance(value, list) else value for key, value in word.items()}
+    word = {key: _frozen(value) for key, value in word.items()}
     if isinstance(word.get("weights"), int | float):
         word["weights"] = (float(word["weights"]),)
     makers: dict[str, Callable[..., Operation]] = {"copy": Copy, "rename": _rename}
@@ -58,6 +61,10 @@ def _make(word: dict[str, Any]) -> Operation:
     except TypeError as error:
         raise ConfigError(f"{name}: {error}") from error
     return makers[name](**word)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:

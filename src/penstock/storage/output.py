@@ -68,7 +68,7 @@ class OutputSet:
         table: `file_index` and `offset` (from the first body of the file) say where each tensor goes.
         body_nbytes: of each file.
         metadata: of every file.
-        groups: of each file, where the set is several: the tensors' names in it follow that and a slash. See `names_of`.
+        groups: of each file, where the set is several: in `table` its tensors have that and a slash before their names.
 
     Attributes:
         names: of the files.

@@ -1,0 +1,93 @@
+"""Words completed with what lies beside the sources, so that every worker is told the same.
+
+In: an operation's words, its sources, opened. Out: words that say all: an adapter's configuration, heads, a delta.
+Not here: words of a command line (`cli.convert`), operations made of words (`words`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES
+from penstock.errors import FormatError, PlanError
+from penstock.jobs.delta import FILE, decoded, delta_of, encoded
+from penstock.jobs.words import Word
+from penstock.storage import read_small
+from penstock.storage.manifest import WeightSet, build
+from penstock.types import Manifest
+
+Options = Mapping[str, str] | None
+
+
+def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Settings, options: Options) -> list[Word]:
+    """The words, the first of them completed: it is the one that has all sources.
+
+    Raises:
+        PlanError: a file that it needs is not beside the source, or a delta is of another base.
+        FormatError: it is not what it should be. SourceError: of reading.
+    """
+    if not words:
+        return []
+    first = dict(words[0])
+    op = first.get("op")
+    if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
+        raw = _beside(sources[1].uri, "adapter_config.json", settings, options)
+        if raw is None:
+            hint = "give adapter_config=..."
+            raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
+        first["adapter_config"] = _json(raw, sources[1].uri)
+    elif op == "reshard" and "heads" not in first and sources:
+        raw = _beside(sources[0].uri, "config.json", settings, options)
+        first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
+    elif op in {"delta", "delta-apply"}:
+        if len(sources) != 2:
+            raise PlanError(f"{op} takes two sources, not {len(sources)}")
+        base = _digested(sources[0])
+        first["delta"] = _made(base, sources[1]) if op == "delta" else _read(base, sources[1], settings, options)
+    return [first, *words[1:]]
+
+
+def _beside(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
+    directory = uri.rpartition("/")[0] if uri.endswith(".safetensors") else uri.rstrip("/")
+    where = f"{directory}/{name}" if directory else name
+    return read_small(where, settings=settings, storage_options=options)
+
+
+def _json(raw: bytes, uri: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"a configuration that is not JSON: {error}", uri=uri) from error
+
+
+def _heads(config: dict[str, Any]) -> list[int]:
+    """Of queries and of keys, as transformers' configurations say them; none where they do not."""
+    told = config.get("text_config") or config
+    queries = told.get("num_attention_heads")
+    return [queries, told.get("num_key_value_heads") or queries] if queries else []
+
+
+def _digested(source: WeightSet) -> Manifest:
+    """Its manifest with digests: as it has them, else read whole."""
+    stated = source.manifest
+    return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
+
+
+def _made(base: Manifest, new: WeightSet) -> bytes:
+    return encoded(delta_of(base, _digested(new)))
+
+
+def _read(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
+    raw = _beside(delta.uri, FILE, settings, options)
+    if raw is None:
+        raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
+    told = decoded(raw)
+    if told.base != base.revision:
+        raise PlanError(f"the delta is of {told.base}, and the base is {base.revision}")
+    if told.leaf_bytes != LEAF_BYTES:
+        raise PlanError(f"the delta has leaves of {told.leaf_bytes} bytes, not {LEAF_BYTES}")
+    return raw

@@ -1,0 +1,123 @@
+"""Operations by real workers and real files: adapters, ranks, deltas, with what lies beside the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.errors import ConfigError, PlanError
+from penstock.jobs.convert import convert
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], **beside: object) -> Path:
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    for name, said in beside.items():
+        (directory / f"{name}.json").write_text(json.dumps(said))
+    return directory
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in sorted(directory.glob("*.safetensors")) for name, one in load_file(path).items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture
+def model() -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(5)
+    return {
+        "model.layers.0.self_attn.qkv_proj.weight": torch.randn(64, 512, generator=chance),
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(512, 32, generator=chance),
+        "model.norm.weight": torch.randn(512, generator=chance),
+        "lm_head.weight": torch.randn(1024, 512, generator=chance),
+    }
+
+
+def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object], **more):
+    return convert(sources, into, operations=words, devices="cpu", workers=1, task_bytes="256K", **more)
+
+
+def test_an_adapter_brings_its_own_configuration(model, tmp_path):
+    base = write(tmp_path / "base", model, config=CONFIG)
+    a, b = torch.randn(4, 512), torch.randn(1024, 4)
+    pair = {"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b}
+    adapter = write(tmp_path / "adapter", pair, adapter_config={"r": 4, "lora_alpha": 6, "peft_type": "LORA"})
+    for i, place in enumerate((adapter, adapter / "model.safetensors")):
+        one_by_one([base, place], tmp_path / f"out{i}", {"op": "lora-merge"})
+        found = read(tmp_path / f"out{i}")["lm_head.weight"]
+        assert torch.allclose(found, model["lm_head.weight"] + 1.5 * (b @ a), atol=1e-4)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(ConfigError, match="IA3"):
+        one_by_one([base, adapter], tmp_path / "out", {"op": "lora-merge"})
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(PlanError, match="no adapter_config"):
+        one_by_one([base, adapter], tmp_path / "out", {"op": "lora-merge"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_are_weight_sets_and_make_the_whole_again(model, tmp_path):
+    base = write(tmp_path / "base", model, config=CONFIG)
+    report = one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2}, shard_bytes="1M")
+    ranks = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
+    assert [path.name for path in ranks] == ["rank-00000-of-00002", "rank-00001-of-00002"]
+    for path in ranks:
+        assert penstock.verify(path).verified
+        assert (path / "model.safetensors.index.json").exists() and len(list(path.glob("*.safetensors"))) > 1
+        assert msgspec.json.decode((path / "config.json").read_bytes()) == CONFIG
+    assert torch.equal(read(ranks[1])["model.norm.weight"], model["model.norm.weight"])
+    assert read(ranks[1])["lm_head.weight"].shape == (512, 512)
+    assert report.read_bytes == sum(tensor.nbytes for tensor in model.values())
+    back = one_by_one(ranks, tmp_path / "back", {"op": "reshard", "to": 1})
+    assert same(read(tmp_path / "back"), model)
+    one_by_one(base, tmp_path / "copy")
+    assert back.revision == penstock.verify(tmp_path / "copy").revision
+
+
+def test_ranks_as_vllm_looks_for_them(model, tmp_path):
+    base = write(tmp_path / "base", model, config=CONFIG)
+    into = tmp_path / "out"
+    one_by_one(base, into, {"op": "reshard", "to": 2, "layout": "vllm"})
+    assert (into / "config.json").exists()
+    for rank in range(2):  # what its loader does
+        paths = list(into.glob(f"model-rank-{rank}-part-*.safetensors"))
+        found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        assert found.keys() == model.keys()
+        assert torch.equal(found["lm_head.weight"], model["lm_head.weight"].chunk(2)[rank])
+        assert all(penstock.verify(path).verified for path in paths)
+
+
+@pytest.mark.parametrize("digested", [True, False])
+def test_a_delta_gives_the_new_version(model, tmp_path, digested):
+    base = write(tmp_path / "base", model, config=CONFIG)
+    changed = {**model, "lm_head.weight": model["lm_head.weight"].clone(), "more": torch.ones(3)}
+    changed["lm_head.weight"][700, 5] += 1
+    del changed["model.norm.weight"]
+    new = write(tmp_path / "new", changed, config={**CONFIG, "version": 2})
+    if digested:
+        for path in (base, new):
+            one_by_one(path, tmp_path / f"{path.name}-copy")
+        base, new = tmp_path / "base-copy", tmp_path / "new-copy"
+    made = one_by_one([base, new], tmp_path / "delta", {"op": "delta"})
+    assert made.nbytes == (256 << 10) + 12
+    applied = one_by_one([base, tmp_path / "delta"], tmp_path / "out", {"op": "delta-apply"})
+    assert same(read(tmp_path / "out"), changed)
+    assert penstock.verify(tmp_path / "out").revision == applied.revision
+    assert msgspec.json.decode((tmp_path / "out" / "config.json").read_bytes())["version"] == 2
+    assert not (tmp_path / "out" / "penstock.delta").exists()
+    with pytest.raises(PlanError, match="the delta is of"):
+        one_by_one([new, tmp_path / "delta"], tmp_path / "other", {"op": "delta-apply"})
+    same_again = one_by_one([base, base], tmp_path / "nothing", {"op": "delta"})
+    assert same_again.nbytes == 0
+    one_by_one([base, tmp_path / "nothing"], tmp_path / "again", {"op": "delta-apply"})
+    assert same(read(tmp_path / "again"), model)
