@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,12 +23,12 @@ BUCKET_BYTES = 1 << 30
 class Worker:
     """State of one process: a trainer's shards or an engine's model, and its end of the sync."""
 
-    def __init__(self, rank: int, device: str) -> None:
+    def __init__(self, rank: int, world_size: int, device: str) -> None:
         import torch
 
         torch.set_num_threads(1 if device == "cpu" else 8)
-        self.rank, self.small = rank, device == "cpu"
-        self.device = device if self.small else f"cuda:{rank % torch.cuda.device_count()}"
+        self.rank, self.world_size, self.small = rank, world_size, device == "cpu"
+        self.device = device if self.small else self.device_of(rank)
         self.flat: list[torch.Tensor] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.params: dict[str, Any] = {}
@@ -36,6 +37,12 @@ class Worker:
         if not self.small:
             torch.cuda.set_device(self.device)
             torch.empty(1, device=self.device)
+
+    def device_of(self, rank: int) -> str:
+        """A rank's; where there are fewer devices than ranks, neighbours share one."""
+        import torch
+
+        return f"cuda:{rank * torch.cuda.device_count() // self.world_size}"
 
     def sync(self) -> None:
         import torch
@@ -98,7 +105,7 @@ class Worker:
 
         begun = time.perf_counter()
         self.end = penstock.publisher(
-            NAME, self.params, hub=hub, mode=mode, replica=replica, rank=rank, world_size=world_size, stall_s=20.0
+            NAME, self.params, hub=hub, mode=mode, replica=replica, rank=rank, world_size=world_size, stall_s=60.0
         )
         return time.perf_counter() - begun
 
@@ -179,12 +186,12 @@ class Worker:
         import penstock
 
         self.end = penstock.subscriber(
-            NAME, self.model, hub=hub, mode=mode, rank=rank, world_size=world_size, stall_s=20.0
+            NAME, self.model, hub=hub, mode=mode, rank=rank, world_size=world_size, stall_s=60.0
         )
 
     def update(self, version: int) -> dict[str, Any]:
         """Wait for a version, take it."""
-        self.end.wait_version(version, timeout_s=20.0)
+        self.end.wait_version(version, timeout_s=60.0)
         heard = time.perf_counter()
         report = self.end.update(version)
         ended = time.perf_counter()
@@ -214,7 +221,7 @@ class Worker:
         """GB/s of plain copies from another device, or in host memory."""
         import torch
 
-        there = self.device if self.small else f"cuda:{far % torch.cuda.device_count()}"
+        there = self.device if self.small else self.device_of(far)
         source = torch.ones(nbytes, dtype=torch.uint8, device=there)
         into = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         best = float("inf")
@@ -229,7 +236,7 @@ class Worker:
         return nbytes / best / 1e9
 
     def broadcast(self, store: str, how: str, rank: int, world_size: int, kind: str, nbytes: int, reps: int) -> Any:
-        """Seconds of syncs by broadcast from rank 0, which has all tensors whole; the first, which connects, is left."""
+        """Seconds of syncs by broadcast from rank 0, which has all tensors whole; not of the first."""
         import torch
         import torch.distributed as dist
         from benchmarks.sync_model import shapes_of
@@ -239,13 +246,14 @@ class Worker:
         dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world_size, device_id=device)
         shapes = shapes_of(kind, nbytes, small=self.small)
         whole = _views(shapes, self.device) if rank == 0 else {}
-        run = self._packed if how == "packed" else self._per_tensor
+        run = self._packed(shapes, whole) if how == "packed" else self._per_tensor(shapes, whole)
         times = []
         for _ in range(reps + 1):
             dist.barrier()
             self.sync()
             begun = time.perf_counter()
-            run(shapes, whole)
+            for step in run:
+                step()
             self.sync()
             dist.barrier()
             self.sync()
@@ -256,44 +264,55 @@ class Worker:
         self._empty()
         return times[1:]
 
-    def _per_tensor(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> None:
+    def _per_tensor(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> list[Callable[[], object]]:
+        """What a version takes: each tensor into its place, or into a buffer of which the part wanted is copied."""
         import torch
         import torch.distributed as dist
 
         most = max(_width((1, *shape)) for shape in shapes.values())
         buffer = torch.empty(most, dtype=torch.bfloat16, device=self.device)
+        steps: list[Callable[[], object]] = []
         for name, shape in shapes.items():
             one = whole[name] if whole else buffer[: _width((1, *shape))].view(shape)
-            dist.broadcast(one, 0)
-            if not whole:
-                self.model.load_weights([(name, one)])
+            pairs = [] if whole else self._pairs(name, one)
+            if pairs and pairs[0][0].shape == shape and pairs[0][0].is_contiguous():
+                one, pairs = pairs[0][0], []
+            steps.append(partial(dist.broadcast, one, 0))
+            steps += [partial(into.copy_, part) for into, part in pairs]
+        return steps
 
-    def _packed(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> None:
-        """Buckets, packed, broadcast, unpacked: as vLLM and trainers do."""
+    def _packed(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> list[Callable[[], object]]:
+        """What a version takes: buckets packed, broadcast, unpacked, as vLLM and trainers do; views are made before."""
         import torch
         import torch.distributed as dist
 
         least = max(2 * _width((1, *shape)) for shape in shapes.values())
         buffer = torch.empty(max(BUCKET_BYTES, least) // 2, dtype=torch.bfloat16, device=self.device)
-        names, used = list[str](), 0
-
-        def flush() -> None:
-            bucket, at = buffer[:used], 0
-            if whole:
-                torch.cat([whole[name].view(-1) for name in names], out=bucket)
-            dist.broadcast(bucket, 0)
-            for name in () if whole else names:
-                size = _width((1, *shapes[name]))
-                self.model.load_weights([(name, bucket[at : at + size].view(shapes[name]))])
-                at += size
-
+        buckets: list[list[str]] = [[]]
+        used = 0
         for name, shape in shapes.items():
             if used + _width((1, *shape)) > len(buffer):
-                flush()
-                names, used = [], 0
-            names.append(name)
+                buckets.append([])
+                used = 0
+            buckets[-1].append(name)
             used += _width((1, *shape))
-        flush()
+        steps: list[Callable[[], object]] = []
+        for names in buckets:
+            sizes = [_width((1, *shapes[name])) for name in names]
+            bucket = buffer[: sum(sizes)]
+            if whole:
+                steps.append(partial(torch.cat, [whole[name].view(-1) for name in names], out=bucket))
+            steps.append(partial(dist.broadcast, bucket, 0))
+            for name, one in () if whole else zip(names, bucket.split(sizes), strict=True):
+                steps += [partial(into.copy_, part) for into, part in self._pairs(name, one.view(shapes[name]))]
+        return steps
+
+    def _pairs(self, name: str, whole: Any) -> list[tuple[Any, Any]]:
+        """Where the part of a tensor goes that this rank wants, and the part; none: it wants none."""
+        if name not in self.model.places:
+            return []
+        part = self.model.wanted(name, whole)
+        return [(self.model.part(name, len(part)).detach(), part)]
 
 
 def _views(shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, Any]:
@@ -323,4 +342,4 @@ def _rows(total: int, rank: int, world_size: int) -> range:
 
 def serve(pipe: Connection, rank: int, world_size: int, device: str) -> None:
     """Do as told until the pipe is closed."""
-    obey(pipe, Worker(rank, device))
+    obey(pipe, Worker(rank, world_size, device))

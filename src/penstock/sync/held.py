@@ -142,7 +142,7 @@ class Held:
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        self._not_ready = np.cumsum([0, *~self._is_ready[self._rows.order]], dtype=np.int64)
+        self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> HeldMap:
         """How peers read this generation. StaleDescriptor while there is no version."""
