@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
 

@@ -25,7 +25,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -106,7 +106,7 @@ def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, li
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     done = subprocess.run(
-        [sys.executable, str(script), arguments], env=environ, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script), arguments], env=environ, capture_output=True, text=True, timeout=600
     )
     said = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert len(said) == 3, done.stderr[-4000:]
@@ -136,7 +136,7 @@ class Server:
             f"{self._url}{path}", data, {"content-type": "application/json"}, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=240) as answer:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -155,7 +155,7 @@ class Server:
         return tokens
 
     def wait_up(self) -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 480
         while True:
             with contextlib.suppress(OSError):
                 self.get("/is_paused")
@@ -275,7 +275,7 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 2, "background": True})
         assert server.tokens() == fresh[1]
-        server.post("/pause?mode=keep")
+        server.post("/pause?mode=keep&clear_cache=false")
         server.post("/update_weights", update_info={"version": 2})
         server.post("/finish_weight_update", weight_version="2")
         server.post("/resume")

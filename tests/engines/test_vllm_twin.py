@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -128,7 +128,7 @@ def test_installed_tokens_are_those_of_a_fresh_engine(kind: str, tmp_path: Path)
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     command = [sys.executable, str(script), kind, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     assert lines, done.stderr[-4000:]
     said = json.loads(lines[0].removeprefix("SAID "))
