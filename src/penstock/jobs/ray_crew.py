@@ -11,14 +11,16 @@ from typing import Any
 from penstock.errors import MissingExtra, PeerLost
 
 _SPAWN_S = 60.0
-"""How long the cluster may take to say where it is."""
+"""How long an actor tries to reach the coordinator."""
 
 
 class RayCrew:
     """One actor a worker, where the cluster has room: a GPU each for workers on `cuda`, a core each for the others.
 
+    An actor for which there is no room (a node was lost, say) begins once there is.
+
     Args:
-        address: of the cluster, as `ray.init` takes it.
+        address: of the cluster, as `ray.init` takes it; not looked at where this process is connected to one already.
 
     Raises:
         MissingExtra: Ray is not installed. PeerLost: no cluster is there.
@@ -30,9 +32,10 @@ class RayCrew:
         except ImportError as error:
             raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
         self._ray: Any = ray
-        if not ray.is_initialized():
+        self._connected = not ray.is_initialized()
+        if self._connected:
             try:
-                ray.init(address=address, log_to_driver=False, include_dashboard=False, namespace="penstock")
+                ray.init(address=address, log_to_driver=False, include_dashboard=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise PeerLost(f"no Ray cluster is at {address}: {error}") from error
         self.listen: str | None = ray.util.get_node_ip_address()
@@ -56,6 +59,12 @@ class RayCrew:
         """See `Crew.kill`."""
         actor, _ = self._actors[worker]
         self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Leave the cluster, if it was not the caller's to be in. Idempotent."""
+        if self._connected:
+            self._ray.shutdown()
+        self._connected = False
 
 
 class _Actor:

@@ -45,12 +45,15 @@ IMPORTS = (
     "penstock.fleet.openapi",
     "penstock.fleet.store_redis",
     "penstock.fleet.unix_http",
+    "penstock.jobs.formats",
+    "penstock.jobs.function",
     "penstock.sync.publish",
     "penstock.sync.subscribe",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.shm",
     "penstock.testing.fleet",
+    "penstock.testing.jobs",
     "penstock.testing.sync",
 )
 _MAX_MESSAGE_BYTES = 64 << 10

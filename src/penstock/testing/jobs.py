@@ -1,0 +1,89 @@
+"""A conversion whose processes tests stop and kill: a coordinator that says how far it is, workers forked from it.
+
+In: plain values, for `testing.zygote`. Out: lines of JSON on stdout: who was started, what is done, how it ended.
+Not here: what is done to them (`tests`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.jobs.convert import convert
+from penstock.jobs.process import work
+
+
+def _say(**words: object) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+class ForkCrew:
+    """Workers in some tens of milliseconds: forked, where `LocalCrew` starts programs that import torch first."""
+
+    listen: str | None = None
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._ends: dict[str, str] = {}
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        """See `Crew.spawn`."""
+        pid = os.fork()
+        if not pid:
+            os.closerange(3, 1 << 16)  # the journal's lock and the others' connections are the coordinator's
+            try:
+                os._exit(work(address, worker, device, secret))
+            finally:
+                os._exit(1)
+        self._pids[worker] = pid
+        _say(event="spawned", worker=worker, pid=pid)
+
+    def ended(self, worker: str) -> str | None:
+        """See `Crew.ended`."""
+        if worker not in self._ends:
+            pid, status = os.waitpid(self._pids[worker], os.WNOHANG)
+            if pid:
+                self._ends[worker] = f"it ended with {os.waitstatus_to_exitcode(status)}"
+        return self._ends.get(worker)
+
+    def kill(self, worker: str) -> None:
+        """See `Crew.kill`."""
+        if self.ended(worker) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[worker], signal.SIGKILL)
+            _, status = os.waitpid(self._pids[worker], 0)
+            self._ends[worker] = f"it ended with {os.waitstatus_to_exitcode(status)}"
+
+
+def coordinate(values: dict[str, Any]) -> int:
+    """`convert` with these arguments; the exit code says whether it came to its end."""
+    torch.set_num_threads(1)
+
+    def done(num_done: int, total: int) -> None:
+        _say(event="done", num_done=num_done, total=total)
+
+    try:
+        report = convert(crew=ForkCrew(), on_progress=done, **values)
+    except PenstockError as error:
+        _say(event="failed", kind=type(error).__name__, message=str(error))
+        return 1
+    _say(event="converted", revision=report.revision, num_tasks=report.num_tasks, num_resumed=report.num_resumed)
+    return 0
+
+
+def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that leaves time to be killed in."""
+    time.sleep(0.003)
+    return tensor
+
+
+slowly.rows = True  # type: ignore[attr-defined]
