@@ -43,6 +43,7 @@ class SyncTask:
     columns: int = 96
     dim: int = 0
     dtype: str = "bfloat16"
+    device: str = "cpu"
     rename: str = ""
     """Put before each name: what the other side does not know."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +107,7 @@ def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard
         size = tensors[name].shape[task.dim]
         first = task.rank * -(-size // task.world_size)
         offset = tuple(first if dim == task.dim else 0 for dim in range(one.ndim))
-        found[name] = ps.Shard(tensor=one.clone(), global_shape=tuple(tensors[name].shape), offset=offset)
+        found[name] = ps.Shard(tensor=one.to(task.device, copy=True), global_shape=tuple(tensors[name].shape), offset=offset)
     return found
 
 

@@ -1,0 +1,62 @@
+"""Versions go from publishers' processes to subscribers' processes between devices, bit for bit, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.testing.sync import SyncTask, SyncWorker, truth
+
+pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: object) -> list[SyncWorker]:
+    """Two processes, each on a device; where there are two devices, the other side's are there too."""
+    environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"}
+    found = []
+    for rank in range(2):
+        device = f"cuda:{(first + rank) % torch.cuda.device_count()}"
+        one = SyncTask(side=side, rank=rank, world_size=2, device=device, environ=environ, **task)
+        found.append(stack.enter_context(SyncWorker(one)))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize(
+    ("source", "replica", "path"),
+    [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "staged_shm")],
+)
+def test_each_version_arrives_bit_for_bit(
+    tmp_path: Path, stack: ExitStack, source: str, replica: str, path: str, mode: str
+) -> None:
+    publishers = ranks(stack, tmp_path, "publisher", 0, mode=source, options={"arena": True, "replica": replica})
+    subscribers = ranks(stack, tmp_path, "subscriber", 2, dim=1, mode=mode)
+    for one in publishers + subscribers:
+        one.say_until("joined", timeout_s=90)
+    publishers[0].ask("subscribers 2")
+    for version in (3, 4, 9):
+        for one in publishers:
+            one.send(f"publish {version}")
+        for one in subscribers:
+            one.send(f"wait {version}")
+            one.send("update")
+        for one in subscribers:
+            said = one.result("update")
+            assert (said["version"], said["is_dirty"]) == (version, False)
+            assert said["digests"] == truth(one.task, version)
+            assert said["nbytes"] == sum(said["sources"].values()) == 6 * 64 * 96
+            assert path in said["path"]
+        for one in publishers:
+            said = one.result(f"publish {version}")
+            assert not said["late"] and not said["failed"]
+            assert len(said["committed"]) == (2 if source == "live" else 0)
