@@ -107,6 +107,8 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    tags: tuple[str, ...] = ()
+    """Of each tensor what was done to its values; empty: nothing to any."""
 
 
 class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from penstock.errors import (
     ConfigError,
@@ -34,8 +36,9 @@ from penstock.sync.held import Held
 from penstock.sync.layout import Load
 from penstock.sync.roster import Roster
 from penstock.sync.source import SourceFailed, open_links
+from penstock.sync.tagged import shown
 from penstock.sync.take import WATERMARK_BYTES, Take
-from penstock.sync.target import Landing, Target, table_of, wanted_of
+from penstock.sync.target import Landing, Target, wanted_of
 from penstock.sync.telling import tell_failed, telling
 from penstock.sync.want import Wanted
 
@@ -78,7 +81,7 @@ class Attempts:
 
     Args:
         roster: who takes part.
-        target, load, strict: see `subscriber`.
+        target, load, strict, transforms: see `subscriber`.
         staged: whether to receive beside the target.
         serve: whether others are to read it between updates.
         memory_bytes: see `subscriber`.
@@ -92,15 +95,18 @@ class Attempts:
         *,
         load: Load | None,
         strict: bool,
+        transforms: str | Sequence[str] | None,
         staged: bool,
         serve: bool,
         memory_bytes: int | None,
         stall_s: float,
     ) -> None:
         self._roster, self._target, self._load, self._strict = roster, target, load, strict
+        self._transforms = transforms
         self._serve, self._is_staged, self._memory_bytes, self._stall_s = serve, staged, memory_bytes, stall_s
         self._landing: Landing | None = None
-        self._table = self._run = ""
+        self._table: tuple[str, Mapping[str, str]] = ("", {})
+        self._run = ""
         self.told: TableReply | None = None
         self._take: Take | None = None
         self._asking: tuple[str, int] | None = None
@@ -226,19 +232,19 @@ class Attempts:
         if self._landing is not None and self._run == planner.state.run:
             return self._landing
         told = self._roster.ask(planner.member, lambda talk: talk.checkpoint())
-        table = table_of(told)
-        digest = layout_digest(table)
-        if self._landing is None or digest != self._table:
+        seen = shown(told, self._transforms, self._target if isinstance(self._target, torch.nn.Module) else None)
+        key = layout_digest(seen.table), seen.tags
+        if self._landing is None or key != self._table:
             if self._landing is not None:
                 self._landing.close()
                 self._landing = None
-            made = wanted_of(self._target, table, self._load, strict=self._strict)
+            made = wanted_of(self._target, seen.table, self._load, strict=self._strict, tags=seen.tags)
             links, member = self._roster.member.links, self._roster.member.id
             self._landing = Landing(
                 made, member, links, staged=self._is_staged, serve=self._serve, memory_bytes=self._memory_bytes
             )
             self._take = None
-        self._table, self._run, self.told = digest, planner.state.run, told
+        self._table, self._run, self.told = key, planner.state.run, told
         return self._landing
 
     def _asked(

@@ -110,17 +110,16 @@ class Planner:
         holders = _ranks(members, self._run(members))
         if not holders or _missing(holders):
             raise NotFound(_missing(holders) or "nobody holds anything yet")
-        rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+        rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
         for _, layout in self._layouts(holders):
-            specs = [(str(form.dtype), form.shape) for form in layout.forms if not form.tag]
-            number = {i: n for n, i in enumerate(i for i, form in enumerate(layout.forms) if not form.tag)}
+            specs = [(form.tag, (str(form.dtype), form.shape)) for form in layout.forms]
             for name, i in zip(layout.names, layout.form.tolist(), strict=True):
-                if i in number:
-                    rows.setdefault(name, specs[number[i]])
+                rows.setdefault((name, specs[i][0]), specs[i][1])
         return TableReply(
-            names=tuple(rows),
+            names=tuple(name for name, _ in rows),
             dtypes=tuple(dtype for dtype, _ in rows.values()),
             shapes=tuple(shape for _, shape in rows.values()),
+            tags=tuple(tag for _, tag in rows) if any(tag for _, tag in rows) else (),
         )
 
     def explain(self) -> str:

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, SourceStalled
+from penstock.errors import Cancelled, ConfigError, SourceStalled
 from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
@@ -28,15 +28,16 @@ from penstock.fleet.sync_messages import Decision
 from penstock.sync import group
 from penstock.sync.audience import Audience
 from penstock.sync.board import Board
-from penstock.sync.declare import Declarable, declared, layout_of, regions_of
+from penstock.sync.declare import Declarable, declared, layout_of
 from penstock.sync.desk import Desk
 from penstock.sync.held import Held
+from penstock.sync.offer import Offer
 from penstock.sync.planner import Planner
 from penstock.sync.replica import Replica
 from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.roster import Roster
 from penstock.sync.target import to_arenas
-from penstock.transport.protocol import Memory
+from penstock.sync.transformed import Transforms
 
 
 class Publisher:
@@ -55,6 +56,7 @@ class Publisher:
         member: Member,
         held: Held,
         replica: Replica | None,
+        offer: Offer,
         *,
         rank: int,
         world_size: int,
@@ -64,6 +66,7 @@ class Publisher:
         self.version = self.latest = -1
         self.mode: PublishMode = "live" if replica is None else "snapshot"
         self.member, self._held, self._replica, self._stall_s = member, held, replica, stall_s
+        self._offer = offer
         self._board, self._audience, self._run = Board(), Audience(), ""
         self._roster = Roster(member, name, stall_s)
         self.planner = Planner(self._roster, self._board, lambda: held.layout)
@@ -85,6 +88,7 @@ class Publisher:
         else:
             self._run = group.join(self._roster, rank, world_size, "", stall_s)
             member.tell()
+        offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
         self.latest = max([one.state.version for one in self._roster.look()], default=-1)
 
     def _state(self) -> SyncState:
@@ -135,7 +139,11 @@ class Publisher:
                 nbytes=self.nbytes,
                 wall_s=wall_s,
                 copy_s=copy_s,
-                wait_s=0.0 if self._replica is not None else wall_s,
+                wait_s=0.0 if self._replica is not None else wall_s - self._offer.seconds,
+                transform_s=self._offer.seconds,
+                transformed_bytes=self._offer.transformed.nbytes,
+                seam_bytes=self._offer.transformed.seam_bytes,
+                exchanged_bytes=self._offer.moved_bytes,
                 committed=decision.committed,
                 late=decision.late,
                 failed=decision.failed,
@@ -156,9 +164,10 @@ class Publisher:
     def _begin(self, version: int) -> None:
         """From now on receivers may have it."""
         self._held.begin(version)
-        self._held.ready()
+        self._held.ready(self._offer.plain)
         self._held.settle(self._stall_s)
         self._say(version)
+        self._offer.fill(version, self._run, self._held.ready, stall_s=self._stall_s)
 
     def _say(self, version: int) -> None:
         self.version = version
@@ -166,8 +175,17 @@ class Publisher:
         self.member.beat_now()
 
     def _copy(self, replica: Replica, version: int) -> float:
-        seconds = replica.snapshot(version, stall_s=self._stall_s)
+        offer = self._offer
+        if offer.is_copied:
+            offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
+        seconds = replica.snapshot(version, rows=None if offer.is_copied else offer.plain, stall_s=self._stall_s)
         self._say(version)
+        if not offer.is_copied:
+            try:
+                offer.fill(version, self._run, self._held.ready, stall_s=self._stall_s)
+            except BaseException:
+                self._end()
+                raise
         return seconds
 
     def _show(self, version: int) -> Decision:
@@ -183,9 +201,13 @@ class Publisher:
             self._begin(version)
             return group.decided(self._roster, self._run, version, self._stall_s)
         finally:
-            self._held.fence()
-            self._board.post(self._run, self.version, is_open=False)
-            self.member.beat_now()
+            self._end()
+
+    def _end(self) -> None:
+        """The version can be read of us no more."""
+        self._held.fence()
+        self._board.post(self._run, self.version, is_open=False)
+        self.member.beat_now()
 
     def _is_gone(self, member: str) -> bool:
         found = [one for one in self._roster.look(max_age_s=group.ASK_S) if one.member == member]
@@ -209,6 +231,7 @@ class Publisher:
         if self._is_closed:
             return
         self._is_closed = True
+        self._offer.close()
         if self._replica is not None:
             self._replica.close()
         self._held.close()
@@ -231,6 +254,8 @@ def publisher(
     hub: str | None = None,
     token: str | None = None,
     mode: PublishMode = "live",
+    transforms: Transforms | None = None,
+    keep_plain: bool = True,
     rank: int | None = None,
     world_size: int | None = None,
     replica: str = "device",
@@ -250,6 +275,9 @@ def publisher(
         token: of hub and doors, where they ask for one.
         mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
             copy, and `publish` waits for the copy alone.
+        transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.geometry`), for
+            the weights that checkpoints have so, or tags with patterns of names. Alike on all ranks.
+        keep_plain: whether such tensors can also be had as they are.
         rank, world_size: of the trainer; None: of torch.distributed where it is initialised, else 0 of 1.
         replica: where a snapshot's copy is: `device`, beside the parameters, or `cpu`, in pinned memory.
         arena: first move the parameters into one arena a device (`memory.rehome`), so that peers reach them by one
@@ -257,11 +285,11 @@ def publisher(
         listen: `host:port` where other hosts reach this one; None: this host only.
         rack: a word near hosts share.
         transports: names allowed; None: all that work here.
-        memory_bytes: bound of a snapshot's copy; None: as large as it must be.
+        memory_bytes: bound of a snapshot's copy and of transformed tensors; None: as large as it must be.
         stall_s: deadline by progress; None: `PENSTOCK_STALL_S`.
 
     Raises:
-        PlanError: parameters cannot be declared; names them. BudgetTooSmall: see `memory_bytes`.
+        PlanError: parameters cannot be declared, or transformed; names them. BudgetTooSmall: see `memory_bytes`.
         ConfigError: another group publishes the name; names it.
         HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
 
@@ -274,30 +302,33 @@ def publisher(
     settings = Settings.read(stall_s=stall_s)
     if arena:
         to_arenas(params)
-    rows = declared(params)
-    memories = regions_of(rows)
+    offer = Offer(
+        declared(params),
+        transforms,
+        keep_plain=keep_plain,
+        world_size=world_size,
+        snapshot=mode == "snapshot",
+        host=replica == "cpu",
+        memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes),
+    )
+    memories = (*offer.memories, *offer.filled)
     with contextlib.ExitStack() as stack:
         client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
         member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
         stack.callback(member.leave, 0.0)
-        layout, address = layout_of(rows, member.id, "", memories), secrets.token_hex(8)
+        layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
         copy = None
         if mode == "snapshot":
-            _check_budget(memories, memory_bytes)
-            copy = Replica(layout, memories, member.links, address=address, on_host=replica == "cpu")
+            copy = Replica(
+                layout, offer.memories, member.links, address=address, on_host=replica == "cpu", filled=offer.filled
+            )
             stack.callback(copy.close)
         held = Held(replace(layout, address=address), memories, member.links) if copy is None else copy.held
         stack.callback(held.close)
-        made = Publisher(name, member, held, copy, rank=rank, world_size=world_size, stall_s=settings.stall_s)
+        stack.callback(offer.close)
+        made = Publisher(name, member, held, copy, offer, rank=rank, world_size=world_size, stall_s=settings.stall_s)
         stack.pop_all()
     return made
-
-
-def _check_budget(memories: Sequence[Memory], memory_bytes: int | str | None) -> None:
-    """BudgetTooSmall if a copy takes more."""
-    needed = sum(memory.nbytes for memory in memories)
-    if memory_bytes is not None and needed > parse_bytes(memory_bytes):
-        raise BudgetTooSmall(f"a snapshot takes {needed} bytes", minimum_bytes=needed)
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

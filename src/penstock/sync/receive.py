@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -73,6 +73,7 @@ class Subscriber:
         mode: UpdateMode,
         load: Load | None,
         strict: bool,
+        transforms: str | Sequence[str] | None,
         rank: int,
         world_size: int,
         hooks: Hooks,
@@ -90,6 +91,7 @@ class Subscriber:
             target,
             load=load,
             strict=strict,
+            transforms=transforms,
             staged=mode == "staged",
             serve=serve,
             memory_bytes=memory_bytes,

@@ -21,6 +21,7 @@ from penstock.sync.held import Held
 from penstock.sync.shadow import beside
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
+from penstock.types import I64
 
 
 class Replica:
@@ -35,6 +36,7 @@ class Replica:
         links: what registers the copy.
         address: stands for the copy's registrations in its layout.
         on_host: in host memory, pinned where the live memory is a device's; else on its device.
+        filled: regions of the layout behind those of `live`, which others fill: shown as they are.
 
     Raises:
         DeviceOutOfMemory, DestinationError: there is no room for it, or it cannot be pinned.
@@ -44,12 +46,19 @@ class Replica:
     """
 
     def __init__(
-        self, layout: Layout, live: Sequence[Memory], links: Links, *, address: str = "", on_host: bool = False
+        self,
+        layout: Layout,
+        live: Sequence[Memory],
+        links: Links,
+        *,
+        address: str = "",
+        on_host: bool = False,
+        filled: Sequence[Memory] = (),
     ) -> None:
         self._pinned: list[tuple[CudaRegistrar, int]] = []
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else beside(live)
-            self.held = Held(dataclasses.replace(layout, address=address), memories, links)
+            self.held = Held(dataclasses.replace(layout, address=address), [*memories, *filled], links)
         except BaseException:
             self._unpin()
             raise
@@ -64,8 +73,12 @@ class Replica:
             self._pinned.append((registrar, made.address))
         return Memory(address=made.address, nbytes=memory.nbytes, owner=made)
 
-    def snapshot(self, version: int, *, stall_s: float = 30.0) -> float:
+    def snapshot(self, version: int, *, rows: I64 | None = None, stall_s: float = 30.0) -> float:
         """Copy the live memory as it is; returns the seconds. Then readers may have the version, and it may change.
+
+        Args:
+            rows: of the layout, that are whole then; None: all.
+            stall_s: deadline by progress.
 
         Raises:
             DestinationError: the device failed; no version is held.
@@ -76,7 +89,7 @@ class Replica:
         self.held.fence()
         seconds = self._copy.run(stall_s=stall_s)
         self.held.begin(version)
-        self.held.ready()
+        self.held.ready(rows)
         return seconds
 
     def close(self) -> None:

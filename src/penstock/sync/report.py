@@ -33,6 +33,14 @@ class PublishReport:
     """Of a snapshot: the copy."""
     wait_s: float = 0.0
     """Live: until those waited for were done."""
+    transform_s: float = 0.0
+    """Of tensors under tags: what other ranks hold of their blocks, and quantising."""
+    transformed_bytes: int = 0
+    """Memory for those beside the parameters."""
+    seam_bytes: int = 0
+    """The same for blocks that reach over the edges of this rank's shards."""
+    exchanged_bytes: int = 0
+    """Taken of other ranks for these blocks."""
     committed: tuple[str, ...] = ()
     """Subscribers that have the version, whole and verified."""
     late: tuple[str, ...] = ()
@@ -43,6 +51,11 @@ class PublishReport:
     def summary(self) -> str:
         """A line or a few for people."""
         said = f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB here, {self.mode}, {self.wall_s:.3f} s"
+        if self.transformed_bytes:
+            said += (
+                f", of it {self.transform_s:.3f} s for {self.transformed_bytes / GB:.2f} GB transformed, "
+                f"{self.exchanged_bytes / GB:.2f} GB of other ranks"
+            )
         if self.mode == "snapshot":
             return f"{said}, of it {self.copy_s:.3f} s copy"
         lines = [f"{said}; {len(self.committed)} committed"]

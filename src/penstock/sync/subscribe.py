@@ -29,6 +29,7 @@ def subscriber(
     mode: UpdateMode = "staged",
     load: Load | None = None,
     strict: bool = True,
+    transforms: str | Sequence[str] | None = None,
     rank: int = 0,
     world_size: int = 1,
     hooks: Hooks | None = None,
@@ -51,6 +52,8 @@ def subscriber(
             `direct`: received into the target itself while the engine is paused; takes no memory.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
         strict: every parameter of a module must be filled by what is published.
+        transforms: the tags that tensors are taken under where they are offered so (`fp8-block128`); None: the one
+            that the module has codes and scales for, else tensors as they are.
         rank, world_size: for people.
         hooks: what the engine does around a commit.
         serve: be a source for other receivers between updates; False, where the engine changes weights in place.
@@ -79,6 +82,7 @@ def subscriber(
             mode=mode,
             load=load,
             strict=strict,
+            transforms=transforms,
             rank=rank,
             world_size=world_size,
             hooks=hooks or Hooks(),

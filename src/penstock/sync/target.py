@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import BudgetTooSmall, PlanError
-from penstock.fleet.line import tabulate
-from penstock.fleet.sync_messages import TableReply
 from penstock.memory.rehome import rehome
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED
 from penstock.plan.sync import Part
-from penstock.sync.declare import Declarable, Shard, declared, layout_of, regions_of
+from penstock.sync.declare import Declarable, Row, Shard, declared, layout_of, regions_of
 from penstock.sync.held import Held
 from penstock.sync.layout import Load, Recording
 from penstock.sync.record import record
@@ -27,19 +26,21 @@ from penstock.sync.regions import Regions
 from penstock.sync.shadow import Shadow
 from penstock.sync.want import Wanted, wanted
 from penstock.transport.choose import Links
-from penstock.types import DType, TensorTable
+from penstock.types import TensorTable
 
 Target = torch.nn.Module | Mapping[str, Declarable]
 """A module whose loader is recorded, or tensors by the checkpoint's names."""
 
 
-def table_of(told: TableReply) -> TensorTable:
-    """The checkpoint as the publishers say it."""
-    return tabulate(told.names, [DType(dtype) for dtype in told.dtypes], told.shapes)
-
-
-def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: bool) -> Wanted:
+def wanted_of(
+    target: Target, table: TensorTable, load: Load | None, *, strict: bool, tags: Mapping[str, str] | None = None
+) -> Wanted:
     """What the target wants of the checkpoint.
+
+    Args:
+        target, load, strict: see `subscriber`.
+        table: names, dtypes and shapes.
+        tags: of the names that are to be had under a tag.
 
     Raises:
         PlanError: names, dtypes or shapes do not fit; see `record` and `wanted`. With `strict`, a module has parameters
@@ -50,8 +51,13 @@ def wanted_of(target: Target, table: TensorTable, load: Load | None, *, strict: 
         recording = record(target, table, load=load, device=device)
         if strict:
             _check(recording, target)
-        return wanted(target, recording, table, load=load)
-    return Wanted.as_declared(declared(target))
+        return wanted(target, recording, table, load=load, tags=tags)
+    return Wanted.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in declared(target)])
+
+
+def _tagged(row: Row, tag: str) -> Row:
+    """Under a tag, unless it has one."""
+    return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:

@@ -46,6 +46,8 @@ class SyncTask:
     device: str = "cpu"
     rename: str = ""
     """Put before each name: what the other side does not know."""
+    tag: str = ""
+    """Under which a subscriber takes the tensors; `options` has what its publishers offer."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `publisher` or `subscriber`."""
     environ: dict[str, str] = field(default_factory=dict)
@@ -89,6 +91,22 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
+    """What a subscriber takes of a version, all of it: under its tag."""
+    from penstock.transform.geometry import format_of, outputs
+    from penstock.transform.quantize import dtype_of, quantise
+    from penstock.types import Box
+
+    found = whole(task, version)
+    if not task.tag:
+        return found
+    made, form = {}, format_of(task.tag)
+    for name, one in found.items():
+        parts = outputs(form, name, dtype_of(one), tuple(one.shape), Box.full(one.shape))
+        made |= {part.name: value for part, value in zip(parts, quantise(form, one), strict=True)}
+    return made
+
+
 def part_of(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What this rank has of them: views."""
     return {name: one.chunk(task.world_size, task.dim)[task.rank] for name, one in tensors.items()}
@@ -96,7 +114,7 @@ def part_of(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 def truth(task: SyncTask, version: int) -> str:
     """The digest of what a subscriber has once it has a version."""
-    return digests({name: one.contiguous() for name, one in part_of(task, whole(task, version)).items()})
+    return digests({name: one.contiguous() for name, one in part_of(task, taken(task, version)).items()})
 
 
 def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard]:
@@ -107,7 +125,9 @@ def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard
         size = tensors[name].shape[task.dim]
         first = task.rank * -(-size // task.world_size)
         offset = tuple(first if dim == task.dim else 0 for dim in range(one.ndim))
-        found[name] = ps.Shard(tensor=one.to(task.device, copy=True), global_shape=tuple(tensors[name].shape), offset=offset)
+        found[name] = ps.Shard(
+            tensor=one.to(task.device, copy=True), global_shape=tuple(tensors[name].shape), offset=offset
+        )
     return found
 
 
@@ -134,10 +154,12 @@ def _work(task: SyncTask) -> None:
     if task.pause_s:
         _slow(task.pause_s)
     begin = -1 if task.side == "publisher" else -2
-    shards = _shards(task, whole(task, begin))
+    shards = _shards(task, taken(task, begin))
     common: dict[str, Any] = {"hub": task.hub, "rank": task.rank, "world_size": task.world_size, **task.options}
     if task.mode:
         common["mode"] = task.mode
+    if task.tag:
+        common["transforms"] = task.tag
     if task.side == "publisher":
         with ps.publisher(task.name, shards, **common) as publisher:
             say("joined", member=publisher.member.id, latest=publisher.latest)
@@ -173,7 +195,9 @@ def _publish(
     for name, one in part_of(task, whole(task, number)).items():
         shards[name].tensor.copy_(one)
     found = publisher.publish(number)
-    return {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
+    told = {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
+    sizes = {"transformed": found.transformed_bytes, "seams": found.seam_bytes, "exchanged": found.exchanged_bytes}
+    return told | sizes
 
 
 def _update(
