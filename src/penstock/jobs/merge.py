@@ -20,8 +20,8 @@ from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.types import TensorTable
 
 _SHOWN = 5
-_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
-"""Elements walked at once. Reason: in FP32 a few blocks of 256 KiB fit a core's L2 cache; on a device a block is
+_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 24
+"""Elements walked at once. Reason: 1 MiB in FP32, a core's L2 cache; on a device a block is
 launches that take longer than they cost."""
 COLINEAR = 0.9995
 """Cosine beyond which the arc is taken for a line. Source: mergekit 0.1.5, merge_methods/slerp.py."""
