@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.convert import convert
+from penstock.jobs.function import function_of
+from penstock.testing.operations import check_rows
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -121,3 +123,28 @@ def test_a_delta_gives_the_new_version(model, tmp_path, digested):
     assert same_again.nbytes == 0
     one_by_one([base, tmp_path / "nothing"], tmp_path / "again", {"op": "delta-apply"})
     assert same(read(tmp_path / "again"), model)
+
+
+def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    source = (root / "examples" / "fold_norms.py").read_text()
+    assert source.partition("\n\n")[2] in (root / "docs" / "convert.md").read_text()
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    monkeypatch.setenv("PYTHONPATH", str(root / "examples"))
+    at = "model.layers.0"
+    tensors = {
+        f"{at}.input_layernorm.weight": torch.rand(64).bfloat16(),
+        f"{at}.post_attention_layernorm.weight": torch.rand(64).bfloat16(),
+        f"{at}.self_attn.k_proj.weight": torch.randn(4096, 64).bfloat16(),
+        f"{at}.mlp.up_proj.weight": torch.randn(100, 64).bfloat16(),
+        f"{at}.mlp.down_proj.weight": torch.randn(64, 100).bfloat16(),
+    }
+    word = {"op": "function", "function": "fold_norms:FoldNorms"}
+    check_rows(function_of("fold_norms:FoldNorms"), tensors)
+    one_by_one(write(tmp_path / "base", tensors), tmp_path / "out", word)
+    found = read(tmp_path / "out")
+    for name, norm in (("self_attn.k_proj", "input_layernorm"), ("mlp.up_proj", "post_attention_layernorm")):
+        wanted = tensors[f"{at}.{name}.weight"].float() * tensors[f"{at}.{norm}.weight"].float()
+        assert torch.equal(found[f"{at}.{name}.weight"], wanted.bfloat16())
+        assert torch.equal(found[f"{at}.{norm}.weight"], torch.ones(64).bfloat16())
+    assert torch.equal(found[f"{at}.mlp.down_proj.weight"], tensors[f"{at}.mlp.down_proj.weight"])
