@@ -44,7 +44,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		|| echo "NIXL does not install here: its tests are skipped" >&2
 	@touch $@
 
-demo: $(READY)  ## writes about 2 GiB of checkpoint, loads it beside safetensors, then by a fleet on this host; compares bits
+demo: $(READY)  ## a checkpoint of 2 GiB loaded, fetched by a fleet on this host, synced and converted; compares every bit
 	@$(PY) scripts/demo.py $(ARGS)
 
 # Real S3 servers for the object-store tests, and Redis for the hub's. Swift comes by pip and must work; radosgw and Redis

@@ -1,7 +1,8 @@
 """`make demo`: one real-shaped checkpoint, loaded by Penstock beside safetensors, every bit compared, one table.
 
-In: a size in GiB, a directory, a count. Out: the table on stdout, and that of a small fleet (`demo_fleet`); exit 1 when
-a bit differs, damage goes unseen, or the fleet reads storage more than once.
+In: a size in GiB, a directory, a count. Out: its table, then those of a small fleet (`demo_fleet`), a model in
+training that is served (`demo_sync`), conversions (`demo_convert`); exit 1 when a bit differs, damage goes unseen, the
+fleet reads storage more than once, or a conversion that was killed does not go on.
 Every measurement is a process of its own, so that peak memory is of that load alone; every page is touched inside
 the time, so that a mapping counts only once its bytes are there; bits are compared (XXH3-128 of each tensor) after it.
 """
@@ -325,9 +326,29 @@ def demo(args: argparse.Namespace) -> int:
     return 0 if equal and damaged.returncode == 3 and "IntegrityError" in damaged.stderr else 1
 
 
+def demo_of_sync(args: argparse.Namespace) -> int:
+    """A model of a sixteenth of the size, in training and served; 0 when every bit is equal."""
+    from demo_sync import sync_demo
+
+    progress.print("a model in training, and served")
+    return 0 if sync_demo(int(args.gib * GIB / 16)) else 1
+
+
+def demo_of_convert(args: argparse.Namespace) -> int:
+    """Checkpoints of an eighth of the size; 0 when every bit is equal."""
+    from demo_convert import convert_demo
+
+    progress.print("conversions")
+    return 0 if convert_demo(int(args.gib * GIB / 8), Path(args.dir)) else 1
+
+
+JOURNEYS = {"load": demo, "sync": demo_of_sync, "convert": demo_of_convert}
+
+
 def main() -> int:
     """Arguments, then the demo, or one measurement of it."""
     parser = argparse.ArgumentParser(description="Penstock beside safetensors on a checkpoint of real shape.")
+    parser.add_argument("--only", choices=JOURNEYS, help="one journey; load has the fleet's table with it")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--dir", default=".cache/demo", help="where it is written; needs twice the size")
     parser.add_argument("--repeat", type=int, default=3, help="processes per row; the median is shown")
@@ -342,7 +363,7 @@ def main() -> int:
         import torch
 
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return demo(args)
+    return max(run(args) for name, run in JOURNEYS.items() if args.only in {None, name})
 
 
 if __name__ == "__main__":

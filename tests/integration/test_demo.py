@@ -1,4 +1,4 @@
-"""The demo's fleet: storage is read once, the server itself counts it, and every process ends with equal bits."""
+"""The demo: a fleet reads storage once, a model in training is served, conversions go on; all with equal bits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from penstock.types import MIB
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-@pytest.fixture
-def demo_fleet(monkeypatch) -> ModuleType:
-    """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("demo_fleet", SCRIPTS / "demo_fleet.py")
+def script(name: str, monkeypatch) -> ModuleType:
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "demo_fleet", module)  # its dataclasses look themselves up
+    monkeypatch.setitem(sys.modules, name, module)  # its dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.slow
-def test_the_demos_fleet_reads_storage_once(demo_fleet: ModuleType, tmp_path: Path, capsys) -> None:
+def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
+    demo_fleet = script("demo_fleet", monkeypatch)
     write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
     with RangeServer(tmp_path / "llama") as server:
         places = [demo_fleet.http_place(server, "model.safetensors.index.json")]
@@ -42,3 +42,20 @@ def test_the_demos_fleet_reads_storage_once(demo_fleet: ModuleType, tmp_path: Pa
     assert printed.count("equal") == 3
     assert "because" in printed
     assert "DIFFERENT" not in printed
+
+
+@pytest.mark.slow
+def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
+    assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == 6
+    assert "1, killed, back" in printed
+
+
+@pytest.mark.slow
+def test_the_demos_conversion_goes_on_where_it_was_killed(monkeypatch, tmp_path: Path, capsys) -> None:
+    assert script("demo_convert", monkeypatch).convert_demo(16 * MIB, tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == 2
+    assert printed.count("yes") == 2
+    assert list(tmp_path.iterdir()) == []
