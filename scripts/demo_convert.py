@@ -151,7 +151,7 @@ def bits(directory: str) -> dict[str, str]:
     for file in sorted(Path(directory).glob("*.safetensors")):
         for name, one in load_file(file).items():
             raw = one.contiguous().view(-1).view(torch.uint8).numpy()
-            found[name] = f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_128_hexdigest(raw)}"
+            found[name] = f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_128_hexdigest(raw.data)}"
     return found
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.errors import PenstockError, SourceStalled
 
@@ -144,7 +144,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
