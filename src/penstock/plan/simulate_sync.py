@@ -26,7 +26,7 @@ from penstock.types import GB, GIB, I64
 
 WATERMARK_BYTES = 16 * GIB
 READS_AT_ONCE = 16
-READS_OF_ONE = 2
+READS_OF_ONE = 4
 AHEAD_LAPS = 2
 """As `sync.take` runs a part; a test holds them equal."""
 _STEPS = 4000

@@ -21,6 +21,7 @@ from penstock.engine.executors import Executor
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
+from penstock.loader.pause import quick_handover
 from penstock.plan.sync import Part
 from penstock.sync.link import SourceLink
 from penstock.sync.regions import Regions
@@ -38,8 +39,8 @@ ASK_BYTES = 16 * GIB
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 READS_AT_ONCE = 16
-READS_OF_ONE = 2
-"""Steps under way of one source: one is read while the next is posted."""
+READS_OF_ONE = 4
+"""Steps under way of one source: to post one takes up to 4 ms of the interpreter, and a GiB crosses NVLink in 3."""
 AHEAD_LAPS = 2
 """Laps that may be under way: the one being installed or verified, and the next."""
 
@@ -171,7 +172,8 @@ class _Run:
             for source, read in self.reads.items():
                 if read.is_ready:
                     self._ask.post(*(AskStep(self, read, some) for some in self._laps.asked(source, ASK_BYTES)))
-            self.ticket.wait(stall_s=self.stall_s)
+            with quick_handover():
+                self.ticket.wait(stall_s=self.stall_s)
         except PenstockError as error:
             self._close()
             error.mutated = self.tally.is_touched

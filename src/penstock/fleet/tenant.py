@@ -1,0 +1,111 @@
+"""One model of a keeper, wherever it is: its holding while it is on the device, and how it comes back when it is not.
+
+In: rooms of memory tiers. Out: a holding that is shown while the bytes are where engines can use them.
+Not here: which model is where (`memory.tiers`), what the keeper's user calls (`keeper`).
+
+    vacate: no lease? no new ones --> close: descriptors stale --> moved down: rest
+    lease asked for --> door: recall --> moved up: wake, register, show --> lease
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.fleet.discover import Placed
+from penstock.fleet.holding import Holding
+from penstock.fleet.join import Fleet
+from penstock.fleet.report import FetchReport
+from penstock.memory.arena import Arena, offsets_of
+from penstock.memory.tier import Block, Room
+from penstock.memory.tier_cuda import CudaRoom
+from penstock.memory.tier_host import ArenaRoom
+from penstock.storage.manifest import Uris
+from penstock.types import TensorTable
+
+
+class _InArena(Placed):
+    """New tensors in an arena, in the order of the line."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arenas: Sequence[Arena] = (arena,)
+
+    def place(self, table: TensorTable) -> list[torch.Tensor]:
+        """See `Placed.place`."""
+        arena, nbytes = self.arenas[0], table.nbytes.tolist()
+        return [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+
+
+class KeptModel:
+    """A tenant of the fastest tier. The tiers call it, one call at a time.
+
+    Args:
+        fleet: whose member keeps it.
+        revision: what it is to be.
+        nbytes: of memory, gaps between tensors included.
+        uri, storage_options: see `Keeper.keep`.
+
+    Attributes:
+        report: of the last fetch.
+        holding: None until the first.
+        is_leaving: it is being dropped: nobody brings it back.
+    """
+
+    def __init__(
+        self, fleet: Fleet, revision: str, nbytes: int, uri: Uris, storage_options: Mapping[str, str] | None
+    ) -> None:
+        self.name, self.revision, self.nbytes = fleet.identity.model, revision, nbytes
+        self.block = Block(f"{self.name}@{revision}", 0, nbytes)
+        self.report: FetchReport | None = None
+        self.holding: Holding | None = None
+        self.is_leaving = False
+        self._fleet, self._uri, self._storage_options = fleet, uri, storage_options
+
+    @property
+    def shown(self) -> Holding:
+        """The holding; there is one once it was fetched."""
+        assert self.holding is not None
+        return self.holding
+
+    def fill(self, room: Room) -> None:
+        """Fetch it into the room: from members that have it, and from storage what they have not."""
+        assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
+        member, before = self._fleet.member, self.holding
+        try:
+            self.report = self._fleet.fetch(
+                _InArena(room.arena),
+                fallback=self._uri,
+                device=room.arena.device,
+                storage_options=self._storage_options,
+            )
+        except PenstockError:
+            if before is not None:
+                member.tell_of(before)
+            raise
+        self.holding = next(one for one in member.holdings if one.key == self.report.key)
+        self.holding.kept = True
+        gc.collect()  # what fetched it refers to its memory in circles, and is to give way when the model does
+
+    def vacate(self) -> bool:
+        """See `Tenant.vacate`: engines attached and readers hold it where it is."""
+        if self.is_leaving or not self._fleet.member.door.retire(self.shown.key):
+            return False
+        self.shown.close()
+        return True
+
+    def moved(self, tier: str, room: Room | None) -> None:
+        """See `Tenant.moved`."""
+        holding, member = self.shown, self._fleet.member
+        if not isinstance(room, ArenaRoom | CudaRoom):
+            holding.rest(tier)
+        elif holding.tier or holding.state != "whole":
+            assert room.arena is not None
+            nbytes = holding.line.table.nbytes.tolist()
+            runs = zip(offsets_of(nbytes)[0], nbytes, strict=True)  # as `_InArena` placed them
+            holding.wake([room.arena.bytes_at(*run) for run in runs], [room.arena])
+            member.show(holding)
+        member.beat_now()

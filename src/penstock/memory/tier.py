@@ -1,0 +1,159 @@
+"""What a tier of memory is: rooms that hold a block's bytes each; and moving the bytes from one room to another.
+
+In: a block's size. Out: a room of one tier; its bytes, in another's.
+Not here: which block is where, and when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`,
+`storage.spill`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from penstock.types import MIB
+
+PIECE_BYTES = 16 * MIB
+"""What is moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Block:
+    """Bytes by what they are, not by where: `[start, stop)` of a content, which is a revision or any other name."""
+
+    content: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+class Room(Protocol):
+    """Memory for one block. One thread at a time uses one range of it; several threads may use several."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Begin to take bytes from host memory, which must stay as it is until `settle` returns."""
+        ...
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Begin to give bytes to host memory; they are there when `settle` returns.
+
+        Raises:
+            IntegrityError: they are not those that were written. SourceError: they cannot be read.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Return once all that was begun is done. DestinationError, DiskFull or SourceStalled if it cannot be."""
+        ...
+
+    def close(self) -> None:
+        """Free it; nobody looks at it any more. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class HostRoom(Protocol):
+    """A room whose bytes are in this process's memory: what moves to or from it needs no buffer between."""
+
+    def views(self) -> Sequence[memoryview]:
+        """All of its bytes, in order; each but the last is a multiple of `PIECE_BYTES` long."""
+        ...
+
+
+class Tier(Protocol):
+    """One kind of memory."""
+
+    @property
+    def name(self) -> str:
+        """`gpu`, `host`, `disk`."""
+        ...
+
+    @property
+    def unit_bytes(self) -> int:
+        """A room takes a multiple of this."""
+        ...
+
+    @property
+    def num_threads(self) -> int:
+        """So many pieces at once are what its link is good for."""
+        ...
+
+    def open_room(self, nbytes: int) -> Room:
+        """Room for a block.
+
+        Raises:
+            DiskFull, DeviceOutOfMemory, DestinationError: there is none, whatever the budget says.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the tier itself holds, once its rooms are closed. Idempotent."""
+        ...
+
+
+def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
+    """Copy all bytes from one room to another; `moved` is told of each piece.
+
+    Raises:
+        PenstockError: of either room; nothing runs any more, and `dst` holds nothing of use.
+
+    Cost: no copy between, but where neither is in host memory: then one piece is.
+    """
+    if isinstance(dst, HostRoom):
+        _each(_pieces(dst.views()), src.read, num_threads, moved)
+        src.settle()
+    elif isinstance(src, HostRoom):
+        _each(_pieces(src.views()), dst.write, num_threads, moved)
+        dst.settle()
+    else:
+        between = memoryview(mmap.mmap(-1, max(1, min(PIECE_BYTES, src.nbytes))))
+        for at in range(0, src.nbytes, PIECE_BYTES):
+            piece = between[: min(PIECE_BYTES, src.nbytes - at)]
+            src.read(at, piece)
+            src.settle()
+            dst.write(at, piece)
+            dst.settle()
+            moved(len(piece))
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """The views cut to pieces, each with its offset."""
+    base = 0
+    for view in views:
+        for at in range(0, len(view), PIECE_BYTES):
+            yield base + at, view[at : at + PIECE_BYTES]
+        base += len(view)
+
+
+def _each(
+    pieces: Iterator[tuple[int, memoryview]],
+    step: Callable[[int, memoryview], None],
+    num_threads: int,
+    moved: Callable[[int], None],
+) -> None:
+    def one(piece: tuple[int, memoryview]) -> None:
+        step(*piece)
+        moved(len(piece[1]))
+
+    if num_threads == 1:
+        for piece in pieces:
+            one(piece)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-tier") as pool:
+        for begun in [pool.submit(one, piece) for piece in pieces]:
+            try:
+                begun.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise

@@ -1,0 +1,177 @@
+"""Tiers in host memory: arenas that other processes map, a pool of pinned buffers, and plain memory for reference.
+
+In: sizes. Out: rooms, all of them `HostRoom`s.
+Not here: device memory (`tier_cuda`), files (`storage.spill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.memory.arena import Arena
+from penstock.memory.staging import Registrar, StagingBuffer, StagingPool
+from penstock.types import MIB
+
+POOL_BUFFER_BYTES = 64 * MIB
+"""Of the pinned pool: few enough calls to pin 60 GB (900), and a model's last buffer wastes little."""
+
+
+WARM_THREADS = 4
+"""That pin the pool in the background."""
+
+
+class _ViewedRoom:
+    """A room of views: bytes go by memcpy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def views(self) -> Sequence[memoryview]:
+        """See `HostRoom.views`."""
+        raise NotImplementedError
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See `Room.write`. Done on return."""
+        for mine, at, run in self._runs(offset, len(data)):
+            mine[:] = np.frombuffer(data, np.uint8, run, at)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Room.read`. Done on return."""
+        for mine, at, run in self._runs(offset, len(into)):
+            np.frombuffer(into, np.uint8, run, at)[:] = mine
+
+    def _runs(self, offset: int, nbytes: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
+        """Our bytes `[offset, offset + nbytes)` view by view, each with its place among them and its length."""
+        found, base, stop = [], 0, offset + nbytes
+        for view in self.views():
+            first, last = max(base, offset), min(base + len(view), stop)
+            if first < last:
+                mine = np.frombuffer(view, np.uint8, last - first, first - base)
+                found.append((mine, first - offset, last - first))
+            base += len(view)
+        return found
+
+    def settle(self) -> None:
+        """See `Room.settle`."""
+
+
+class HeapRoom(_ViewedRoom):
+    """Memory of this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._memory = bytearray(nbytes)
+
+    def views(self) -> Sequence[memoryview]:
+        """See `HostRoom.views`."""
+        return [memoryview(self._memory)]
+
+    def close(self) -> None:
+        """See `Room.close`."""
+        self._memory = bytearray()
+
+
+class HeapTier:
+    """The reference: plain memory, under whatever name."""
+
+    num_threads = 1
+
+    def __init__(self, name: str = "host", unit_bytes: int = 1) -> None:
+        self.name, self.unit_bytes = name, unit_bytes
+
+    def open_room(self, nbytes: int) -> HeapRoom:
+        """See `Tier.open_room`."""
+        return HeapRoom(nbytes)
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+
+
+class ArenaRoom(_ViewedRoom):
+    """An arena of the host, which other processes can map. Its memory lives as long as anybody looks at it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.arena: Arena | None = Arena.allocate(nbytes)
+
+    def views(self) -> Sequence[memoryview]:
+        """See `HostRoom.views`."""
+        assert self.arena is not None
+        return [self.arena.bytes_at(0, self.nbytes).numpy().data] if self.nbytes else []
+
+    def close(self) -> None:
+        """See `Room.close`."""
+        self.arena = None
+
+
+class ArenaTier:
+    """Shared memory of the host: one arena a block."""
+
+    name, unit_bytes, num_threads = "host", 1, 8
+
+    def open_room(self, nbytes: int) -> ArenaRoom:
+        """See `Tier.open_room`."""
+        return ArenaRoom(nbytes)
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+
+
+class PoolRoom(_ViewedRoom):
+    """Buffers of a pool."""
+
+    def __init__(self, nbytes: int, buffers: list[StagingBuffer], release: Callable[[StagingBuffer], None]) -> None:
+        super().__init__(nbytes)
+        self._buffers, self._release = buffers, release
+
+    def views(self) -> Sequence[memoryview]:
+        """See `HostRoom.views`."""
+        step = POOL_BUFFER_BYTES
+        return [one.view[: min(step, self.nbytes - i * step)] for i, one in enumerate(self._buffers)]
+
+    def close(self) -> None:
+        """See `Room.close`."""
+        buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            self._release(buffer)
+
+
+class PoolTier:
+    """Host memory in buffers that are pinned once and used again: blocks of any size without gaps between them.
+
+    Args:
+        memory_bytes: of all rooms; pages are made present and pinned from now on, in the background.
+        registrar: pins; None: pageable.
+        stall_s: how long a buffer that is still being pinned is waited for.
+
+    Raises:
+        BudgetTooSmall: fewer than two buffers.
+    """
+
+    name, unit_bytes, num_threads = "host", POOL_BUFFER_BYTES, 8
+
+    def __init__(self, memory_bytes: int, *, registrar: Registrar | None, stall_s: float) -> None:
+        self._pool = StagingPool(memory_bytes, POOL_BUFFER_BYTES, registrar=registrar)
+        self._stall_s = stall_s
+        if registrar is not None:
+            self._pool.warm(WARM_THREADS)
+
+    def open_room(self, nbytes: int) -> PoolRoom:
+        """See `Tier.open_room`. SourceStalled: rooms are open that take all of it."""
+        buffers: list[StagingBuffer] = []
+        room = PoolRoom(nbytes, buffers, self._pool.release)
+        try:
+            for _ in range(-(-nbytes // POOL_BUFFER_BYTES)):
+                buffers.append(self._pool.acquire(stall_s=self._stall_s))
+        except BaseException:
+            room.close()
+            raise
+        return room
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._pool.cancel()
+        self._pool.close()

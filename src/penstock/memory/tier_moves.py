@@ -1,0 +1,356 @@
+"""Moving blocks between tiers within their budgets: the inside of `tiers`.
+
+In: tiers with budgets; entries, each with a way to fill it anew. Out: places, pinned; what moved.
+Not here: names of blocks, prefetching (`tiers`); what a tier is (`tier`).
+
+One move at a time (`turn`), for they share links; filling from a source runs beside them. An entry that is moved or
+filled is `busy`: nobody else pins or moves it meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.errors import BudgetTooSmall, ConfigError, DiskFull, IntegrityError, NotFound, SourceBusy, SourceStalled
+from penstock.memory.tier import Block, Room, Tier, move
+from penstock.memory.tier_stats import LinkStats
+
+log = logging.getLogger("penstock.memory")
+
+SOURCE = "source"
+"""Where a block is that is in no tier: it can be read anew."""
+
+Fill = Callable[[Room], None]
+"""Write all of a block's bytes into a room, from its source; has deadlines of its own."""
+
+
+class Tenant(Protocol):
+    """Who uses a block without pinning it."""
+
+    def vacate(self) -> bool:
+        """The block is about to leave its room: let nobody use it from now on. False: somebody does, and it stays."""
+        ...
+
+    def moved(self, tier: str, room: Room | None) -> None:
+        """It is there now; after a move that failed, there still."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """A tier, and how much of it is ours."""
+
+    tier: Tier
+    budget_bytes: int | None = None
+    """None: what there is."""
+    high_watermark_bytes: int | None = None
+    """Where more would be used, blocks go down until `low_watermark_bytes` are; both are the budget by default."""
+    low_watermark_bytes: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A room in a tier, and how many use it."""
+
+    room: Room
+    charge: int
+    pins: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One block; `at` is the tier it is in, `places` all of its rooms: more than one only while an old one is read."""
+
+    block: Block
+    fill: Fill
+    again: bool
+    tenant: Tenant | None
+    at: int
+    used: int = 0
+    next_use: float = math.inf
+    busy: bool = True
+    gone: bool = False
+    places: dict[int, Place] = field(default_factory=dict)
+
+
+class Moves:
+    """See the module.
+
+    Attributes:
+        names: of the tiers, fastest first, and `source`.
+        source: its index.
+        state: held to look at entries and counts.
+    """
+
+    def __init__(self, levels: Sequence[Level], stall_s: float) -> None:
+        self.levels, self.source, self._stall_s = tuple(levels), len(levels), stall_s
+        self.names = [*(one.tier.name for one in levels), SOURCE]
+        self.entries: dict[Block, Entry] = {}
+        self.used_bytes, self.peak_bytes = [0] * len(levels), [0] * len(levels)
+        self.links: dict[tuple[str, str], LinkStats] = {}
+        self.hits = self.misses = 0
+        self.clock = itertools.count(1)
+        self.state, self._mover = threading.Condition(), threading.Lock()
+        self._progress = time.monotonic()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The right to move. SourceStalled: another's move gets nowhere."""
+        while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
+            if time.monotonic() - self._progress > self._stall_s:
+                raise SourceStalled(f"another move of these tiers got nowhere for {self._stall_s} s")
+        self._note()
+        try:
+            yield
+        finally:
+            self._mover.release()
+
+    def _note(self, nbytes: int = 0) -> None:
+        self._progress = time.monotonic()
+
+    # -- up
+
+    def bring(self, entry: Entry, to: int, *, latest: float = -math.inf, is_new: bool = False) -> Place:
+        """Its place, pinned, in `to` or a faster tier; only blocks not needed before `latest` are pushed out.
+
+        Args:
+            is_new: the entry is busy because it is ours to fill.
+        """
+        while True:
+            with self.state:
+                while (
+                    entry.busy and not entry.gone and not is_new
+                ):  # whoever moves or fills it has deadlines of its own
+                    self.state.wait(1.0)
+                if entry.gone:
+                    raise NotFound(f"{entry.block} is not in these tiers")
+                if entry.at <= to and entry.at < self.source:
+                    self.hits += 1
+                    place = entry.places[entry.at]
+                    place.pins += 1
+                    entry.used = next(self.clock)
+                    return place
+            if to == self.source:
+                raise ConfigError(f"{entry.block} is in its source only", hint="name a tier to bring it to")
+            with self.turn():
+                with self.state:
+                    if not is_new and (entry.busy or entry.gone or entry.at <= to):
+                        continue
+                    entry.busy, self.misses = True, self.misses + 1
+                try:
+                    place = self._open(entry, to, latest)
+                    if entry.at < self.source and self._shift(entry, to, place):
+                        return place
+                except BaseException:
+                    self._failed(entry, is_new)
+                    raise
+            try:
+                self._fill(entry, to, place)
+            except BaseException:
+                self._failed(entry, is_new)
+                raise
+            return place
+
+    def _failed(self, entry: Entry, is_new: bool) -> None:
+        with self.state:
+            if is_new:
+                self.forget(entry)
+            self.idle(entry)
+
+    def unpin(self, entry: Entry, place: Place) -> None:
+        """It is used no more. A place that was left meanwhile is freed."""
+        with self.state:
+            place.pins -= 1
+        if not entry.busy:
+            self._leave(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        """Free its places that nobody uses and that it is not in."""
+        with self.state:
+            left = [i for i, place in entry.places.items() if i != entry.at and not place.pins]
+            left = [] if entry.busy else left
+            rooms = [(i, entry.places.pop(i)) for i in left]
+        self._close(rooms)
+
+    def release(self, entry: Entry, *indices: int) -> None:
+        """Free these places of it, or all."""
+        with self.state:
+            rooms = [(i, entry.places.pop(i)) for i in indices or tuple(entry.places)]
+        self._close(rooms)
+
+    def _close(self, rooms: Iterable[tuple[int, Place]]) -> None:
+        for index, place in rooms:
+            place.room.close()
+            with self.state:
+                self.used_bytes[index] -= place.charge
+
+    def _open(self, entry: Entry, to: int, latest: float = -math.inf) -> Place:
+        """A place for it in `to`, pinned and counted; the turn is ours."""
+        tier = self.levels[to].tier
+        charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
+        self._make_room(to, charge, latest)
+        place = Place(tier.open_room(entry.block.nbytes), charge, 1)
+        with self.state:
+            entry.places[to] = place
+            self.used_bytes[to] += charge
+            self.peak_bytes[to] = max(self.peak_bytes[to], self.used_bytes[to])
+        return place
+
+    def _shift(self, entry: Entry, to: int, place: Place) -> bool:
+        """Move its bytes to an opened place. False: they were lost on the way, and come from the source.
+
+        Raises:
+            PenstockError: it is where it was, and the place is closed.
+        """
+        came, src = entry.at, entry.places[entry.at]
+        num_threads = min(self.levels[came].tier.num_threads, self.levels[to].tier.num_threads)
+        begun = time.monotonic()
+        try:
+            move(src.room, place.room, num_threads, self._note)
+            self._arrived(entry, to, begun)
+        except IntegrityError as error:
+            if not entry.again:
+                self.release(entry, to)
+                raise
+            log.warning("%s: what %s gives back is damaged (%s); read again", entry.block, self.names[came], error)
+            entry.at = self.source
+            self.release(entry, came)
+            return False
+        except BaseException:
+            self.release(entry, to)
+            raise
+        return True
+
+    def _fill(self, entry: Entry, to: int, place: Place) -> None:
+        begun = time.monotonic()
+        try:
+            entry.fill(place.room)
+            place.room.settle()
+            self._arrived(entry, to, begun)
+        except BaseException:
+            self.release(entry, to)
+            raise
+
+    def _arrived(self, entry: Entry, to: int, begun: float | None = None) -> None:
+        """It is in `to` now, and no more where it was, unless somebody reads it there."""
+        self._tell(entry, to)
+        with self.state:
+            if begun is not None:
+                link = self.names[entry.at], self.names[to]
+                seconds = time.monotonic() - begun
+                self.links[link] = self.links.get(link, LinkStats()).plus(entry.block.nbytes, seconds)
+            entry.at, entry.used = to, next(self.clock)
+        self.idle(entry)
+        self._leave(entry)
+
+    def _tell(self, entry: Entry, at: int) -> None:
+        if entry.tenant is not None:
+            entry.tenant.moved(self.names[at], entry.places[at].room if at in entry.places else None)
+
+    def idle(self, entry: Entry) -> None:
+        """Others may pin it, or move it."""
+        with self.state:
+            entry.busy = False
+            self.state.notify_all()
+
+    # -- down
+
+    def _make_room(self, at: int, charge: int, latest: float) -> None:
+        """Push out what is needed last until `charge` fits; the turn is ours. BudgetTooSmall: it cannot."""
+        level, used = self.levels[at], self.used_bytes
+        if level.budget_bytes is None:
+            return
+        high = level.budget_bytes if level.high_watermark_bytes is None else level.high_watermark_bytes
+        low = high if level.low_watermark_bytes is None else level.low_watermark_bytes
+        with self.state:
+            if used[at] + charge <= min(high, level.budget_bytes):
+                return
+            idle = [one for one in self.entries.values() if one.at == at and self._may_leave(one, latest)]
+            idle.sort(key=lambda one: (-one.next_use, one.used))
+            least = used[at] + charge - sum(one.places[at].charge for one in idle)
+        if least <= level.budget_bytes:
+            for one in idle:
+                if used[at] + charge <= low:
+                    break
+                try:
+                    self.demote(one, None)
+                except BudgetTooSmall:
+                    continue  # nowhere to go for this one
+            least = used[at] + charge
+        if least > level.budget_bytes:
+            name, others = self.names[at], least - charge
+            message = f"{charge} bytes do not fit beside {others} that stay in {name}, of {level.budget_bytes}"
+            raise BudgetTooSmall(message, minimum_bytes=least)
+
+    def _may_leave(self, entry: Entry, latest: float) -> bool:
+        is_free = not entry.busy and not entry.places[entry.at].pins
+        return is_free and entry.next_use >= latest and (entry.again or entry.at + 1 < self.source)
+
+    def demote(self, entry: Entry, only: int | None) -> bool:
+        """Move it down to `only`, or the next tier that has room; the turn is ours. False: it is in use.
+
+        Raises:
+            BudgetTooSmall: there is nowhere to go. PenstockError: of the move; it is where it was.
+        """
+        with self.state:
+            if entry.busy or entry.gone or entry.at == self.source or entry.places[entry.at].pins:
+                return False
+            entry.busy = True
+        if entry.tenant is not None and not entry.tenant.vacate():
+            self.idle(entry)
+            return False
+        try:
+            below = range(entry.at + 1, self.source + 1) if only is None else (only,)
+            if any(self._sink(entry, to) for to in below):
+                return True
+            self._tell(entry, entry.at)
+        except BaseException:
+            self._tell(entry, entry.at)
+            self.idle(entry)
+            raise
+        self.idle(entry)
+        message = f"no tier below {self.names[entry.at]} has room for {entry.block}"
+        raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes)
+
+    def _sink(self, entry: Entry, to: int) -> bool:
+        """Move it down to `to`. False: there is no room, or it must not be forgotten."""
+        if to == self.source:
+            if entry.again:
+                self._arrived(entry, to)
+            return entry.again
+        if to in entry.places:  # it is read there still, so it need not be copied
+            self._arrived(entry, to)
+            return True
+        try:
+            place = self._open(entry, to)
+            self._shift(entry, to, place)
+        except BudgetTooSmall:
+            return False
+        except DiskFull as error:
+            log.warning("%s does not go from %s to %s: %s", entry.block, self.names[entry.at], self.names[to], error)
+            return False
+        self.unpin(entry, place)
+        return True
+
+    def remove(self, entry: Entry) -> None:
+        """Hold it no more; the turn is ours. SourceBusy: it is in use."""
+        with self.state:
+            if entry.busy or any(place.pins for place in entry.places.values()):
+                raise SourceBusy(f"{entry.block} is in use in {self.names[entry.at]}")
+            self.forget(entry)
+        self.release(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Nobody finds it any more."""
+        with self.state:
+            entry.gone = True
+            if self.entries.get(entry.block) is entry:
+                del self.entries[entry.block]

@@ -1,0 +1,201 @@
+"""Which block is in which tier: each has its budget, and what is needed last makes room for what is needed now.
+
+In: tiers, fastest first; blocks with a way to read them anew. Out: rooms, pinned while they are used; statistics.
+Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who uses a block (`fleet.tenant`).
+
+    source --fill--> gpu <--move--> host <--move--> disk --forget--> source
+                      '-- pin: here, and not elsewhere, until the `with` block ends
+
+A block moves: it is in one tier at a time, and twice only while somebody reads it where it was. The source is never
+written to.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from penstock.errors import ConfigError, NotFound, SourceBusy
+from penstock.memory.tier import Block, Room
+from penstock.memory.tier_moves import SOURCE, Entry, Fill, Level, Moves, Tenant
+from penstock.memory.tier_stats import TiersStats, TierStats
+
+__all__ = ["SOURCE", "Block", "Fill", "Level", "Tenant", "Tiers"]
+
+
+class Tiers:
+    """See the module. Any thread calls any method; a context manager whose end frees every room.
+
+    Args:
+        levels: fastest first.
+        stall_s: deadline, by progress, of waiting for another's move.
+        num_prefetching: prefetches under way at once.
+    """
+
+    def __init__(self, levels: Sequence[Level], *, stall_s: float = 30.0, num_prefetching: int = 2) -> None:
+        self._moves = Moves(levels, stall_s)
+        self._wanted: list[tuple[float, int, Entry, int, Future[None]]] = []
+        self._pool = ThreadPoolExecutor(num_prefetching, thread_name_prefix="penstock-prefetch")
+
+    def put(
+        self, block: Block, fill: Fill, *, tier: str | None = None, again: bool = True, tenant: Tenant | None = None
+    ) -> None:
+        """Take a block in: make room for it, and have it filled.
+
+        Args:
+            fill: writes its bytes; called again whenever it comes from its source.
+            tier: where to; None: the fastest; `source`: nowhere yet.
+            again: whether `fill` can be called again. A block of which it cannot never leaves the last tier.
+
+        Raises:
+            ConfigError: it is there already.
+            BudgetTooSmall: no room can be made; says the least that would do. Whatever `fill` raises.
+        """
+        moves, to = self._moves, self._index(tier)
+        entry = Entry(block, fill, again, tenant, moves.source)
+        with moves.state:
+            if block in moves.entries:
+                raise ConfigError(f"{block} is in these tiers already")
+            moves.entries[block] = entry
+        if to == moves.source:
+            moves.idle(entry)
+            return
+        try:
+            place = moves.bring(entry, to, is_new=True)
+        except BaseException:
+            moves.forget(entry)
+            raise
+        moves.unpin(entry, place)
+
+    @contextmanager
+    def pin(self, block: Block, tier: str | None = None) -> Iterator[Room]:
+        """Its room, and it stays there until the `with` block ends.
+
+        Args:
+            tier: it is brought up to this one if it is further down; None: the fastest; `source`: it stays where it is.
+
+        Raises:
+            NotFound: there is no such block. ConfigError: it is in no tier, and none was named.
+            BudgetTooSmall, and what the move or its source raises: see `put`.
+        """
+        entry, to = self._entry(block), self._index(tier)
+        place = self._moves.bring(entry, to)
+        try:
+            yield place.room
+        finally:
+            self._moves.unpin(entry, place)
+
+    def promote(self, block: Block, tier: str | None = None) -> None:
+        """Bring it up to this tier, or the fastest; see `pin`."""
+        with self.pin(block, tier):
+            pass
+
+    def prefetch(
+        self, block: Block, tier: str | None = None, *, priority: float = 0.0, next_use: float | None = None
+    ) -> Future[None]:
+        """Begin to `promote`, the lowest priority first; pushes out nothing that is needed sooner than it.
+
+        Args:
+            next_use: see `expect`.
+        """
+        entry, to = self._entry(block), self._index(tier)
+        done: Future[None] = Future()
+        if next_use is not None:
+            entry.next_use = next_use
+        with self._moves.state:
+            heapq.heappush(self._wanted, (priority, next(self._moves.clock), entry, to, done))
+        self._pool.submit(self._prefetch)
+        return done
+
+    def _prefetch(self) -> None:
+        with self._moves.state:
+            _, _, entry, to, done = heapq.heappop(self._wanted)
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            self._moves.unpin(entry, self._moves.bring(entry, to, latest=entry.next_use))
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        done.set_result(None)
+
+    def expect(self, block: Block, next_use: float) -> None:
+        """Say when it is needed next, in any unit; never: infinity. What is needed last makes room first."""
+        self._entry(block).next_use = next_use
+
+    def demote(self, block: Block, tier: str | None = None) -> None:
+        """Move it down to this tier, or to the next that has room; `source` only forgets it.
+
+        Raises:
+            SourceBusy: it is pinned, or its tenant needs it; or it is not above that tier.
+            BudgetTooSmall: there is nowhere to go.
+        """
+        entry, only = self._entry(block), None if tier is None else self._index(tier)
+        with self._moves.turn():
+            is_above = only is None or entry.at < only
+            if not is_above or not self._moves.demote(entry, only):
+                where = self._moves.names[entry.at]
+                raise SourceBusy(f"{block} is in {where}" + (", in use" if is_above else f", not above {tier}"))
+
+    def drop(self, block: Block) -> None:
+        """Hold it no more. SourceBusy: it is pinned; NotFound: it is not there."""
+        entry = self._entry(block)
+        with self._moves.turn():
+            self._moves.remove(entry)
+
+    def where(self, blocks: Iterable[Block]) -> list[str | None]:
+        """The tier that each of these is in, or `source`; None: not known here. What a worker has, it asks of this."""
+        with self._moves.state:
+            found = [self._moves.entries.get(block) for block in blocks]
+            return [None if entry is None else self._moves.names[entry.at] for entry in found]
+
+    def stats(self) -> TiersStats:
+        """What is where now, and what moved so far."""
+        moves = self._moves
+        with moves.state:
+            at = [entry.at for entry in moves.entries.values()]
+            tiers = {
+                level.tier.name: TierStats(
+                    num_blocks=at.count(i),
+                    used_bytes=moves.used_bytes[i],
+                    peak_bytes=moves.peak_bytes[i],
+                    budget_bytes=level.budget_bytes,
+                )
+                for i, level in enumerate(moves.levels)
+            }
+            return TiersStats(tiers=tiers, links=dict(moves.links), hits=moves.hits, misses=moves.misses)
+
+    def close(self) -> None:
+        """Free every room; nobody uses one any more. Prefetches that have not begun are cancelled. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+        with self._moves.state:
+            wanted, self._wanted = self._wanted, []
+            entries = list(self._moves.entries.values())
+        for *_, done in wanted:
+            done.cancel()
+        for entry in entries:
+            self._moves.forget(entry)
+            self._moves.release(entry)
+        for level in self._moves.levels:
+            level.tier.close()
+
+    def __enter__(self) -> Tiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _index(self, tier: str | None) -> int:
+        names = self._moves.names
+        if tier is not None and tier not in names:
+            raise ConfigError(f"no tier {tier!r} here", hint=f"there are {', '.join(names)}")
+        return 0 if tier is None else names.index(tier)
+
+    def _entry(self, block: Block) -> Entry:
+        with self._moves.state:
+            entry = self._moves.entries.get(block)
+        if entry is None:
+            raise NotFound(f"{block} is not in these tiers")
+        return entry

@@ -1,0 +1,97 @@
+"""The conformance suite of `memory.tier.Tier`: subclass it, say how to make one, run pytest.
+
+In: `make()`. Out: tests. Not here: budgets, which are not a tier's own (`memory.tiers`).
+
+    class TestMine(TierTests):
+        def make(self) -> Tier: ...
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.memory.tier import PIECE_BYTES, HostRoom, Tier, move
+from penstock.memory.tier_host import HeapRoom, HeapTier
+
+SIZES = (0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES + 12345)
+
+
+class TierTests:
+    """What every `Tier` does. Subclass it with `make`."""
+
+    def make(self) -> Tier:
+        """A tier with room for 64 MiB."""
+        raise NotImplementedError("say how to make the tier under test")
+
+    @contextmanager
+    def tier(self) -> Iterator[Tier]:
+        """A tier, closed afterwards."""
+        made = self.make()
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def test_bytes_come_back(self) -> None:
+        """Of any size, moved in from host memory and out to it, by one thread or several."""
+        with self.tier() as tier:
+            for nbytes in SIZES:
+                source = filled(nbytes)
+                for num_threads in (1, tier.num_threads):
+                    room, back = tier.open_room(nbytes), HeapRoom(nbytes)
+                    told: list[int] = []
+                    move(source, room, num_threads, told.append)
+                    move(room, back, num_threads, told.append)
+                    assert bytes(back.views()[0]) == bytes(source.views()[0])
+                    assert sum(told) == 2 * nbytes
+                    room.close()
+
+    def test_rooms_do_not_overlap(self) -> None:
+        """Two rooms at once hold two blocks; a closed one leaves the other alone, and may be closed again."""
+        with self.tier() as tier:
+            blocks = [filled(5000, seed) for seed in range(2)]
+            rooms = [tier.open_room(5000) for _ in blocks]
+            for block, room in zip(blocks, rooms, strict=True):
+                move(block, room, 1, lambda nbytes: None)
+            rooms[0].close()
+            rooms[0].close()
+            back = HeapRoom(5000)
+            move(rooms[1], back, 1, lambda nbytes: None)
+            assert bytes(back.views()[0]) == bytes(blocks[1].views()[0])
+            rooms[1].close()
+
+    def test_between_two_rooms_of_it(self) -> None:
+        """Also where neither is in host memory, by a buffer between."""
+        with self.tier() as tier:
+            nbytes = PIECE_BYTES + 5
+            source, back = filled(nbytes), HeapRoom(nbytes)
+            first, second = tier.open_room(nbytes), tier.open_room(nbytes)
+            move(source, first, tier.num_threads, lambda nbytes: None)
+            move(first, second, tier.num_threads, lambda nbytes: None)
+            move(second, back, tier.num_threads, lambda nbytes: None)
+            assert bytes(back.views()[0]) == bytes(source.views()[0])
+            first.close()
+            second.close()
+
+    def test_views_are_the_bytes(self) -> None:
+        """A room in host memory shows all of its bytes; what is written to the views is in the room."""
+        with self.tier() as tier:
+            room = tier.open_room(PIECE_BYTES + 5)
+            if isinstance(room, HostRoom):
+                assert sum(len(view) for view in room.views()) == room.nbytes
+                assert all(len(view) % PIECE_BYTES == 0 for view in room.views()[:-1])
+                room.views()[-1][-1] = 77
+                into = memoryview(bytearray(5))
+                room.read(PIECE_BYTES, into)
+                room.settle()
+                assert into[-1] == 77
+            room.close()
+
+
+def filled(nbytes: int, seed: int = 0) -> HeapRoom:
+    """A room of the reference tier with bytes of chance."""
+    room = HeapTier().open_room(nbytes)
+    room.views()[0][:] = random.Random(seed).randbytes(nbytes)
+    return room

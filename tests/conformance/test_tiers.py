@@ -1,0 +1,37 @@
+"""Every `Tier` of host memory and disk passes the one suite; a device's is in tests/gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Settings
+from penstock.memory.tier import Tier
+from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
+from penstock.storage.spill import SpillTier
+from penstock.testing.tier_suite import TierTests
+
+
+class TestHeap(TierTests):
+    def make(self) -> Tier:
+        return HeapTier()
+
+
+class TestArena(TierTests):
+    def make(self) -> Tier:
+        return ArenaTier()
+
+
+class TestPool(TierTests):
+    def make(self) -> Tier:
+        return PoolTier(256 << 20, registrar=None, stall_s=5.0)
+
+
+class TestSpill(TierTests):
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> None:
+        self.path = tmp_path
+
+    def make(self) -> Tier:
+        return SpillTier(self.path / "spill", settings=Settings())

@@ -1,0 +1,208 @@
+"""A keeper whose idle models make room: where they go, that they come back whole, and who holds them where they are."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+from typer.testing import CliRunner
+
+import penstock as ps
+from penstock.cli.main import app
+from penstock.fleet import renewal
+from penstock.memory.memfd import shared_at
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
+
+BOUND = 45_000_000
+"""Room for one of the models, not for two."""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch) -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    yield directory
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("kept") / name for name in ("a", "b", "c")}
+    for seed, directory in enumerate(made.values()):
+        write_llama(directory, total_bytes=30_000_000, seed=seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def wanted(models) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: by_safetensors(directory) for name, directory in models.items()}
+
+
+def tiers(keeper: ps.Keeper) -> dict[str, str]:
+    return {one.model: one.tier for one in keeper.models()}
+
+
+def until(happens, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tmp_path) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
+        keeper.keep("a", models["a"])
+        memory = weakref.ref(shared_at(keeper.member.holdings[0].place.regions[0].address, 1))
+        keeper.keep("b", models["b"])
+        assert tiers(keeper) == {"a": "disk", "b": "host"}
+        assert memory() is None, "the memory is given back"
+        assert not list((tmp_path / "spill").iterdir()), "files have no names"
+        moved = models["a"].rename(models["a"].with_name("away"))  # the source is not there any more
+        try:
+            for name in ("a", "b", "a"):
+                attached = ps.attach(name, verify=True)
+                assert_same(attached, wanted[name])
+                assert tiers(keeper)[name] == "host"
+                del attached
+                gc.collect()
+                until(lambda: not any(one.num_attached for one in keeper.models()))
+        finally:
+            moved.rename(models["a"])
+        stats = keeper.stats()
+        assert stats.links["source", "host"].num_moves == 2
+        assert stats.links["disk", "host"].num_moves == 3
+        assert stats.tiers["host"].peak_bytes <= BOUND
+
+
+def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+        keeper.keep("a", models["a"])
+        attached = ps.attach("a")
+        with pytest.raises(ps.BudgetTooSmall) as caught:
+            keeper.keep("b", models["b"])
+        assert caught.value.minimum_bytes > 59_000_000
+        assert tiers(keeper) == {"a": "host"}
+        attached.check()
+        attached.close()
+        until(lambda: not keeper.models()[0].num_attached)
+        keeper.keep("b", models["b"])
+        with ps.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
+            ps.attach("a", wait_s=0.0)
+        assert_same(attached, wanted["a"])  # host memory stays while it is mapped
+        with pytest.raises((ps.StaleDescriptor, ps.PeerLost)):
+            attached.check()
+        assert_same(ps.attach("a", wait_s=20.0, verify=True), wanted["a"])
+
+
+def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+        keeper.keep("a", models["a"])
+        keeper.keep("b", models["b"])
+        with ps.join("a") as fleet:
+            tensors: dict[str, torch.Tensor] = {}
+            report = fleet.fetch(tensors)
+            assert_same(tensors, wanted["a"])
+            assert report.storage_bytes == 0
+        assert tiers(keeper) == {"a": "host", "b": "disk"}
+
+
+def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted, tmp_path) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
+        for name, directory in models.items():
+            keeper.keep(name, directory)
+        assert tiers(keeper) == {"a": "source", "b": "disk", "c": "host"} or tiers(keeper) == {
+            "a": "disk",
+            "b": "source",
+            "c": "host",
+        }
+        for name in models:
+            assert_same(ps.attach(name, verify=True, wait_s=20.0), wanted[name])
+            gc.collect()
+            until(lambda: not any(one.num_attached for one in keeper.models()))
+        assert keeper.stats().links["source", "host"].num_moves >= 4
+        assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
+
+
+def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(models["a"], source)
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
+        keeper.keep("a", source)
+        keeper.keep("b", models["b"])
+        assert tiers(keeper) == {"a": "source", "b": "host"}
+        away = source.rename(tmp_path / "away")
+        with pytest.raises(ps.PenstockError):
+            ps.attach("a", wait_s=0.0)
+        assert tiers(keeper)["a"] == "source"
+        away.rename(source)
+        assert_same(ps.attach("a", wait_s=20.0, verify=True), wanted["a"])
+
+
+def test_a_resting_model_is_dropped(models, tmp_path) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+        keeper.keep("a", models["a"])
+        keeper.keep("b", models["b"])
+        keeper.drop("a", drain_s=5)
+        keeper.drop("b", drain_s=5)
+        assert keeper.models() == []
+        assert {one.used_bytes for one in keeper.stats().tiers.values()} == {0}
+        with pytest.raises(ps.NotFound):
+            ps.attach("a", wait_s=0.0)
+
+
+def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, tmp_path) -> None:
+    faults: list[BaseException] = []
+
+    def engine(name: str) -> None:
+        try:
+            for _ in range(4):
+                with ps.attach(name, wait_s=60.0, verify=True) as attached:
+                    assert_same(attached, wanted[name])
+                    attached.check()
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+        for name in ("a", "b"):
+            keeper.keep(name, models[name])
+        threads = [threading.Thread(target=engine, args=(name,)) for name in ("a", "b")]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert not faults
+        assert keeper.stats().tiers["host"].peak_bytes <= BOUND
+
+
+def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
+    with pytest.raises(ps.ConfigError, match="within a bound"):
+        ps.Keeper(disk=tmp_path)
+    with pytest.raises(ps.ConfigError, match="are there"):
+        ps.Keeper(memory_bytes=BOUND, host_bytes=BOUND)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ps.ConfigError, match="cannot keep bytes there"):
+        ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "file")
+
+
+def test_the_command_keeps_more_than_memory_holds_and_says_where(models, wanted, tmp_path) -> None:
+    uris = [str(models[name]) for name in ("a", "b")]
+    bounds = ["--memory-bytes", str(BOUND), "--disk", str(tmp_path)]
+    with KeeperProcess([*uris, *bounds]) as keeper:
+        assert any("a in disk" in line for line in keeper.errors)
+        shown = CliRunner().invoke(app, ["status"]).stdout
+        rows = {line.split()[3]: line for line in shown.splitlines()[1:]}
+        assert " disk " in rows["a"] and " host " in rows["b"], shown
+        assert_same(ps.attach("a", verify=True), wanted["a"])

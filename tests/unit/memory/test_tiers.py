@@ -1,0 +1,409 @@
+"""Tiers: whatever is put, pinned, moved and dropped, budgets hold and bytes stay what they are."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.config import Settings
+from penstock.errors import (
+    BudgetTooSmall,
+    ConfigError,
+    DiskFull,
+    IntegrityError,
+    NotFound,
+    SourceBusy,
+    SourceStalled,
+    SourceUnavailable,
+)
+from penstock.memory.tier import Block, Room
+from penstock.memory.tier_host import HeapTier
+from penstock.memory.tiers import SOURCE, Level, Tiers
+from penstock.storage.spill import SpillTier
+from penstock.testing.tier_suite import filled
+
+
+def block(number: int, nbytes: int = 100) -> Block:
+    return Block(f"w1-{number}", 0, nbytes)
+
+
+class Source:
+    """Gives a block's bytes, and counts."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[Block] = Counter()
+
+    def of(self, one: Block):
+        def fill(room: Room) -> None:
+            self.reads[one] += 1
+            room.write(0, content(one))
+
+        return fill
+
+
+def content(one: Block) -> memoryview:
+    return filled(one.nbytes, hash(one)).views()[0]
+
+
+def seen(room: Room) -> bytes:
+    into = memoryview(bytearray(room.nbytes))
+    if room.nbytes:
+        room.read(0, into)
+    room.settle()
+    return bytes(into)
+
+
+def make(*budgets: int | None, **options: float) -> Tiers:
+    names = ("gpu", "host", "disk")
+    levels = [Level(tier=HeapTier(n), budget_bytes=b) for n, b in zip(names, budgets, strict=False)]
+    return Tiers(levels, **options)  # type: ignore[arg-type]
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Any sequence of calls against a set of names; blocks 5 and up cannot be read again."""
+
+    BUDGETS: ClassVar = {"gpu": 300, "host": 250, "disk": 400}
+    BLOCKS: ClassVar = [block(i, 40 + 25 * i) for i in range(8)]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.tiers = Source(), make(*self.BUDGETS.values())
+        self.there: set[Block] = set()
+        self.pins: list[tuple[Block, Room, ExitStack]] = []
+
+    blocks, places = st.sampled_from(BLOCKS), st.sampled_from([None, "gpu", "host", "disk"])
+
+    @rule(one=blocks, tier=places)
+    def put(self, one: Block, tier: str | None) -> None:
+        try:
+            self.tiers.put(one, self.source.of(one), tier=tier, again=self.BLOCKS.index(one) < 5)
+        except ConfigError:
+            assert one in self.there
+        except BudgetTooSmall as error:
+            assert one not in self.there and error.minimum_bytes > 0
+        else:
+            assert one not in self.there
+            self.there.add(one)
+
+    @rule(one=blocks, tier=places)
+    def pin(self, one: Block, tier: str | None) -> None:
+        with ExitStack() as stack:
+            try:
+                room = stack.enter_context(self.tiers.pin(one, tier))
+            except NotFound:
+                assert one not in self.there
+                return
+            except BudgetTooSmall:
+                return
+            names = list(self.BUDGETS)
+            assert names.index(str(self.tiers.where([one])[0])) <= names.index(tier or "gpu")
+            self.pins.append((one, room, stack.pop_all()))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[2].close()
+
+    @rule(one=blocks, tier=st.sampled_from([None, "host", "disk", SOURCE]))
+    def demote(self, one: Block, tier: str | None) -> None:
+        with suppress(SourceBusy, NotFound, BudgetTooSmall):
+            self.tiers.demote(one, tier)
+
+    @rule(one=blocks)
+    def drop(self, one: Block) -> None:
+        try:
+            self.tiers.drop(one)
+        except NotFound:
+            assert one not in self.there
+        except SourceBusy:
+            assert one in [pinned for pinned, _, _ in self.pins]
+        else:
+            self.there.discard(one)
+
+    @rule(one=blocks, tier=places, next_use=st.floats(0, 10))
+    def prefetch(self, one: Block, tier: str | None, next_use: float) -> None:
+        if one in self.there:
+            done = self.tiers.prefetch(one, tier, next_use=next_use)
+            assert isinstance(done.exception(timeout=20), BudgetTooSmall | None)
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        stats = self.tiers.stats()
+        for name, bound in self.BUDGETS.items():
+            assert stats.tiers[name].peak_bytes <= bound
+        where = dict(zip(self.BLOCKS, self.tiers.where(self.BLOCKS), strict=True))
+        assert {one for one, at in where.items() if at} == self.there
+        for name in self.BUDGETS:
+            held = {one for one in self.there if where[one] == name}
+            # A pinned copy that was left behind is counted, too.
+            least, most = sum(one.nbytes for one in held), sum(one.nbytes for one in self.BLOCKS)
+            assert least <= stats.tiers[name].used_bytes <= most
+        if not self.pins:
+            assert sum(one.used_bytes for one in stats.tiers.values()) == sum(
+                one.nbytes for one in self.there if where[one] != SOURCE
+            )
+        assert all(where[one] != SOURCE for one in self.there if self.BLOCKS.index(one) >= 5)
+
+    @invariant()
+    def pinned_bytes_stay(self) -> None:
+        for one, room, _ in self.pins:
+            assert seen(room) == bytes(content(one))
+
+    def teardown(self) -> None:
+        for _, _, stack in self.pins:
+            stack.close()
+        for one in self.there:
+            try:
+                with self.tiers.pin(one) as room:
+                    assert seen(room) == bytes(content(one))
+            except BudgetTooSmall:
+                pass  # no room for it beside what cannot leave
+        self.tiers.close()
+        assert all(tier.used_bytes == 0 for tier in self.tiers.stats().tiers.values())
+
+
+TestAnySequence = TiersMachine.TestCase
+TestAnySequence.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_is_used_least_goes_down_and_comes_back_without_its_source() -> None:
+    source = Source()
+    with make(200, 200) as tiers:
+        for i in range(3):
+            tiers.put(block(i), source.of(block(i)))
+        assert tiers.where(map(block, range(4))) == ["host", "gpu", "gpu", None]
+        with tiers.pin(block(0)) as room:
+            assert seen(room) == bytes(content(block(0)))
+        assert tiers.where(map(block, range(3))) == ["gpu", "host", "gpu"]
+        assert max(source.reads.values()) == 1
+        stats = tiers.stats()
+        assert stats.links["gpu", "host"].num_moves == 2 and stats.links["host", "gpu"].nbytes == 100
+        assert (stats.misses, stats.tiers["gpu"].num_blocks) == (4, 2)
+
+
+def test_what_is_needed_last_goes_first_and_a_prefetch_pushes_out_nothing_sooner() -> None:
+    source = Source()
+    with make(200, 100, 300) as tiers:
+        for i, next_use in enumerate((5.0, 1.0)):
+            tiers.put(block(i), source.of(block(i)))
+            tiers.expect(block(i), next_use)
+        tiers.put(block(2), source.of(block(2)), tier="disk")
+        assert isinstance(tiers.prefetch(block(2), next_use=7.0).exception(timeout=20), BudgetTooSmall)
+        tiers.prefetch(block(2), next_use=2.0).result(timeout=20)
+        assert tiers.where(map(block, range(3))) == ["host", "gpu", "gpu"]
+
+
+def test_prefetches_run_by_priority() -> None:
+    order, gate = [], threading.Event()
+
+    def fill(number: int):
+        def write(room: Room) -> None:
+            assert gate.wait(20)
+            order.append(number)
+
+        return write
+
+    with make(1000, num_prefetching=1) as tiers:
+        for i in range(4):
+            tiers.put(block(i), fill(i), tier=SOURCE)
+        waited = [tiers.prefetch(block(0)), *(tiers.prefetch(block(i), priority=-i) for i in (1, 3, 2))]
+        gate.set()
+        for done in waited:
+            done.result(timeout=20)
+    assert order[1:] == [3, 2, 1] or order == [3, 2, 1, 0]
+
+
+def test_watermarks() -> None:
+    levels = [
+        Level(tier=HeapTier("gpu"), budget_bytes=1000, high_watermark_bytes=500, low_watermark_bytes=200),
+        Level(tier=HeapTier("host"), budget_bytes=1000),
+    ]
+    with Tiers(levels) as tiers:
+        for i in range(5):
+            tiers.put(block(i), Source().of(block(i)))
+        assert tiers.stats().tiers["gpu"].used_bytes == 500
+        tiers.put(block(5), Source().of(block(5)))
+        assert tiers.stats().tiers["gpu"].used_bytes == 200
+        with ExitStack() as stack:  # what is pinned may stay above the mark, within the budget
+            for i in range(6):
+                stack.enter_context(tiers.pin(block(i)))
+            assert tiers.stats().tiers["gpu"].used_bytes == 600
+
+
+def test_the_least_that_would_do_is_said() -> None:
+    with make(150, 50) as tiers:
+        with pytest.raises(BudgetTooSmall) as caught:
+            tiers.put(block(0, 200), Source().of(block(0, 200)))
+        assert caught.value.minimum_bytes == 200
+        tiers.put(block(1), Source().of(block(1)))
+        with tiers.pin(block(1)), pytest.raises(BudgetTooSmall) as caught:
+            tiers.put(block(2), Source().of(block(2)))
+        assert caught.value.minimum_bytes == 200
+        assert tiers.where([block(0), block(2)]) == [None, None]
+        with pytest.raises(ConfigError, match="no tier 'nvme'"):
+            tiers.promote(block(1), "nvme")
+
+
+def test_it_is_moved_while_a_reader_has_the_old_place() -> None:
+    with make(100, 100) as tiers:
+        tiers.put(block(0), Source().of(block(0)), tier="host")
+        with tiers.pin(block(0), "host") as old:
+            tiers.promote(block(0))
+            assert tiers.stats().tiers["host"].used_bytes == 100
+            tiers.demote(block(0))  # it is there still: not copied
+            assert ("gpu", "host") not in tiers.stats().links
+            tiers.promote(block(0))
+            assert seen(old) == bytes(content(block(0)))
+        assert tiers.stats().tiers["host"].used_bytes == 0
+
+
+def test_a_source_that_fails_leaves_nothing() -> None:
+    def fails(room: Room) -> None:
+        raise SourceUnavailable("it is away")
+
+    with make(100) as tiers:
+        with pytest.raises(SourceUnavailable):
+            tiers.put(block(0), fails)
+        assert tiers.where([block(0)]) == [None]
+        tiers.put(block(0), Source().of(block(0)))
+
+
+def test_two_who_ask_at_once_have_it_read_once() -> None:
+    source, begun, gate = Source(), threading.Event(), threading.Event()
+
+    def slow(room: Room) -> None:
+        begun.set()
+        assert gate.wait(20)
+        source.of(block(0))(room)
+
+    with make(100) as tiers:
+        tiers.put(block(0), slow, tier=SOURCE)
+        waited = [tiers.prefetch(block(0)) for _ in range(2)]
+        assert begun.wait(20)
+        with pytest.raises(SourceBusy):
+            tiers.drop(block(0))
+        gate.set()
+        for done in waited:
+            done.result(timeout=20)
+        assert source.reads[block(0)] == 1
+
+
+class Full(HeapTier):
+    def open_room(self, nbytes: int):
+        raise DiskFull("no room on the device")
+
+
+def test_a_full_disk_is_said_and_the_source_is_enough(caplog) -> None:
+    source = Source()
+    levels = [Level(tier=HeapTier("gpu"), budget_bytes=100), Level(tier=Full("disk"), budget_bytes=1000)]
+    with Tiers(levels) as tiers:
+        tiers.put(block(0), source.of(block(0)))
+        tiers.put(block(1), source.of(block(1)))
+        assert tiers.where([block(0)]) == [SOURCE]
+        assert "does not go from gpu to disk: no room on the device" in caplog.text
+        with tiers.pin(block(0)) as room:
+            assert seen(room) == bytes(content(block(0)))
+        assert source.reads[block(0)] == 2
+    with Tiers(levels) as tiers:
+        tiers.put(block(0), source.of(block(0)), again=False)
+        with pytest.raises(BudgetTooSmall):
+            tiers.put(block(1), source.of(block(1)))
+        with tiers.pin(block(0)) as room:
+            assert seen(room) == bytes(content(block(0)))
+
+
+class Rotten(SpillTier):
+    """A disk that gives back other bytes."""
+
+    def open_room(self, nbytes: int):
+        room = super().open_room(nbytes)
+        settle = room.settle
+
+        def rot() -> None:
+            settle()
+            os.pwrite(room._fd, b"\x00\x01\x02", 50)
+
+        room.settle = rot  # type: ignore[method-assign]
+        return room
+
+
+def test_damage_on_disk_is_found_and_read_anew(tmp_path: Path, caplog) -> None:
+    source = Source()
+    levels = [
+        Level(tier=HeapTier("host"), budget_bytes=100),
+        Level(tier=Rotten(tmp_path, settings=Settings()), budget_bytes=1 << 20),
+    ]
+    with Tiers(levels) as tiers:
+        tiers.put(block(0), source.of(block(0)))
+        tiers.demote(block(0))
+        with tiers.pin(block(0)) as room:
+            assert seen(room) == bytes(content(block(0)))
+        assert source.reads[block(0)] == 2
+        assert "what disk gives back is damaged" in caplog.text
+        tiers.drop(block(0))
+        tiers.put(block(1), source.of(block(1)), again=False)
+        tiers.demote(block(1))
+        with pytest.raises(IntegrityError, match="come back changed"):
+            tiers.promote(block(1))
+        assert tiers.where([block(1)]) == ["disk"]
+    assert not list(tmp_path.iterdir())
+
+
+class Guest:
+    """A tenant that is told."""
+
+    def __init__(self) -> None:
+        self.stays, self.told = False, []
+
+    def vacate(self) -> bool:
+        self.told.append("vacate")
+        return not self.stays
+
+    def moved(self, tier: str, room: Room | None) -> None:
+        self.told.append(tier)
+
+
+def test_a_tenant_is_asked_and_told() -> None:
+    guest, source = Guest(), Source()
+    with make(100, 100) as tiers:
+        tiers.put(block(0), source.of(block(0)), tenant=guest)
+        guest.stays = True
+        with pytest.raises(SourceBusy):
+            tiers.demote(block(0))
+        with pytest.raises(BudgetTooSmall):
+            tiers.put(block(1), source.of(block(1)))
+        guest.stays = False
+        tiers.put(block(1), source.of(block(1)))
+        tiers.promote(block(0))
+    assert guest.told == ["gpu", "vacate", "vacate", "vacate", "host", "gpu"]
+
+
+def test_a_move_that_gets_nowhere_is_not_waited_for_for_ever() -> None:
+    gate = threading.Event()
+
+    class Stuck(HeapTier):
+        def open_room(self, nbytes: int):
+            assert gate.wait(20)
+            return super().open_room(nbytes)
+
+    with Tiers([Level(tier=Stuck("host"))], stall_s=0.2) as tiers:
+        tiers.put(block(0), Source().of(block(0)), tier=SOURCE)
+        tiers.put(block(1), Source().of(block(1)), tier=SOURCE)
+        first = tiers.prefetch(block(0))
+        while not first.running():
+            time.sleep(0.01)
+        time.sleep(0.05)
+        with pytest.raises(SourceStalled, match="got nowhere"):
+            tiers.promote(block(1))
+        gate.set()
+        first.result(timeout=20)
