@@ -32,6 +32,7 @@ from penstock.fleet.sync_messages import PartReply, PartRequest, SyncMember, Tab
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
+from penstock.sync.delta import Delta
 from penstock.sync.held import Held
 from penstock.sync.layout import Load
 from penstock.sync.roster import Roster
@@ -60,6 +61,9 @@ class Staged:
     begun: float
     attempts: int
     nbytes: int = 0
+    """Read: less than the version has, where some of it was here."""
+    version_bytes: int = 0
+    delta: str = ""
     plan_s: float = 0.0
     wire_s: float = 0.0
     nbytes_by_path: dict[str, int]
@@ -271,7 +275,9 @@ class Attempts:
             part = decode(reply.part, Part)
             watermark = WATERMARK_BYTES if self._is_staged or self._memory_bytes is None else self._memory_bytes
             names = landing.layout.names
-            self._take = Take(part, landing.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s)
+            self._take = Take(
+                part, landing.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s, delta=Delta()
+            )
         if self._take is None or self._take.part.key != reply.key:
             raise PlanError("the planner sent no part, or not the one it says")
         return reply
@@ -298,10 +304,12 @@ class Attempts:
             part=part,
             begun=begun,
             attempts=attempt,
-            nbytes=found.nbytes,
+            nbytes=found.moved_bytes,
+            version_bytes=found.nbytes,
+            delta=take.delta.summary(found) if take.delta is not None else "",
             plan_s=plan_s,
             wire_s=found.seconds,
-            nbytes_by_path={f"{one.path} <- {one.member[:8]}": one.nbytes for one in found.links},
+            nbytes_by_path={f"{one.path} <- {one.member[:8]}": one.nbytes for one in found.links if one.nbytes},
             sources={one.member: one.nbytes for one in found.links},
             why=(*dict.fromkeys(one.why for one in found.links if one.why), *landing.wanted.why()),
         )

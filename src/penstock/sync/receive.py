@@ -297,6 +297,8 @@ class Subscriber:
             revision=f"{self._run}:{self.version}",
             mode=self.mode,
             nbytes=staged.nbytes,
+            version_bytes=staged.version_bytes,
+            delta=staged.delta,
             wall_s=time.perf_counter() - staged.begun,
             plan_s=staged.plan_s,
             wire_s=staged.wire_s,

@@ -75,6 +75,7 @@ class UpdateReport:
     """Of the publishers' life and the version: equal words are equal bytes."""
     mode: UpdateMode
     nbytes: int
+    """Read."""
     wall_s: float
     plan_s: float
     """Until the reads began: asking for the part, leases, maps; recording, the first time."""
@@ -90,6 +91,10 @@ class UpdateReport:
     """Member -> bytes of it."""
     why: tuple[str, ...] = ()
     """Why no nearer transport, one a path; what was met on the way."""
+    version_bytes: int = 0
+    """What the version has for this rank: more than was read, where some of it was here."""
+    delta: str = ""
+    """How much of the version was read, and why no less."""
     attempts: int = 1
     """Above 1: a source went, or a newer version came, meanwhile."""
 
@@ -104,9 +109,8 @@ class UpdateReport:
             f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s: plan "
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
             f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
-            self.path,
         ]
-        return "\n".join([*lines, *self.why])
+        return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why])
 
 
 def path_of(nbytes: Mapping[str, int]) -> str:

@@ -36,6 +36,8 @@ class Step:
     ours: Strips
     reads: tuple[tuple[int, int, Rectangles], ...]
     """The same as rectangles between a region of theirs and one of ours, offsets within each."""
+    places: tuple[I64, ...]
+    """Of each of `reads` the numbers of its strips."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -135,10 +137,11 @@ def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
     pair = from_region * len(ours) + to_region
-    reads = []
+    reads, places = [], []
     for one in np.unique(pair).tolist():
         of, to = divmod(one, len(ours))
-        some = table[pair == one]
+        places.append(np.flatnonzero(pair == one))
+        some = table[places[-1]]
         local = Rectangles(
             src=some.src - theirs[of],
             dst=some.dst - ours[to],
@@ -149,7 +152,39 @@ def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours
         )
         reads.append((of, to, local))
     nbytes = int(table.nbytes.sum())
-    return Step(lap=lap, source=source, nbytes=nbytes, rows=rows, theirs=there, ours=here, reads=tuple(reads))
+    return Step(
+        lap=lap,
+        source=source,
+        nbytes=nbytes,
+        rows=rows,
+        theirs=there,
+        ours=here,
+        reads=tuple(reads),
+        places=tuple(places),
+    )
+
+
+def some_of(step: Step, which: I64) -> Step:
+    """Some strips of a step, by number, ascending."""
+    is_taken = np.zeros(len(step.ours), bool)
+    is_taken[which] = True
+    number = np.cumsum(is_taken) - 1
+    reads, places = [], []
+    for (of, to, table), at in zip(step.reads, step.places, strict=True):
+        mine = is_taken[at]
+        if mine.any():
+            reads.append((of, to, table[mine]))
+            places.append(number[at[mine]])
+    return Step(
+        lap=step.lap,
+        source=step.source,
+        nbytes=int(step.ours.nbytes[which].sum()),
+        rows=step.rows[which],
+        theirs=step.theirs[which],
+        ours=step.ours[which],
+        reads=tuple(reads),
+        places=tuple(places),
+    )
 
 
 def _joined(some: Sequence[Strips]) -> Strips:

@@ -23,6 +23,7 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.loader.pause import quick_handover
 from penstock.plan.sync import Part
+from penstock.sync.delta import Delta
 from penstock.sync.link import SourceLink
 from penstock.sync.regions import Regions
 from penstock.sync.source_read import SourceRead
@@ -60,6 +61,7 @@ class Take:
         watermark_bytes: most bytes read and not yet verified.
         stall_s: deadline by progress.
         trace: where spans go.
+        delta: keeps what of a version was here before, so that it is not read; None: all is read.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -74,11 +76,12 @@ class Take:
         watermark_bytes: int = WATERMARK_BYTES,
         stall_s: float = 30.0,
         trace: Trace | None = None,
+        delta: Delta | None = None,
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
             raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
         self.part, self.into, self.names, self.stall_s = part, into, names, stall_s
-        self.watermark_bytes = watermark_bytes
+        self.watermark_bytes, self.delta = watermark_bytes, delta
         self._trace = Trace(enabled=False) if trace is None else trace
         self._laps: Laps | None = None
         self._sizes: list[tuple[int, ...]] = []
@@ -103,8 +106,13 @@ class Take:
         Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
         self.lost, self.moved_bytes, self.proven = None, 0, []
-        run = _Run(self, self._prepare(sources), sources, on_bucket, self._trace)
-        return run.run()
+        laps = self._prepare(sources)
+        if self.delta is not None:
+            self.delta.begin(self.part.nbytes)
+        found = _Run(self, laps, sources, on_bucket, self._trace).run()
+        if self.delta is not None:
+            self.delta.ended(found)
+        return found
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Laps:
         """The steps; made once, for they hang on the plan and the sizes of regions alone."""
@@ -151,6 +159,8 @@ class _Run:
         self._wanted: dict[Step, U64] = {}
         self._here: set[Step] = set()
         """Digests of steps that did not arrive, and steps that arrived before their digests."""
+        self._skipped: set[Step] = set()
+        """Steps of which something was not read."""
         self._left = np.bincount(np.array([step.lap for step in laps.steps], np.int64), minlength=len(laps))
         self._flying = dict.fromkeys(self._queues, 0)
         self._under_way_bytes = self._next_lap = self._installed = 0
@@ -170,7 +180,7 @@ class _Run:
                 self._hand_on()
                 self._assign()
             for source, read in self.reads.items():
-                if read.is_ready:
+                if read.is_ready and not self.asks_first:
                     self._ask.post(*(AskStep(self, read, some) for some in self._laps.asked(source, ASK_BYTES)))
             with quick_handover():
                 self.ticket.wait(stall_s=self.stall_s)
@@ -226,6 +236,37 @@ class _Run:
             self._assign()
             self._verify(step)
 
+    @property
+    def asks_first(self) -> bool:
+        """Whether every source is asked for a step's digests before the step is read."""
+        return self._take.delta is not None and self._take.delta.asks_first
+
+    def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
+        """What of a step must be read; None: it is here."""
+        delta = self._take.delta
+        if delta is None or wanted is None:
+            return step
+        found = delta.lacking(step, wanted)
+        if found is not step:
+            self._skipped.add(step)
+        return found
+
+    def read(self, step: Step, some: Step) -> None:
+        """Read some of a step, or all of it."""
+        source = self.reads[step.source]
+        if self._take.delta is not None:
+            self._take.delta.reading(step)
+        try:
+            with self.tally.reading(source.member):
+                failed, is_touched = source.read(some, stall_s=self.stall_s)
+            self.tally.is_touched |= is_touched
+            if failed is not None:
+                raise failed
+        except PenstockError as error:
+            self.lost(source.member, error)
+            raise
+        self.tally.took(source.member, some.nbytes)
+
     def told(self, step: Step, wanted: U64) -> None:
         """What its source says it digests to."""
         with self._lock:
@@ -245,11 +286,14 @@ class _Run:
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
 
     def verify(self, step: Step, wanted: U64) -> None:
-        """Digest what arrived, and compare."""
-        begun = time.perf_counter()
-        got = self._take.into.digests(step.ours)
-        self.tally.digested(time.perf_counter() - begun)
+        """Digest what arrived, and what was here; compare."""
+        got = self._digests(step)
         wrong: I64 = np.flatnonzero(got != wanted)
+        if len(wrong) and step in self._skipped:
+            # Changed here since, where an engine works on its weights in place: all of it is read after all.
+            self.read(step, step)
+            got = self._digests(step)
+            wrong = np.flatnonzero(got != wanted)
         if len(wrong):
             member = self._take.part.sources[step.source]
             row = int(step.rows[wrong[0]])
@@ -263,6 +307,14 @@ class _Run:
             self.lost(member, error)
             raise error
         self._take.proven.append((step.ours, got))
+        if self._take.delta is not None:
+            self._take.delta.proven(step, got)
+
+    def _digests(self, step: Step) -> U64:
+        begun = time.perf_counter()
+        got = self._take.into.digests(step.ours)
+        self.tally.digested(time.perf_counter() - begun)
+        return got
 
     def verified(self, step: Step) -> None:
         """Its bytes are what the source says."""

@@ -56,7 +56,7 @@ class AskStep:
 
 
 class ReadStep:
-    """Read a step; ask its source for its digests before, unless all of them are asked for beside."""
+    """Read what of a step is not here; ask its source for its digests before, unless all are asked for beside."""
 
     __slots__ = ("_run", "_source", "_step", "_wanted", "name", "nbytes", "priority", "ticket")
 
@@ -68,22 +68,19 @@ class ReadStep:
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
-        run, source, tally = self._run, self._source, self._run.tally
-        try:
-            if not source.is_ready:
-                begun = time.perf_counter()
+        run, source = self._run, self._source
+        if run.asks_first or not source.is_ready:
+            begun = time.perf_counter()
+            try:
                 strips = self._step.theirs
                 self._wanted = source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
-                tally.answered(source.member, time.perf_counter() - begun)
-            with tally.reading(source.member):
-                failed, is_touched = source.read(self._step, stall_s=run.stall_s)
-            tally.is_touched |= is_touched
-            if failed is not None:
-                raise failed
-        except PenstockError as error:
-            run.lost(source.member, error)
-            raise
-        tally.took(source.member, self.nbytes)
+            except PenstockError as error:
+                run.lost(source.member, error)
+                raise
+            run.tally.answered(source.member, time.perf_counter() - begun)
+        lacking = run.lacking(self._step, self._wanted)
+        if lacking is not None:
+            run.read(self._step, lacking)
         return None
 
     def finish(self) -> None:

@@ -42,6 +42,9 @@ class TakeReport:
     """One run of a take."""
 
     nbytes: int
+    """Of the part."""
+    moved_bytes: int
+    """Read of it: less where some of it was here."""
     seconds: float
     wire_s: float
     """While at least one read was under way."""
@@ -145,6 +148,7 @@ class Tally:
         )
         return TakeReport(
             nbytes=nbytes,
+            moved_bytes=sum(one.nbytes for one in links),
             seconds=time.perf_counter() - self._begun,
             wire_s=self._wire.total_s,
             ready_s=sum(one.ready_s for one in links),

@@ -46,6 +46,8 @@ class SyncTask:
     device: str = "cpu"
     rename: str = ""
     """Put before each name: what the other side does not know."""
+    frozen: int = 0
+    """The first layers, that are the same in every version."""
     tag: str = ""
     """Under which a subscriber takes the tensors; `options` has what its publishers offer."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +87,8 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
     found = {}
     for layer in range(task.num_layers):
-        chance = torch.Generator().manual_seed(1_000_003 * (version + 1) + layer)
+        stamp = 0 if layer < task.frozen and version >= 0 else version + 1
+        chance = torch.Generator().manual_seed(1_000_003 * stamp + layer)
         values = torch.randn(task.rows, task.columns, generator=chance)
         found[f"{task.rename}layers.{layer}.weight"] = values.to(getattr(torch, task.dtype))
     return found
@@ -100,7 +103,8 @@ def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
     found = whole(task, version)
     if not task.tag:
         return found
-    made, form = {}, format_of(task.tag)
+    form = format_of(task.tag)
+    made: dict[str, torch.Tensor] = {}
     for name, one in found.items():
         parts = outputs(form, name, dtype_of(one), tuple(one.shape), Box.full(one.shape))
         made |= {part.name: value for part, value in zip(parts, quantise(form, one), strict=True)}
@@ -210,11 +214,15 @@ def _update(
     if word == "spoil":
         next(iter(shards.values())).tensor.view(-1)[0] += 1
         return {}
+    if word == "spoil":
+        next(iter(shards.values())).tensor.view(-1)[0] += 1
+        return {}
     if word == "digests":
         return _state(subscriber, shards)
     found = subscriber.commit() if word == "commit" else subscriber.update(number)
     told = {
         "nbytes": found.nbytes,
+        "delta": found.delta,
         "sources": dict(found.sources),
         "path": found.path,
         "attempts": found.attempts,
