@@ -111,11 +111,7 @@ class Arena:
             BudgetTooSmall: they do not fit; nothing was placed. `needed_bytes` says what would do.
         """
         with self._lock:
-            offsets, at = [], self._used_bytes
-            for length in nbytes:
-                at = -(-at // ALIGN_BYTES) * ALIGN_BYTES
-                offsets.append(at)
-                at += length
+            offsets, at = offsets_of(nbytes, self._used_bytes)
             if at > self.nbytes:
                 message = f"an arena of {self.nbytes} bytes has {self.free_bytes} left"
                 raise BudgetTooSmall(message, minimum_bytes=at)
@@ -135,10 +131,17 @@ class Arena:
 
 def needed_bytes(nbytes: Iterable[int]) -> int:
     """How large an arena must be to hold runs of these lengths."""
-    at = 0
+    return offsets_of(nbytes)[1]
+
+
+def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
+    """Where `Arena.place` puts runs of these lengths, where `start` bytes are used, and where the last ends."""
+    offsets, at = [], start
     for length in nbytes:
-        at = -(-at // ALIGN_BYTES) * ALIGN_BYTES + length
-    return at
+        at = -(-at // ALIGN_BYTES) * ALIGN_BYTES
+        offsets.append(at)
+        at += length
+    return offsets, at
 
 
 def _check_room(nbytes: int) -> None:
