@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -17,6 +17,9 @@ from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, Toke
 from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock import api
 
 
 def keep(
@@ -36,7 +39,23 @@ def keep(
     token_file: TokenFile = None,
     memory_bytes: Annotated[
         str | None,
-        typer.Option("--memory-bytes", metavar="BYTES", help="Bound of all models together: 40G.", show_default=False),
+        typer.Option(
+            "--memory-bytes", metavar="BYTES", help="Bound of all models on the device: 40G.", show_default=False
+        ),
+    ] = None,
+    host_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--host-bytes", metavar="BYTES", help="Pinned host memory for idle models of a GPU.", show_default=False
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option("--disk", metavar="DIR", help="Where idle models go then, on a local disk.", show_default=False),
+    ] = None,
+    disk_bytes: Annotated[
+        str | None,
+        typer.Option("--disk-bytes", metavar="BYTES", help="Bound of --disk.", show_default=False),
     ] = None,
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="How long the end waits for engines and readers.")
@@ -51,9 +70,17 @@ def keep(
         raise ConfigError(
             f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
         )
-    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
-    token = read_token(token_file)
-    with api.Keeper(device=device, memory_bytes=budget, hub=hub, token=token, listen=listen) as keeper:
+    bounds = [None if one is None else parse_bytes(one) for one in (memory_bytes, host_bytes, disk_bytes)]
+    with api.Keeper(
+        device=device,
+        memory_bytes=bounds[0],
+        host_bytes=bounds[1],
+        disk=disk,
+        disk_bytes=bounds[2],
+        hub=hub,
+        token=read_token(token_file),
+        listen=listen,
+    ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
         if format is Format.json:
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
@@ -61,8 +88,15 @@ def keep(
             write_lines(*(report.summary() for report in reports))
         sys.stdout.flush()
         kept = bytes_text(sum(one.nbytes for one in keeper.models()))
-        note(f"keeping {', '.join(names)}: {kept} on {keeper.device}; SIGTERM or Ctrl-C ends it")
+        note(f"keeping {', '.join(names)}: {kept} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it")
         keeper.serve(drain_s=drain_s)
+
+
+def _rest(keeper: api.Keeper) -> str:
+    """Models that are elsewhere, in words."""
+    first = next(iter(keeper.stats().tiers))
+    away = [f"{one.model} in {one.tier}" for one in keeper.models() if one.tier != first]
+    return f" ({', '.join(away)})" if away else ""
 
 
 def model_name(uri: str) -> str:

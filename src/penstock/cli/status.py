@@ -19,7 +19,21 @@ if TYPE_CHECKING:
     from penstock.fleet.messages import HoldingState, MemberStatus, Status
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
-_HEADER = ["member", "host", "model", "key", "state", "chunks", "bytes", "readers", "rate", "from", "why", "silent"]
+_HEADER = [
+    "member",
+    "host",
+    "model",
+    "key",
+    "state",
+    "tier",
+    "chunks",
+    "bytes",
+    "readers",
+    "rate",
+    "from",
+    "why",
+    "silent",
+]
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "bytes", "from", "silent"]
 
 
@@ -76,7 +90,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
             rows.append([who, member.host[:8], *_cells(holding), silent])
     if member.syncs:
         return rows
-    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", "", silent]]
+    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", "", "", silent]]
 
 
 def _who(member: MemberStatus) -> str:
@@ -110,6 +124,7 @@ def _cells(holding: HoldingState) -> list[object]:
         holding.identity.model,
         holding.key[:8],
         holding.state,
+        holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
         bytes_text(holding.nbytes),
         readers,

@@ -26,6 +26,7 @@ from penstock.errors import (
     PeerLost,
     PenstockError,
     PermissionDenied,
+    SourceBusy,
     SourceStalled,
     StaleDescriptor,
 )
@@ -173,7 +174,8 @@ def attach(
         verify: digest what is mapped and compare it with the keeper's digests. None: on a device, where this takes
             25 ms for 60 GB and tells a mapping that is not what it should be; not on the host, where it would read all
             of memory that nobody but the keeper can write to, and that the keeper compared chunk by chunk.
-        wait_s: how long to wait for a keeper that is not there, or not whole yet.
+        wait_s: how long to wait for a keeper that is not there, or not whole yet. A model that rests in another tier
+            is waited for as long as it is on its way back.
 
     Returns:
         Tensors by name. They must not be written to: on the host a write is seen by this process only (and takes memory
@@ -187,7 +189,7 @@ def attach(
     """
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
-    deadline = time.monotonic() + wait_s
+    deadline, stall_s = time.monotonic() + wait_s, Settings.read().stall_s
     while True:
         left = max(0.2, deadline - time.monotonic())
         try:
@@ -197,6 +199,8 @@ def attach(
             with HubClient.connect(url, token=token, timeout_s=left) as client:
                 search = _Search(client, model, revision, wanted, token)
                 return search.attach(phases, verify)
+        except SourceBusy:
+            deadline = max(deadline, time.monotonic() + stall_s)  # it is on its way back, at the pace of its tier
         except _PASSING:
             if time.monotonic() >= deadline:
                 raise
@@ -227,7 +231,7 @@ class _Search:
             for member, held in found:
                 try:
                     return self._from(member, held, phases, verify)
-                except (*_PASSING, ConfigError) as error:
+                except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
             with contextlib.suppress(PenstockError):  # it is forgotten soon
@@ -245,7 +249,7 @@ class _Search:
                     continue
                 kind = held.device.partition(":")[0]
                 is_there = self._device is None or self._device.type == kind
-                if held.kept and held.state == "whole" and is_there:
+                if held.kept and (held.state == "whole" or held.tier) and is_there:
                     kept.append((member.member, held))
                 what = "kept" if held.kept else "not kept"
                 seen.append(f"{what}, {held.state}, on {held.device}")

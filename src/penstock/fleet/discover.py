@@ -38,7 +38,13 @@ ASK_S = 0.2
 
 
 class Placed(dict[str, torch.Tensor]):
-    """A target, empty as an empty dict is, that says where its new tensors are to lie."""
+    """A target, empty as an empty dict is, that says where its new tensors are to lie.
+
+    Attributes:
+        arenas: what they lie in, where they do.
+    """
+
+    arenas: Sequence[Arena] = ()
 
     def place(self, table: TensorTable) -> list[torch.Tensor]:
         """Memory for each row: its bytes, flat uint8, aligned to its elements."""
@@ -55,7 +61,7 @@ class Found:
     rows: Sequence[torch.Tensor] | None = None
     leaves: U64 | None = None
     session: Session | None = None
-    place: Callable[[TensorTable], list[torch.Tensor]] | None = None
+    place: Placed | None = None
 
     def allocate(self, max_readers: int, is_over: Callable[[], bool]) -> tuple[Holding, dict[str, torch.Tensor] | None]:
         """The holding; and the tensors by name, where they are new: their pages are made present until `is_over`."""
@@ -65,7 +71,8 @@ class Found:
         table = self.line.table
         arenas: list[Arena] = []
         if self.place is not None:
-            flat = self.place(table)
+            flat = self.place.place(table)
+            arenas += self.place.arenas
             made = [
                 as_tensor(raw, dtype, shape)
                 if raw.numel()
@@ -75,11 +82,12 @@ class Found:
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
-            arena.warm(is_over)
             offsets = arena.place(nbytes)
             flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
             made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
+        for arena in arenas:
+            arena.warm(is_over)
         holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
         return holding, dict(zip(table.names, made, strict=True))
 
@@ -107,7 +115,7 @@ class Discovery:
     ) -> Found:
         """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
         found = self._find(target, fallback, device, storage_options, wait_s, stack)
-        return replace(found, place=target.place) if isinstance(target, Placed) else found
+        return replace(found, place=target) if isinstance(target, Placed) else found
 
     def _find(
         self,

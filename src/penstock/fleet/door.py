@@ -21,6 +21,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +53,10 @@ LEASE_TTL_S = 15.0
 
 CheckGrant = Callable[[LeaseRequest], None]
 """Raises PermissionDenied unless the request may read."""
+
+
+Recall = Callable[[str], AbstractContextManager[str]]
+"""Brings back memory of a key that rests elsewhere, and keeps it there meanwhile; gives why it is not there yet."""
 
 
 class Room(Protocol):
@@ -109,6 +114,7 @@ class Door:
         self._servers: list[socketserver.BaseServer] = []
         self.addresses: list[str] = []
         self.rooms: dict[str, Room] = {}
+        self.recall: Recall = lambda key: nullcontext("")
         try:
             self._open(str(path), lambda: UnixServer(str(path), _handler(self, None)))
             self.addresses.append(f"unix://{path}")
@@ -161,6 +167,15 @@ class Door:
             self._expire()
             return sum(one.holding.key == key and one.attached for one in self._leases.values())
 
+    def retire(self, key: str) -> bool:
+        """Give no new leases for this key, if there is none in force; whether it is so."""
+        with self._lock:
+            self._expire()
+            is_free = all(leased.holding.key != key for leased in self._leases.values())
+            if is_free:
+                self._holdings.pop(key, None)
+        return is_free
+
     def drain(self, key: str, wait_s: float) -> int:
         """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
         self.hide(key)
@@ -179,13 +194,25 @@ class Door:
     # What the handler asks.
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """A reader's place, or why not."""
+        """A reader's place, or why not. What rests elsewhere is brought back first."""
         self._check_grant(request)
+        given = self._lease(request)
+        if given is None:
+            with self.recall(request.key) as why:
+                if why:
+                    return Fault(error=why, hint="ask again")
+                given = self._lease(request)
+        if given is None:
+            raise NotFound("this member does not hold that key")
+        return given
+
+    def _lease(self, request: LeaseRequest) -> Lease | Fault | None:
+        """None: it is not shown."""
         with self._lock:
             self._expire()
             holding = self._holdings.get(request.key)
             if holding is None:
-                raise NotFound("this member does not hold that key")
+                return None
             if request.attach and not (holding.kept and holding.state == "whole"):
                 raise PermissionDenied("this member keeps no memory for others to use", hint="run `penstock keep`")
             mine = [id_ for id_, one in self._leases.items() if one.holding.key == request.key]

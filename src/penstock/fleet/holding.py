@@ -24,6 +24,7 @@ from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply, State
 from penstock.memory.arena import ALIGN_BYTES, Arena
+from penstock.memory.tier_moves import SOURCE
 from penstock.plan.chunks import to_ranges
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
@@ -117,6 +118,7 @@ class Holding:
         have: per chunk whether it was verified.
         changed: notified when `have`, `state` or `generation` changes.
         kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
+        tier: where the bytes rest while they are not in `rows`; empty: they are.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Holding:
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers, self.num_readers = max_readers, 0
         self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
-        self.generation, self.state, self.kept = 0, "filling", False
+        self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
         self.changed = threading.Condition()
         self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
         self._num_logged = 0
@@ -148,6 +150,10 @@ class Holding:
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
+        self._looking = threading.Lock()
+        self._look_at(rows)
+
+    def _look_at(self, rows: Sequence[torch.Tensor]) -> None:
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
@@ -299,12 +305,13 @@ class Holding:
 
     def canary(self, chance: random.Random) -> int | None:
         """Digest one verified chunk again, any; its number if its bytes are no longer those that were verified."""
-        with self.changed:
-            had, generation = np.flatnonzero(self.have), self.generation
-        if not len(had):
-            return None
-        chunk = had[chance.randrange(len(had))][None]
-        got, wanted = self.digest(chunk), self.leaves[self.line.chunks.leaves_of(chunk)]
+        with self._looking:
+            with self.changed:
+                had, generation = np.flatnonzero(self.have), self.generation
+            if not len(had) or not self.rows:
+                return None
+            chunk = had[chance.randrange(len(had))][None]
+            got, wanted = self.digest(chunk), self.leaves[self.line.chunks.leaves_of(chunk)]
         is_same = not len(self.differing(chunk, got, wanted)) or generation != self.generation
         return None if is_same else int(chunk[0])
 
@@ -321,6 +328,18 @@ class Holding:
             handles, self._handles, self._into, self.state = self._into, [], [], "draining"
             self.changed.notify_all()
         _close(handles)
+
+    def rest(self, tier: str) -> None:
+        """Let go of the memory: the same bytes are in this tier. After `close`."""
+        with self._looking, self.changed:
+            self.rows, self.place, self.tier, self.state = [], place_of([]), tier, "whole"
+            self._look_at(self.rows)
+
+    def wake(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
+        """The bytes are here again, all of them, and nobody reads them yet: it is to be registered anew."""
+        with self._looking, self.changed:
+            self.rows, self.place, self.tier, self.state = list(rows), place_of(rows, arenas), "", "whole"
+            self._look_at(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
         """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
@@ -342,16 +361,17 @@ class Holding:
             )
 
     def status(self) -> HoldingState:
-        """What the hub is told."""
+        """What the hub is told. Of what is only in its source no chunk can be read, until it was read anew."""
         with self.changed:
+            is_away = self.tier == SOURCE
             return HoldingState(
                 key=self.key,
                 identity=self.identity,
                 num_chunks=self.line.chunks.num_chunks,
                 nbytes=self.line.nbytes,
-                have=to_ranges(np.flatnonzero(self.have)),
+                have=() if is_away else to_ranges(np.flatnonzero(self.have)),
                 claims=self.claims,
-                state=self.state,  # type: ignore[arg-type]
+                state="filling" if is_away else self.state,  # type: ignore[arg-type]
                 num_readers=self.num_readers,
                 max_readers=self.max_readers,
                 parent=self.parent,
@@ -361,6 +381,7 @@ class Holding:
                 why=self.why[:1024],
                 gb_per_s=self.gb_per_s,
                 kept=self.kept,
+                tier=self.tier,
             )
 
 

@@ -1,37 +1,49 @@
 """A keeper: holds models for the engines of its host, which map them without a copy, and outlives them.
 
-In: weight sets by URI, on one device, within a bound. Out: whole holdings of the fleet that engines attach to.
-Not here: what engines call (`attach`), moving the bytes (`join`, `fetch`).
+In: weight sets by URI, on one device, within a bound. Out: whole holdings of the fleet that engines attach to; idle
+ones make room for others, and come back when they are asked for.
+Not here: what engines call (`attach`), moving the bytes (`join`, `fetch`), one model (`tenant`), `memory.tiers`.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from penstock.config import Settings
+from penstock.engine.place_cuda import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, SourceBusy
 from penstock.fleet.client import HubClient
-from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.join import Fleet
 from penstock.fleet.line import revision_of
 from penstock.fleet.member import Member
 from penstock.fleet.report import FetchReport
 from penstock.fleet.stop import until_stopped
+from penstock.fleet.tenant import KeptModel
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
 from penstock.memory.arena import needed_bytes
+from penstock.memory.tier_cuda import CudaTier
+from penstock.memory.tier_host import ArenaTier, PoolTier
+from penstock.memory.tier_stats import TiersStats
+from penstock.memory.tiers import Level, Tiers
 from penstock.storage.manifest import Uris
+from penstock.storage.spill import SpillTier
 
 DRAIN_S = 30.0
 """How long engines and readers are waited for. An engine that was killed counts until its lease runs out, in 15 s."""
+RECALL_S = 4.0
+"""How long the door has an asker wait for a model that comes back, before it is told to ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,8 @@ class Kept:
     device: str
     num_attached: int
     """Engines that use it."""
+    tier: str
+    """`gpu` or `host` on its device; where it rests else: `host`, `disk`, `source`."""
 
 
 class Keeper:
@@ -53,11 +67,15 @@ class Keeper:
 
     Args:
         device: where all of them are kept: `"cpu"` is shared memory of this host.
-        memory_bytes: bound of all of them together; None: what the device has.
+        memory_bytes: bound of all of them together on the device; None: what the device has.
+        host_bytes: pinned host memory for idle models of a GPU; it is pinned from now on.
+        disk: directory for idle models, on a local disk.
+        disk_bytes: bound of it; None: what the disk has.
         settings: of reading storage.
         hub, token, rack, listen, transports, max_readers, max_bytes_per_s: see `penstock.join`.
 
     Raises:
+        ConfigError: idle models have nowhere to go, or no reason to. BudgetTooSmall: of `host_bytes`.
         HubUnavailable, ConfigError, MissingExtra: see `penstock.join`.
     """
 
@@ -66,6 +84,9 @@ class Keeper:
         *,
         device: str | int | torch.device = "cpu",
         memory_bytes: int | None = None,
+        host_bytes: int | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
         hub: str | None = None,
         token: str | None = None,
         rack: str = "",
@@ -75,20 +96,30 @@ class Keeper:
         max_bytes_per_s: int = 0,
         settings: Settings | None = None,
     ) -> None:
-        self.device, self._memory_bytes = resolve_device(device), memory_bytes
+        self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
         self._max_readers = max_readers
-        self._kept: dict[str, tuple[Holding, int]] = {}
+        self._kept: dict[str, KeptModel] = {}
         self._stopped = threading.Event()
-        self.member = Member(
-            HubClient.connect(hub, token=token),
-            token=token,
-            rack=rack,
-            listen=listen,
-            transports=transports,
-            max_bytes_per_s=max_bytes_per_s,
-            stall_s=self._settings.stall_s,
-        )
+        self._moves_idle = host_bytes is not None or disk is not None
+        if self._moves_idle and memory_bytes is None:
+            raise ConfigError("idle models make room only within a bound", hint="give memory_bytes")
+        levels = _levels(self.device, memory_bytes, host_bytes, disk, disk_bytes, self._settings)
+        self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
+        try:
+            self.member = Member(
+                HubClient.connect(hub, token=token),
+                token=token,
+                rack=rack,
+                listen=listen,
+                transports=transports,
+                max_bytes_per_s=max_bytes_per_s,
+                stall_s=self._settings.stall_s,
+            )
+        except BaseException:
+            self.tiers.close()
+            raise
+        self.member.door.recall = self._recalled
 
     def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
         """Fetch a model from members that have it, and from storage what they have not; keep it from then on.
@@ -99,7 +130,7 @@ class Keeper:
             storage_options: see `load`.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no room for it beside what is kept; nothing was fetched.
+            BudgetTooSmall: `memory_bytes` has no room for it beside what is kept, or in use; nothing was fetched.
             ConfigError: this revision of it is kept already.
             PenstockError: see `Fleet.fetch`; what was kept before is kept still.
         """
@@ -107,33 +138,51 @@ class Keeper:
         revision = revision_of(found.manifest)
         if any((one.model, one.revision) == (model, revision) for one in self.models()):
             raise ConfigError(f"{model!r} is kept already, in this revision", uri=found.uri)
-        nbytes = needed_bytes(found.manifest.tensors.nbytes.tolist())
-        used = sum(nbytes for _, nbytes in self._kept.values())
-        if self._memory_bytes is not None and used + nbytes > self._memory_bytes:
-            message = f"{model!r} takes {nbytes} bytes beside {used} that are kept, of {self._memory_bytes}"
-            raise BudgetTooSmall(message, minimum_bytes=used + nbytes)
+        nbytes = needed_bytes([*found.manifest.tensors.nbytes.tolist(), 0])  # whatever their order
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        tensors: dict[str, torch.Tensor] = {}
-        report = fleet.fetch(tensors, fallback=uri, device=self.device, storage_options=storage_options)
-        holding = next(one for one in self.member.holdings if one.key == report.key)
-        holding.kept = True
-        self._kept[holding.key] = holding, nbytes
+        kept = KeptModel(fleet, revision, nbytes, uri, storage_options)
+        self.tiers.put(kept.block, kept.fill, again=self._moves_idle, tenant=kept)
+        self._kept[kept.shown.key] = kept
         self.member.tell()
-        return report
+        assert kept.report is not None
+        return kept.report
 
     def models(self) -> list[Kept]:
         """What is kept now, in the order it came."""
+        kept = list(self._kept.items())
         return [
             Kept(
-                model=holding.identity.model,
+                model=one.name,
                 key=key,
-                revision=holding.identity.revision,
-                nbytes=nbytes,
-                device=str(holding.device),
+                revision=one.shown.identity.revision,
+                nbytes=one.nbytes,
+                device=str(one.shown.device),
                 num_attached=self.member.door.num_attached(key),
+                tier=tier or "",
             )
-            for key, (holding, nbytes) in self._kept.items()
+            for (key, one), tier in zip(kept, self.tiers.where(one.block for _, one in kept), strict=True)
         ]
+
+    def stats(self) -> TiersStats:
+        """What is in which tier, and what moved between them so far."""
+        return self.tiers.stats()
+
+    @contextmanager
+    def _recalled(self, key: str) -> Iterator[str]:
+        """See `Recall`. SourceBusy: there is no room beside models that are in use."""
+        kept = self._kept.get(key)
+        if kept is None or kept.is_leaving:
+            yield ""
+            return
+        try:
+            self.tiers.prefetch(kept.block).result(timeout=RECALL_S)
+        except NotYet:
+            yield f"{kept.name!r} is being brought back from {self.tiers.where([kept.block])[0]}"
+        except BudgetTooSmall as error:
+            raise SourceBusy(f"{kept.name!r} cannot be brought back now: {error.message}") from error
+        else:
+            with self.tiers.pin(kept.block):
+                yield ""
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = DRAIN_S) -> None:
         """Keep a model no more: let nobody new in, wait for engines and readers, free its memory.
@@ -157,13 +206,15 @@ class Keeper:
             torch.cuda.empty_cache()
 
     def _drop(self, key: str, drain_s: float) -> None:
-        holding, _ = self._kept[key]
+        kept = self._kept[key]
+        holding, kept.is_leaving = kept.shown, True
         holding.become("draining")
         self.member.beat_now()
         left = self.member.door.drain(key, drain_s)
         if left:
             attached = self.member.door.num_attached(key)
             holding.become("whole")
+            kept.is_leaving = False
             self.member.door.show(holding)
             self.member.beat_now()
             message = f"{attached} engines and {left - attached} readers still use {holding.identity.model!r}"
@@ -171,6 +222,7 @@ class Keeper:
         self.member.hide(holding, 0.0)
         self.member.tell()
         del self._kept[key]
+        self.tiers.drop(kept.block)
 
     def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:
         """Keep until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
@@ -190,6 +242,7 @@ class Keeper:
         self._stopped.set()
         self.member.leave(drain_s)
         self._kept.clear()
+        self.tiers.close()
 
     def __enter__(self) -> Keeper:
         return self
@@ -198,3 +251,27 @@ class Keeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave(DRAIN_S if kind is None else 0.0)
+
+
+def _levels(
+    device: torch.device,
+    memory_bytes: int | None,
+    host_bytes: int | None,
+    disk: str | os.PathLike[str] | None,
+    disk_bytes: int | None,
+    settings: Settings,
+) -> list[Level]:
+    """The device, pinned host memory of a GPU, the disk. Checked before anything is allocated."""
+    levels, below = [], []
+    if disk is not None:
+        below.append(Level(tier=SpillTier(disk, settings=settings), budget_bytes=disk_bytes))
+    if device.type == "cpu":
+        if host_bytes is not None:
+            raise ConfigError("models that are kept in host memory are there", hint="it is bounded by memory_bytes")
+        levels.append(Level(tier=ArenaTier(), budget_bytes=memory_bytes))
+    else:
+        levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
+        if host_bytes is not None:
+            pool = PoolTier(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
+            levels.append(Level(tier=pool, budget_bytes=host_bytes))
+    return [*levels, *below]

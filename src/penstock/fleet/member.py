@@ -167,6 +167,12 @@ class Member:
             before.close()  # the same weights in other memory
         self.beat_now()
 
+    def tell_of(self, holding: Holding) -> None:
+        """Tell the hub of one that rests; its door brings it back."""
+        with self._lock:
+            self._holdings[holding.key] = holding
+        self.beat_now()
+
     def hide(self, holding: Holding, drain_s: float) -> None:
         """Give it up: no new readers, wait for those there are at most `drain_s`, then end its registrations."""
         holding.become("draining")

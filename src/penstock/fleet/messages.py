@@ -92,6 +92,8 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a GPU is called whatever a process's numbering: its UUID."""
     kept: bool = False
     """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
+    tier: Annotated[str, Meta(max_length=32)] = ""
+    """Where a keeper's bytes rest, off its device: `host`, `disk`, `source`; they come back when they are asked for."""
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

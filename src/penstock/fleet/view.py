@@ -151,7 +151,7 @@ class View:
             joined=held.since,
             num_have=held.num_have,
             num_chunks=holding.num_chunks,
-            draining=holding.state == "draining",
+            draining=holding.state == "draining" or bool(holding.tier),  # the last to be asked
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
             num_links=held.hello.num_links,
