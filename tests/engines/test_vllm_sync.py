@@ -201,6 +201,9 @@ def server(
         made.wait_up()
         yield made
     finally:
+        process.terminate()  # it takes its shared memory along
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=60)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
