@@ -7,6 +7,7 @@ which holds a small checkpoint, `llama`; its Python blocks share their names. `$
 from __future__ import annotations
 
 import code
+import dataclasses
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+import penstock as ps
 from penstock import errors
 from penstock.cli.main import app
 from penstock.config import environment
@@ -108,6 +110,12 @@ def test_every_error_is_explained_as_its_docstring_says() -> None:
         if isinstance(value, type) and issubclass(value, errors.PenstockError) and value is not errors.PenstockError:
             first = (value.__doc__ or "").splitlines()[0]
             assert f"| `{name}` | {value.blame} | {first} |" in page
+
+
+@pytest.mark.parametrize("report", [ps.PublishReport, ps.UpdateReport])
+def test_every_field_of_a_syncs_reports_is_explained(report: type) -> None:
+    page = (ROOT / "docs" / "sync.md").read_text(encoding="utf-8").partition("## How to read the reports")[2]
+    assert [field.name for field in dataclasses.fields(report) if f"`{field.name}`" not in page] == []
 
 
 def test_every_command_option_and_variable_is_explained() -> None:
