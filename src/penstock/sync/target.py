@@ -84,6 +84,10 @@ def to_arenas(params: Target) -> None:
             for number, part in enumerate(parts):
                 named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
     rehome({name: one._local_tensor if isinstance(one, DTensor) else one for name, one in named.items()})
+    if isinstance(params, torch.nn.Module):
+        # FSDP2 keeps references to its shards' memory from the first forward on, and takes them anew where a module is
+        # converted: without this it would compute with what was left behind.
+        params._apply(lambda tensor: tensor)
 
 
 class Landing:
