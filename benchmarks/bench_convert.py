@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from penstock.config import parse_bytes
+from penstock.jobs.worker import LOCAL_READS
 from penstock.plan.tasks import Spec, lay_out
 from penstock.storage.output import OutputSet
 from penstock.types import GB, MIB, DType
@@ -46,10 +47,12 @@ PEEK_S = 0.1
 READ_BYTES = 8 * MIB
 
 FP8 = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 device = sys.argv[3]
+torch.zeros(1, device=device)
+began = time.monotonic()
 into = Path(sys.argv[2]); into.mkdir()
 for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
     found = {}
@@ -63,12 +66,15 @@ for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
         found[name] = (blocks / scale).to(torch.float8_e4m3fn).view(w.shape).cpu()
         found[name + "_scale_inv"] = scale.view(blocks.shape[0], blocks.shape[2]).cpu()
     save_file(found, into / path.name)
+print("moving", time.monotonic() - began)
 """
 MERGE = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 device, into = sys.argv[2], Path(sys.argv[1])
+torch.zeros(1, device=device)
+began = time.monotonic()
 into.mkdir()
 sources = sys.argv[3:]
 for path in sorted(Path(sources[0]).glob("*.safetensors")):
@@ -78,6 +84,7 @@ for path in sorted(Path(sources[0]).glob("*.safetensors")):
         total = sum(part[name].to(device).float() for part in parts) / len(parts)
         found[name] = total.to(w.dtype).cpu()
     save_file(found, into / path.name)
+print("moving", time.monotonic() - began)
 """
 
 
@@ -90,12 +97,16 @@ class Row:
     seconds: float
     low: float
     high: float
+    moving_s: float | None
+    """Of these, from the first byte read to the last written: without imports, devices waking, kernels compiled. Of the
+    trace, or as the script said; None where nothing says it."""
     cpu_s: float
     """Of all processes: what other work on the machine changes least."""
     gb_per_s: float
     """Of bytes read."""
     peak_mb: float
     of_limit: float | None = None
+    """While it moves."""
     says: str = ""
 
 
@@ -191,8 +202,8 @@ def pss_bytes(pid: int) -> int:
     return fields.get("Pss", 0) - fields.get("Pss_Shmem", 0)
 
 
-def run(command: Sequence[str], threads: int | None = None) -> tuple[float, float, float]:
-    """Seconds, CPU seconds and peak memory of a fresh process and those that it starts."""
+def run(command: Sequence[str], threads: int | None = None) -> tuple[float, float, float, str]:
+    """Seconds, CPU seconds and peak memory of a fresh process and those that it starts; what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = dict(os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}))
     began = time.monotonic()
@@ -210,16 +221,36 @@ def run(command: Sequence[str], threads: int | None = None) -> tuple[float, floa
     if process.returncode:
         raise SystemExit(f"{command[:3]} ended with {process.returncode}:\n{''.join(said)[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak / 1e6
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return ended - began, cpu_s, peak / 1e6, "".join(said)
+
+
+def _moving_s(trace: Path | None, said: str) -> float | None:
+    """See `Row.moving_s`."""
+    if trace is None:
+        lines = [line.split()[1] for line in said.splitlines() if line.startswith("moving ")]
+        return float(lines[0]) if lines else None
+    told = json.loads(trace.read_bytes())
+    events = [one for one in (told["traceEvents"] if isinstance(told, dict) else told) if one.get("ph") == "X"]
+    return (max(one["ts"] + one["dur"] for one in events) - min(one["ts"] for one in events)) / 1e6
 
 
 def measured(
-    work: str, case: str, nbytes: int, command: Sequence[str], into: Path, reps: int, threads: int | None = None
+    work: str,
+    case: str,
+    nbytes: int,
+    command: Sequence[str],
+    into: Path,
+    reps: int,
+    threads: int | None = None,
+    trace: Path | None = None,
 ) -> Row:
-    seconds, cpu, peaks = [], [], []
+    seconds, cpu, peaks, moving = [], [], [], list[float]()
     for _ in range(reps):
         shutil.rmtree(into, ignore_errors=True)
-        took, cpu_s, peak = run(command, threads)
+        took, cpu_s, peak, said = run(command, threads)
+        if (moved_s := _moving_s(trace, said)) is not None:
+            moving.append(moved_s)
         seconds.append(took)
         cpu.append(cpu_s)
         peaks.append(peak)
@@ -231,6 +262,7 @@ def measured(
         seconds=median,
         low=min(seconds),
         high=max(seconds),
+        moving_s=statistics.median(moving) if moving else None,
         cpu_s=statistics.median(cpu),
         gb_per_s=nbytes / GB / median,
         peak_mb=max(peaks),
@@ -245,8 +277,9 @@ def convert(sources: Sequence[Path], into: Path, *more: str) -> list[str]:
 # -- limits
 
 
-def limit_gb_per_s(source: Path, scratch: Path, share: float, gpus: int, threads: int) -> dict[str, float]:
+def limit_gb_per_s(source: Path, scratch: Path, share: float, gpus: int) -> dict[str, float]:
     """Rates in bytes of the source a second: reading, to the devices, back, and writing `share` bytes of each byte."""
+    threads = LOCAL_READS * gpus if gpus else min(LOCAL_READS, len(os.sched_getaffinity(0)))
     paths = sorted(source.glob("*.safetensors"))[:2]
     total = sum(path.stat().st_size for path in paths)
     blocks = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
@@ -325,12 +358,13 @@ def _pcie(gpus: int) -> tuple[float, float]:
 def fp8_rows(home: Path, args: argparse.Namespace, threads: int) -> Iterator[Row]:
     source, into = home / "source", home / "out"
     nbytes = write_model(source, args.source_bytes, 0, threads)
-    limits = limit_gb_per_s(source, home, 0.53, args.gpus, threads * max(1, args.gpus))
+    limits = limit_gb_per_s(source, home, 0.53, args.gpus)
     slowest = min(limits, key=lambda name: limits[name])
     said = ", ".join(f"{name} {rate:.1f}" for name, rate in limits.items())
     devices = ["--devices", "all" if args.gpus else "cpu", "--workers", str(args.gpus or args.workers)]
-    more = [*devices, "--to", "fp8-block128", "--memory-bytes", args.memory]
-    row = measured("fp8-block128", "penstock", nbytes, convert([source], into, *more), into, args.reps)
+    trace = home / "trace.json"
+    more = [*devices, "--to", "fp8-block128", "--memory-bytes", args.memory, "--trace", str(trace)]
+    row = measured("fp8-block128", "penstock", nbytes, convert([source], into, *more), into, args.reps, trace=trace)
     yield _beside(row, limits[slowest], f"limit: {slowest}; {said} GB/s of input")
     if args.script_bytes and args.script_bytes < nbytes:
         shutil.rmtree(source)
@@ -344,12 +378,13 @@ def fp8_rows(home: Path, args: argparse.Namespace, threads: int) -> Iterator[Row
 def merge_rows(home: Path, args: argparse.Namespace, threads: int) -> Iterator[Row]:
     sources, into = [home / f"source{i}" for i in range(3)], home / "out"
     nbytes = sum(write_model(source, args.source_bytes, i, threads) for i, source in enumerate(sources))
-    limits = limit_gb_per_s(sources[0], home, 1 / 3, args.gpus, threads * max(1, args.gpus))
+    limits = limit_gb_per_s(sources[0], home, 1 / 3, args.gpus)
     slowest = min(limits, key=lambda name: limits[name])
     said = ", ".join(f"{name} {rate:.1f}" for name, rate in limits.items())
     devices = ["--devices", "all" if args.gpus else "cpu", "--workers", str(args.gpus or args.workers)]
-    more = [*devices, "--op", "linear", "--memory-bytes", args.memory]
-    row = measured("linear merge of 3", "penstock", nbytes, convert(sources, into, *more), into, args.reps)
+    trace = home / "trace.json"
+    more = [*devices, "--op", "linear", "--memory-bytes", args.memory, "--trace", str(trace)]
+    row = measured("linear merge of 3", "penstock", nbytes, convert(sources, into, *more), into, args.reps, trace=trace)
     yield _beside(row, limits[slowest], f"limit: {slowest}; {said} GB/s of input")
     if args.mergekit:
         told = {
@@ -368,7 +403,8 @@ def merge_rows(home: Path, args: argparse.Namespace, threads: int) -> Iterator[R
 
 
 def _beside(row: Row, limit: float, says: str) -> Row:
-    return Row(**{**asdict(row), "of_limit": row.gb_per_s / limit, "says": says})
+    moving_s = row.moving_s or row.seconds
+    return Row(**{**asdict(row), "of_limit": row.gb_per_s * row.seconds / moving_s / limit, "says": says})
 
 
 def main() -> None:
@@ -387,7 +423,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.script_reps = args.script_reps or args.reps
-    threads = min(8, len(os.sched_getaffinity(0)))
+    threads = min(32, len(os.sched_getaffinity(0)))
     shutil.rmtree(args.home, ignore_errors=True)
     args.home.mkdir(parents=True)
     print(
@@ -410,6 +446,7 @@ def _say(row: Row, as_json: bool) -> None:
         return
     share = "" if row.of_limit is None else f"  {row.of_limit:.2f} of the limit"
     spread = f"{row.seconds:.2f} s ({row.low:.2f} - {row.high:.2f}), CPU {row.cpu_s:.1f} s"
+    spread += "" if row.moving_s is None else f", moving {row.moving_s:.2f} s"
     print(
         f"{row.work:18} {row.case:14} {spread}  {row.gb_per_s:.2f} GB/s  {row.peak_mb:.0f} MB{share}  {row.says}",
         flush=True,
