@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.jobs.convert import convert
 from penstock.jobs.function import function_of
 from penstock.testing.operations import check_rows
+from penstock.testing.s3_server import SwiftServer, Unavailable
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -148,3 +151,36 @@ def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
         assert torch.equal(found[f"{at}.{name}.weight"], wanted.bfloat16())
         assert torch.equal(found[f"{at}.{norm}.weight"], torch.ones(64).bfloat16())
     assert torch.equal(found[f"{at}.mlp.down_proj.weight"], tensors[f"{at}.mlp.down_proj.weight"])
+
+
+def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
+    try:
+        SwiftServer.check()
+    except Unavailable as why:
+        pytest.skip(str(why))
+    pair = {
+        "base_model.model.lm_head.lora_A.weight": torch.randn(4, 512),
+        "base_model.model.lm_head.lora_B.weight": torch.randn(1024, 4),
+    }
+    base = write(tmp_path / "base", model, config=CONFIG)
+    adapter = write(tmp_path / "adapter", pair, adapter_config={"r": 4, "lora_alpha": 6})
+    one_by_one([base, adapter], tmp_path / "merged", {"op": "lora-merge"})
+    folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
+    try:
+        with SwiftServer(folder) as server:
+            server.make_bucket("weights")
+            store, told = server.store("weights"), {"storage_options": server.storage_options, "spool": tmp_path}
+            for directory in (base, adapter):
+                for path in directory.iterdir():
+                    store.put(f"{directory.name}/{path.name}", path.read_bytes())
+            at = [f"s3://weights/{name}" for name in ("base", "adapter", "merged", "ranks")]
+            merged = one_by_one(at[:2], at[2], {"op": "lora-merge"}, **told)
+            assert merged.revision == penstock.verify(tmp_path / "merged").revision
+            one_by_one(at[2], at[3], {"op": "reshard", "to": 2}, **told)
+            ranks = [f"{at[3]}/rank-0000{rank}-of-00002" for rank in range(2)]
+            assert all(penstock.verify(rank, storage_options=server.storage_options).verified for rank in ranks)
+            whole = one_by_one(ranks, tmp_path / "whole", {"op": "reshard", "to": 1}, **told)
+            assert whole.revision == merged.revision
+            assert (tmp_path / "whole" / "config.json").exists()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
