@@ -82,12 +82,11 @@ class Found:
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
+            arena.warm(is_over)
             offsets = arena.place(nbytes)
             flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
             made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
-        for arena in arenas:
-            arena.warm(is_over)
         holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
         return holding, dict(zip(table.names, made, strict=True))
 

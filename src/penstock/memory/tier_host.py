@@ -91,11 +91,15 @@ class HeapTier:
 
 
 class ArenaRoom(_ViewedRoom):
-    """An arena of the host, which other processes can map. Its memory lives as long as anybody looks at it."""
+    """An arena of the host, which other processes can map. Its memory lives as long as anybody looks at it.
+
+    Its pages are made present from its opening on: bytes that come meet them there.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self.arena: Arena | None = Arena.allocate(nbytes)
+        self.arena.warm(lambda: self.arena is None)
 
     def views(self) -> Sequence[memoryview]:
         """See `HostRoom.views`."""

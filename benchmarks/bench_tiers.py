@@ -1,0 +1,238 @@
+"""Memory tiers: how fast blocks move between them, beside what the link gives and beside a fresh load; a keeper's swap.
+
+    python -m benchmarks.bench_tiers [--total-gb 1] [--reps 3] [--dir DIR]...            host arena <-> file
+    python -m benchmarks.bench_tiers --device cuda:0 --total-gb 60 --load-gb 6 --dir /dev/shm   pinned host <-> GPU
+    ... --keeper --dir DIR      two models of that size, one budget: `attach` of the one that rests, by turns
+
+A block moves down and up `reps` times by the calls that the keeper makes; the first way down, on which new memory is
+touched and pinned, is told apart. The limit of a link is measured in the same run: 256 MiB copies for the GPU, for a
+file direct reads and writes of 16 MiB by 8 threads, reads into new shared memory. Bytes are digested before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from benchmarks.bench_files import huge
+from benchmarks.load import limits
+
+import penstock as ps
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.engine.place_cuda import CudaRegistrar
+from penstock.memory.arena import Arena
+from penstock.memory.tier import PIECE_BYTES, HostRoom, Room
+from penstock.memory.tier_cuda import CudaRoom, CudaTier
+from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
+from penstock.memory.tiers import Block, Level, Tiers
+from penstock.storage.spill import SpillTier
+from penstock.testing.checkpoints import write_llama
+from penstock.types import GB
+
+THREADS = 8
+
+
+def fill(room: Room) -> None:
+    """Bytes of chance, so that no two leaves are equal."""
+    if isinstance(room, CudaRoom):
+        assert room.arena is not None
+        room.arena.bytes_at(0, room.nbytes // 8 * 8).view(torch.int64).random_()
+        torch.cuda.synchronize()
+    elif isinstance(room, HostRoom):
+        chance = np.random.default_rng(0).integers(0, 255, PIECE_BYTES, np.uint8)
+        for view in room.views():
+            for at in range(0, len(view), PIECE_BYTES):
+                piece = np.frombuffer(view, np.uint8)[at : at + PIECE_BYTES]
+                piece[:] = chance[: len(piece)]
+                piece[:8] = np.frombuffer(at.to_bytes(8, "little"), np.uint8)[: len(piece)]
+
+
+def digests(room: Room) -> bytes:
+    """Of all leaves of a room on the fastest tier."""
+    starts = range(0, room.nbytes, LEAF_BYTES)
+    if isinstance(room, CudaRoom):
+        from penstock.digest.cuda import leaf_digests_cuda
+
+        assert room.arena is not None
+        at = np.fromiter(starts, np.int64, len(starts))
+        nbytes = np.minimum(room.nbytes - at, LEAF_BYTES)
+        return (
+            leaf_digests_cuda(room.arena.address + at, nbytes, torch.device(room.arena.device)).cpu().numpy().tobytes()
+        )
+    assert isinstance(room, HostRoom)
+    out = np.zeros(len(starts), np.uint64)
+    leaf_digests(room.views()[0], LEAF_BYTES, out)
+    return out.tobytes()
+
+
+def file_limits(directory: Path, nbytes: int) -> dict[str, float]:
+    """GB/s of a file, past the page cache where it can be, 16 MiB by 8 threads: written, read, read into new memory."""
+    present, path = huge(THREADS * PIECE_BYTES), directory / "limit"
+    rates = {}
+    try:
+        for what in ("host -> disk", "disk -> host", "disk -> present"):
+            begun = time.perf_counter()
+            memory = Arena.allocate(nbytes).bytes_at(0, nbytes).numpy().data if what == "disk -> host" else present
+            call, flags = (os.pwritev, os.O_RDWR | os.O_CREAT) if what == "host -> disk" else (os.preadv, os.O_RDONLY)
+            try:
+                fd = os.open(path, flags | os.O_DIRECT)
+            except OSError:  # not on this file system
+                fd = os.open(path, flags)
+            if call is os.pwritev:
+                os.posix_fallocate(fd, 0, nbytes)
+
+            def one(at: int, fd: int = fd, memory: memoryview = memory, call: Callable[..., int] = call) -> None:
+                slot = at % len(memory)
+                call(fd, [memory[slot : slot + min(PIECE_BYTES, nbytes - at)]], at)
+
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(one, range(0, nbytes, PIECE_BYTES)))
+            os.fdatasync(fd)
+            rates[what] = nbytes / GB / (time.perf_counter() - begun)
+            os.close(fd)
+    finally:
+        path.unlink(missing_ok=True)
+    return rates
+
+
+def moves(levels: Sequence[Level], nbytes: int, reps: int) -> Iterator[tuple[str, float]]:
+    """(what, GB/s) of each way a block went between the first two tiers."""
+    down, up = (f"{levels[a].tier.name} -> {levels[b].tier.name}" for a, b in ((0, 1), (1, 0)))
+    with Tiers(levels, stall_s=120) as tiers:
+        block = Block("bench", 0, nbytes)
+        tiers.put(block, fill, again=False)
+        with tiers.pin(block) as room:
+            wanted = digests(room)
+        for rep in range(reps + 1):
+            for what, call in ((down, tiers.demote), (up, tiers.promote)):
+                begun = time.perf_counter()
+                call(block)
+                rate = nbytes / GB / (time.perf_counter() - begun)
+                yield f"{what}, first" if not rep and what is down else what, rate
+        with tiers.pin(block) as room:
+            assert digests(room) == wanted, "bytes changed"
+
+
+def fresh_load(directory: Path, device: str, nbytes: int, reps: int) -> list[float]:
+    """GB/s of `penstock.load` of a checkpoint in `directory` into memory of its own; the best a file of it gives."""
+    checkpoint = directory / "fresh"
+    write_llama(checkpoint, total_bytes=nbytes, fp8=False, shards=4)
+    total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    rates = []
+    for _ in range(reps):
+        begun = time.perf_counter()
+        weights = ps.load(checkpoint, device=device, copy=True)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        rates.append(total / GB / (time.perf_counter() - begun))
+        del weights
+    shutil.rmtree(checkpoint)
+    return rates
+
+
+def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int) -> dict[str, list[float]]:
+    """Seconds to attach to the model that rests, another making room, and to load it afresh; a budget for one."""
+    made: dict[str, list[float]] = {"attach, swapped back": [], "attach, on the device": [], "fresh load": []}
+    for seed, name in enumerate("ab"):
+        write_llama(directory / name, total_bytes=nbytes, fp8=False, seed=seed, shards=4)
+    with tempfile.TemporaryDirectory() as runtime:
+        os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
+        below = {"disk": directory / "spill"} if device == "cpu" else {"host_bytes": 3 * nbytes}
+        with ps.Keeper(device=device, memory_bytes=int(1.5 * nbytes), **below) as keeper:  # type: ignore[arg-type]
+            for name in "ab":
+                keeper.keep(name, directory / name)
+            for rep in range(2 * reps):
+                for what in ("attach, swapped back", "attach, on the device"):
+                    begun = time.perf_counter()
+                    with ps.attach("ab"[rep % 2], wait_s=60, verify=False):
+                        made[what].append(time.perf_counter() - begun)
+            print(f"keeper: {links(keeper.tiers)}")
+        for _ in range(reps):
+            begun = time.perf_counter()
+            ps.load(directory / "a", device=device, copy=True)
+            made["fresh load"].append(time.perf_counter() - begun)
+    for name in "ab":
+        shutil.rmtree(directory / name)
+    return made
+
+
+def links(tiers: Tiers) -> str:
+    found = tiers.stats().links.items()
+    return ", ".join(f"{a} -> {b} {one.num_moves} x, {one.gb_per_s:.2f} GB/s" for (a, b), one in found)
+
+
+def show(rows: dict[str, list[float]], bounds: dict[str, float], unit: str = "GB/s") -> None:
+    """One table."""
+    print(f"\n| what | n | median {unit} | min - max | limit | of the limit |\n|---|---|---|---|---|---|")
+    for what, values in rows.items():
+        bound = bounds.get(what)
+        limit = "" if bound is None else f"{bound:.2f}"
+        share = "" if bound is None else f"{statistics.median(values) / bound:.2f}"
+        spread = f"{min(values):.2f} - {max(values):.2f}"
+        print(f"| {what} | {len(values)} | {statistics.median(values):.2f} | {spread} | {limit} | {share} |")
+
+
+def measure(levels: Callable[[], Sequence[Level]], nbytes: int, reps: int) -> dict[str, list[float]]:
+    rows: dict[str, list[float]] = {}
+    for what, rate in moves(levels(), nbytes, reps):
+        rows.setdefault(what, []).append(rate)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total-gb", type=float, default=1.0)
+    parser.add_argument("--load-gb", type=float, help="of the fresh load; default: --total-gb")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dir", type=Path, action="append", default=[])
+    parser.add_argument("--keeper", action="store_true")
+    arguments = parser.parse_args()
+    nbytes, reps = int(arguments.total_gb * GB) // 4096 * 4096, arguments.reps
+    load_nbytes = int((arguments.load_gb or arguments.total_gb) * GB)
+    where = arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(arguments.device)
+    cores, versions = os.cpu_count(), f"Linux {platform.release()}, torch {torch.__version__}"
+    print(f"{nbytes / GB:.3f} GB on {where}; {cores} cores, {versions}")
+    if arguments.device != "cpu" and not arguments.keeper:
+        device = torch.device(arguments.device)
+        rate = limits.h2d(arguments.device)
+        host = -(-nbytes // POOL_BUFFER_BYTES) * POOL_BUFFER_BYTES
+
+        def levels() -> Sequence[Level]:
+            pool = PoolTier(max(host, 2 * POOL_BUFFER_BYTES), registrar=CudaRegistrar(device), stall_s=120)
+            return [Level(tier=CudaTier(device, stall_s=120), budget_bytes=nbytes), Level(tier=pool, budget_bytes=host)]
+
+        show(measure(levels, nbytes, reps), {"host -> gpu": rate})
+    for directory in arguments.dir or [Path(tempfile.gettempdir())]:
+        with contextlib.ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+            print(f"\n{directory}")
+            if arguments.keeper:
+                show(keeper_swaps(place, arguments.device, load_nbytes, reps), {}, "s")
+                continue
+            rows: dict[str, list[float]] = {}
+            bounds: dict[str, float] = {}
+            if arguments.device == "cpu":
+                rates = [file_limits(place, nbytes) for _ in range(reps)]
+                bounds = {what: max(one[what] for one in rates) for what in rates[0]}
+                print(f"\nreads into memory that is present: {bounds.pop('disk -> present'):.2f} GB/s")
+                tiers = [Level(tier=ArenaTier()), Level(tier=SpillTier(place, settings=Settings()))]
+                rows = measure(lambda tiers=tiers: tiers, nbytes, reps)  # type: ignore[misc]
+            rows["fresh load"] = fresh_load(place, arguments.device, load_nbytes, reps)
+            show(rows, bounds)
+
+
+if __name__ == "__main__":
+    main()

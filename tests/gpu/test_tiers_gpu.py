@@ -1,0 +1,69 @@
+"""Device memory as a tier, and a keeper that swaps models between the device, pinned host memory and a disk."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.engine.place_cuda import CudaRegistrar
+from penstock.fleet.client import HubClient
+from penstock.memory.tier import Tier
+from penstock.memory.tier_cuda import CudaTier
+from penstock.memory.tier_host import PoolTier
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
+from penstock.testing.tier_suite import TierTests
+
+pytestmark = pytest.mark.gpu
+
+
+class TestCuda(TierTests):
+    def make(self) -> Tier:
+        return CudaTier(torch.device("cuda", 0), stall_s=30.0)
+
+
+class TestPinned(TierTests):
+    def make(self) -> Tier:
+        return PoolTier(256 << 20, registrar=CudaRegistrar(torch.device("cuda", 0)), stall_s=30.0)
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    yield
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+def tiers() -> dict[str, str]:
+    """Where the keeper's models are, as `penstock status` has it; the device is the empty word."""
+    with HubClient.connect(None) as hub:
+        return {held.identity.model: held.tier for member in hub.status().members for held in member.holdings}
+
+
+def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
+    for seed, name in enumerate("abc"):
+        write_llama(tmp_path / name, total_bytes=120_000_000, seed=seed)
+    wanted = {name: by_safetensors(tmp_path / name) for name in "abc"}
+    bounds = ["--memory-bytes", "150M", "--host-bytes", "192M", "--disk", str(tmp_path / "spill")]
+    uris = [str(tmp_path / name) for name in "abc"]
+    with KeeperProcess([*uris, "--device", "cuda:0", *bounds], timeout_s=120) as keeper:
+        assert tiers() == {"a": "disk", "b": "host", "c": ""}
+        for name in "abcacb":
+            attached = ps.attach(name, wait_s=20.0)
+            assert attached.report.verified
+            assert_same(attached, wanted[name], device="cuda:0")
+            assert tiers()[name] == ""
+            del attached
+            gc.collect()
+        assert sorted(tiers().values()) == ["", "disk", "host"]
+        assert keeper.process.poll() is None

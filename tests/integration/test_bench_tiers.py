@@ -1,0 +1,37 @@
+"""The benchmark of memory tiers runs end to end at a few MB, and its page has every link and the fresh load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def ran(*arguments: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.bench_tiers", "--total-gb", "0.004", "--reps", "1", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_each_link_has_its_row_and_its_limit(tmp_path: Path) -> None:
+    found = ran("--dir", str(tmp_path))
+    for what in ("host -> disk, first", "disk -> host", "host -> disk", "fresh load"):
+        assert f"| {what} |" in found, found
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_keepers_swaps(tmp_path: Path) -> None:
+    found = ran("--keeper", "--dir", str(tmp_path))
+    assert "attach, swapped back | 2 |" in found, found
+    assert "disk -> host 2 x" in found or "disk -> host 3 x" in found, found
+
+
+@pytest.mark.gpu
+def test_on_a_device(tmp_path: Path) -> None:
+    found = ran("--device", "cuda:0", "--dir", str(tmp_path))
+    assert "| host -> gpu |" in found and "| gpu -> host, first |" in found, found
