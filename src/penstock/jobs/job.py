@@ -16,7 +16,7 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall
 from penstock.jobs.operation import Operation
-from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out
+from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, spread
 from penstock.types import GB, Manifest
 
 SHARD_BYTES = 5 * GB
@@ -103,17 +103,20 @@ def plan_job(
     told = [operation.name, str(task_bytes), str(shard_bytes), str(leaf_bytes)]
     for manifest in sources:
         told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    digest = blake3(b"penstock job 1\0")
+    digest = blake3(b"penstock job 2\0")
     for word in told:
         digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     digest.update(canonical(files.table, name_order(files.table)))
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
+    row_of = {name: row for row, name in enumerate(files.table.names)}
+    file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
+    tasks = cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes)
     return Job(
         operation=operation,
         recipes=recipes,
         files=files,
-        tasks=cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes),
+        tasks=spread(tasks, file_of, task_bytes=task_bytes),
         leaf_bytes=leaf_bytes,
         key=digest.hexdigest(length=16),
-        row_of={name: row for row, name in enumerate(files.table.names)},
+        row_of=row_of,
     )

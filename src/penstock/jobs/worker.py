@@ -33,7 +33,8 @@ READ_BYTES = 8 * MIB
 """Of one read. Source: benchmarks/results/h100_202611/load.md: large enough for the link, small enough to share it."""
 LOCAL_READS, REMOTE_READS = 4, 16
 """Reads under way at once."""
-WRITES = 2
+MIN_WRITES, MAX_WRITES = 2, 4
+"""Threads that write, a core each. Source: benchmarks/results/cpu2_202611/convert-faults.md, "Writing"."""
 EXECUTORS = ("fetch", "place", "compute", "send")
 
 OnBegan = Callable[[int], None]
@@ -87,7 +88,7 @@ class Worker:
             return Executor(name, num_threads, trace=trace, stall_s=stall_s, on_thread_start=on_start)
 
         self.fetch, self.place = executor("fetch", reads), executor("place", 1)
-        self.compute, self.send = executor("compute", 1), executor("send", WRITES)
+        self.compute, self.send = executor("compute", 1), executor("send", min(MAX_WRITES, max(MIN_WRITES, cores)))
         self._executors = (self.fetch, self.place, self.compute, self.send)
         self.ticket = Ticket(int(job.tasks.cost.sum()), lambda: any(one.is_busy() for one in self._executors))
         self.trace = trace

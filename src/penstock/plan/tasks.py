@@ -152,6 +152,20 @@ class Tasks:
         """Bytes in and out, of each task."""
         return self.in_bytes + self.out_bytes
 
+    def in_order(self, order: I64) -> Tasks:
+        """The same tasks under other numbers: the first is what `order[0]` was."""
+        counts = np.diff(self.first)[order]
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        at = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
+        return Tasks(
+            first=first,
+            recipe=self.recipe[at],
+            start=self.start[at],
+            stop=self.stop[at],
+            in_bytes=self.in_bytes[order],
+            out_bytes=self.out_bytes[order],
+        )
+
     def entries(self, task: int) -> Iterator[tuple[int, int, int]]:
         """Recipe, start and stop of each entry of a task."""
         at = slice(int(self.first[task]), int(self.first[task + 1]))
@@ -218,6 +232,25 @@ def _cuts(recipe: Recipe, nbytes: int, task_bytes: int, leaf_bytes: int) -> Iter
     count = min(units, -(-nbytes // task_bytes))
     bounds = [min(units * i // count * unit, recipe.num_rows) for i in range(count + 1)]
     yield from ((a, b) for a, b in pairwise(bounds) if a < b)
+
+
+def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
+    """Tasks that follow each other write to different files, in turn: one file is written by one thread at a time.
+
+    Args:
+        tasks: of `cut`; its largest stay first.
+        file_of: of each recipe, the file of its first output.
+        task_bytes: as there.
+    """
+    if not len(tasks):
+        return tasks
+    file, count = file_of[tasks.recipe[tasks.first[:-1]]], len(tasks)
+    is_rest = tasks.cost <= 2 * task_bytes
+    by_file = np.lexsort((np.arange(count), file, is_rest))
+    begins = np.flatnonzero(np.diff(file[by_file] * 2 + is_rest[by_file], prepend=-1))
+    turn = np.empty(count, np.int64)
+    turn[by_file] = np.arange(count) - np.repeat(begins, np.diff(begins, append=count))
+    return tasks.in_order(np.lexsort((file, np.where(is_rest, turn, np.arange(count)), is_rest)))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.jobs.convert import convert
 from penstock.jobs.process import work
+from penstock.types import GIB
 
 
 def _say(**words: object) -> None:
@@ -87,3 +90,52 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 slowly.rows = True  # type: ignore[attr-defined]
+
+
+def raises(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that raises."""
+    raise ValueError("on purpose")
+
+
+def hangs(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that hangs, and lets nobody else in its process do anything either."""
+    while True:
+        pass
+
+
+def exits(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that takes itself for a program."""
+    sys.exit(0)
+
+
+def dies(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that the kernel ends: for its memory, say."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return tensor
+
+
+_kept: list[torch.Tensor] = []
+
+
+def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that keeps a GB each time, where the process may have three more."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    if not _kept:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 3 * GIB, resource.RLIM_INFINITY))
+    _kept.append(torch.empty(GIB, dtype=torch.uint8))
+    return tensor
+
+
+def of_another_shape(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """As many elements, otherwise."""
+    return tensor.reshape(-1)
+
+
+def of_another_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """As many bytes, of other numbers."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def no_tensor(tensor: torch.Tensor, name: str) -> Any:
+    """Nothing, as a function that forgets to return."""
+    return None

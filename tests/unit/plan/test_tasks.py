@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out
+from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, spread
 from penstock.types import Box, DType
 
 
@@ -133,3 +133,17 @@ def test_two_tensors_of_one_name_are_refused():
 def test_elements_that_fill_no_byte_are_refused():
     with pytest.raises(PlanError, match="whole bytes"):
         lay_out([spec("a", (3,), DType.F4)], shard_bytes=100)
+
+
+def test_tasks_that_follow_each_other_write_to_different_files():
+    recipes = [cast("huge", (1, 4000)), *(cast(f"t{i}", (10, 10)) for i in range(12))]
+    tasks = cut(recipes, task_bytes=700)
+    file_of = np.array([0, *(i // 4 for i in range(12))])
+    found = spread(tasks, file_of, task_bytes=700)
+    files = [int(file_of[next(found.entries(task))[0]]) for task in range(len(found))]
+    assert files == [0, *([0, 1, 2] * 4)]
+    assert [next(found.entries(task))[0] for task in range(4)] == [0, 1, 5, 9]
+    before = sorted((list(tasks.entries(t)), int(tasks.cost[t])) for t in range(len(tasks)))
+    assert sorted((list(found.entries(t)), int(found.cost[t])) for t in range(len(found))) == before
+    empty = cut([], task_bytes=1)
+    assert len(spread(empty, np.zeros(0, np.int64), task_bytes=1)) == 0

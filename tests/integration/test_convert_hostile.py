@@ -1,0 +1,229 @@
+"""Conversions among users' functions that misbehave, full disks, stores that go away, and each other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import penstock
+from penstock.errors import DestinationError, DiskFull, PenstockError, SourceError
+from penstock.jobs.convert import convert
+from penstock.testing.s3_server import SwiftServer, Unavailable
+from penstock.testing.zygote import Zygote
+
+TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    into = tmp_path_factory.mktemp("expected") / "out"
+    assert convert(made, into, workers=1, **TOLD).num_tasks > 40
+    return files(into)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("raises", "raised ValueError: on purpose"),
+        ("exits", "raised SystemExit"),
+        ("hangs", "3 workers were lost while penstock.testing.jobs:hangs ran on one task: it made no progress"),
+        ("dies", "3 workers were lost while penstock.testing.jobs:dies ran on one task: it ended with -9"),
+        ("leaks", "raised "),
+        ("of_another_shape", ", not "),
+        ("of_another_dtype", ", not "),
+        ("no_tensor", "gave NoneType, not "),
+    ],
+)
+def test_a_function_that_misbehaves_is_named(
+    function: str, says: str, zygote: Zygote, made: Path, tmp_path: Path
+) -> None:
+    word = {"op": "function", "function": f"penstock.testing.jobs:{function}"}
+    values = {"sources": str(made), "destination": str(tmp_path / "out"), "operations": [word], "workers": 2, **TOLD}
+    with zygote.fork("penstock.testing.jobs:coordinate", values, {"PENSTOCK_STALL_S": "3"}) as process:
+        assert select.select([process.stdout], [], [], 60.0)[0]
+        said = [json.loads(line) for line in process.stdout]
+        assert process.wait() == 1
+    assert said[-1]["kind"] == "OperationFailed", said[-1]
+    assert says in said[-1]["message"] and "tensor" in said[-1]["message"], said[-1]
+    assert not (tmp_path / "out").exists()
+    workers = [one["pid"] for one in said if one["event"] == "spawned"]
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes."""
+    libc, mounted = ctypes.CDLL(None, use_errno=True), list[Path]()
+
+    def mount(nbytes: int) -> Path:
+        where = tmp_path / f"disk{len(mounted)}"
+        where.mkdir()
+        if libc.mount(b"none", str(where).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
+            pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        libc.umount2(str(where).encode(), 2)
+
+
+def test_a_disk_too_small_for_the_output_is_said_before_anything_is_read(made, small_disk) -> None:
+    disk = small_disk(4 << 20)
+    with pytest.raises(DiskFull) as caught:
+        convert(made, disk / "out", workers=1, **TOLD)
+    assert not caught.value.mutated
+    assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_ends_it_and_it_goes_on_once_there_is_room(made, expected, small_disk) -> None:
+    disk = small_disk(16 << 20)
+
+    def fill(done: int, total: int) -> None:
+        if done == total // 2:
+            with pytest.raises(OSError), open(disk / "other", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+
+    with pytest.raises(DiskFull):
+        convert(made, disk / "out", workers=1, on_progress=fill, **TOLD)
+    assert not (disk / "out").exists()
+    (disk / "other").unlink()
+    report = convert(made, disk / "out", workers=1, **TOLD)
+    assert report.num_resumed >= report.num_tasks // 2
+    assert files(disk / "out") == expected
+    assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+def test_one_process_runs_a_job_at_a_time(made, expected, tmp_path) -> None:
+    def again(done: int, total: int) -> None:
+        if done == 3:
+            with pytest.raises(DestinationError, match="another process runs this very job"):
+                convert(made, tmp_path / "out", workers=1, **TOLD)
+
+    convert(made, tmp_path / "out", workers=1, on_progress=again, **TOLD)
+    assert files(tmp_path / "out") == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, expected, tmp_path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(made), str(tmp_path / "out")]
+    command += ["--devices", "cpu", "--workers", "2", "--task-bytes", "16K", "--shard-bytes", "2000000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+
+    def workers() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+                parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            if b"penstock.jobs.process" in words and parent == process.pid:
+                found.append(path.parent.name)
+        return found
+
+    while len(found := workers()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    fds = [os.pidfd_open(int(pid)) for pid in found]
+    process.send_signal(number)
+    assert process.wait(30) != 0
+    for fd in fds:
+        assert select.select([fd], [], [], 20.0)[0], "a worker outlived the command"
+        os.close(fd)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[], SwiftServer]]:
+    """Starts an S3 server that holds one empty bucket."""
+    try:
+        SwiftServer.check()
+    except Unavailable as why:
+        pytest.skip(str(why))
+    folders, running = list[Path](), list[SwiftServer]()
+
+    def start() -> SwiftServer:
+        folders.append(Path(tempfile.mkdtemp(prefix="ps-s3-")))
+        one = SwiftServer(folders[-1])
+        one.__enter__()
+        running.append(one)
+        one.make_bucket("weights")
+        return one
+
+    yield start
+    for one in running:
+        one.__exit__(None, None, None)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_path, server, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "10")
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    first, told = server(), {"spool": tmp_path, "workers": 1, **TOLD}
+    into = "s3://weights/converted"
+
+    def stop_once_something_is_there() -> None:
+        store = first.store("weights")
+        while not [one for page in store.list() for one in page]:
+            time.sleep(0.005)
+        first.__exit__(None, None, None)
+
+    watcher = threading.Thread(target=stop_once_something_is_there)
+    watcher.start()
+    with pytest.raises((SourceError, DestinationError)) as caught:
+        convert(made, into, storage_options=first.storage_options, **told)
+    watcher.join()
+    assert isinstance(caught.value, PenstockError)
+    second = server()
+    report = convert(made, into, storage_options=second.storage_options, **told)
+    assert report.num_resumed == report.num_tasks
+    assert list(tmp_path.iterdir()) == []
+    store = second.store("weights")
+    for name, data in expected.items():
+        assert bytes(store.get(f"converted/{name}").bytes()) == data, name
+    assert penstock.verify(into, storage_options=second.storage_options).verified
+
+
+def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made, tmp_path) -> None:
+    word = {"op": "function", "function": "penstock.testing.jobs:slowly"}
+    told = {**TOLD, "operations": [word], "to": "cast:F32"}
+    report = convert(made, tmp_path / "out", workers=2, trace=tmp_path / "trace.json", **told)
+    events = msgspec.json.decode((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {f"w{i} cpu {name}" for i in range(2) for name in ("fetch", "place", "compute", "send")} <= set(
+        rows.values()
+    )
+    spans = [(rows[one["pid"]], one["ts"], one["ts"] + one["dur"]) for one in events if one["ph"] == "X"]
+    assert min(start for _, start, _ in spans) >= 0
+    made_bytes = sum(e["args"]["bytes"] for e in events if e["ph"] == "X" and rows[e["pid"]].endswith("send"))
+    assert made_bytes >= report.nbytes
+    computes = [(start, stop) for row, start, stop in spans if row.endswith("compute")]
+    for other in ("fetch", "send"):  # while one task is computed, others are read and written
+        beside = [(a, b) for row, a, b in spans if row.endswith(other)]
+        assert any(a < stop and start < b for a, b in beside for start, stop in computes), other
+    assert set(report.utilisation) == {"fetch", "place", "compute", "send"}
+    assert 0 < report.utilisation["compute"] <= 1
