@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def runtime(monkeypatch) -> Iterator[None]:
     shutil.rmtree(directory)
 
 
+def until(happens, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
 def tiers() -> dict[str, str]:
     """Where the keeper's models are, as `penstock status` has it; the device is the empty word."""
     with HubClient.connect(None) as hub:
@@ -62,7 +70,7 @@ def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
             attached = ps.attach(name, wait_s=20.0)
             assert attached.report.verified
             assert_same(attached, wanted[name], device="cuda:0")
-            assert tiers()[name] == ""
+            until(lambda name=name: tiers()[name] == "")
             del attached
             gc.collect()
         assert sorted(tiers().values()) == ["", "disk", "host"]

@@ -150,6 +150,34 @@ def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) 
         assert_same(ps.attach("a", wait_s=20.0, verify=True), wanted["a"])
 
 
+def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(models["a"], source)
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
+        keeper.keep("a", source)
+        keeper.keep("b", models["b"])
+        shutil.rmtree(source)
+        shutil.copytree(models["c"], source)
+        with pytest.raises(ps.PenstockError, match="was kept in revision"):
+            ps.attach("a", wait_s=0.0)
+        assert tiers(keeper)["a"] == "source"
+        assert {held.identity.model for held in keeper.member.holdings} == {"a", "b"}
+
+
+def test_damaged_memory_is_not_moved(models, tmp_path, caplog) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+        keeper.keep("a", models["a"])
+        holding = keeper.member.holdings[0]
+        for row in holding.rows:
+            row[:1] ^= 1
+        until(lambda: not keeper.member.holdings)  # a chunk is looked at with each beat
+        with pytest.raises(ps.BudgetTooSmall):
+            keeper.keep("b", models["b"])
+        assert tiers(keeper) == {"a": "host"}
+        keeper.drop("a", drain_s=5)
+        keeper.keep("b", models["b"])
+
+
 def test_a_resting_model_is_dropped(models, tmp_path) -> None:
     with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])

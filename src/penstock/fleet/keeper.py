@@ -222,7 +222,19 @@ class Keeper:
         self.member.hide(holding, 0.0)
         self.member.tell()
         del self._kept[key]
-        self.tiers.drop(kept.block)
+        self._free(kept)
+
+    def _free(self, kept: KeptModel) -> None:
+        """Its rooms; a move under way is waited for."""
+        deadline = time.monotonic() + self._settings.stall_s
+        while True:
+            try:
+                self.tiers.drop(kept.block)
+                return
+            except SourceBusy:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.02)
 
     def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:
         """Keep until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
@@ -240,6 +252,8 @@ class Keeper:
         Host memory that an engine has mapped stays its own for as long as it is mapped, whatever becomes of the keeper.
         """
         self._stopped.set()
+        for kept in self._kept.values():
+            kept.is_leaving = True
         self.member.leave(drain_s)
         self._kept.clear()
         self.tiers.close()

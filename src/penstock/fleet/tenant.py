@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SourceChanged
 from penstock.fleet.discover import Placed
 from penstock.fleet.holding import Holding
 from penstock.fleet.join import Fleet
@@ -72,7 +72,11 @@ class KeptModel:
         return self.holding
 
     def fill(self, room: Room) -> None:
-        """Fetch it into the room: from members that have it, and from storage what they have not."""
+        """Fetch it into the room: from members that have it, and from storage what they have not.
+
+        Raises:
+            SourceChanged: it is not what was kept before. PenstockError: see `Fleet.fetch`.
+        """
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.holding
         try:
@@ -82,17 +86,24 @@ class KeptModel:
                 device=room.arena.device,
                 storage_options=self._storage_options,
             )
+            found = next(one for one in member.holdings if one.key == self.report.key)
+            if before is not None and found.key != before.key:
+                member.hide(found, 0.0)
+                now = found.identity.revision
+                raise SourceChanged(f"{self.name!r} was kept in revision {self.revision}, and is {now} there now")
         except PenstockError:
             if before is not None:
                 member.tell_of(before)
             raise
-        self.holding = next(one for one in member.holdings if one.key == self.report.key)
+        self.holding = found
         self.holding.kept = True
         gc.collect()  # what fetched it refers to its memory in circles, and is to give way when the model does
 
     def vacate(self) -> bool:
-        """See `Tenant.vacate`: engines attached and readers hold it where it is."""
-        if self.is_leaving or not self._fleet.member.door.retire(self.shown.key):
+        """See `Tenant.vacate`: engines attached and readers hold it where it is; so does damage, which is not moved."""
+        member, holding = self._fleet.member, self.shown
+        is_sound = any(one is holding for one in member.holdings)
+        if self.is_leaving or not is_sound or not member.door.retire(holding.key):
             return False
         self.shown.close()
         return True
@@ -102,7 +113,7 @@ class KeptModel:
         holding, member = self.shown, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
             holding.rest(tier)
-        elif holding.tier or holding.state != "whole":
+        elif not self.is_leaving and (holding.tier or holding.state != "whole"):
             assert room.arena is not None
             nbytes = holding.line.table.nbytes.tolist()
             runs = zip(offsets_of(nbytes)[0], nbytes, strict=True)  # as `_InArena` placed them
