@@ -34,7 +34,7 @@ def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: obje
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize(
     ("source", "replica", "path"),
-    [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "staged_shm")],
+    [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "pinned_shm")],
 )
 def test_each_version_arrives_bit_for_bit(
     tmp_path: Path, stack: ExitStack, source: str, replica: str, path: str, mode: str

@@ -96,7 +96,7 @@ def test_a_device_that_hangs_keeps_its_buffer(reader, holder) -> None:
             reader.read(holder.descriptor, stall_s=0.2)
     reader.transport.close()
     assert len(reader.driver.pinned) == staged.NUM_BUFFERS
-    staged._never_freed.clear()
+    staged.never_freed.clear()
     reader.driver.is_stuck = False
 
 
@@ -128,6 +128,10 @@ def test_it_is_chosen_where_a_keeper_on_the_host_feeds_a_device(inner: str, same
         assert (transport.name == f"staged_{inner}" and "cuda_ipc: the peer does not offer it" in why) or not same_host
         transport.wait(transport.post_read(ours[transport.name], descriptor, segments([(0, 0, 100)])), stall_s=20)
         assert ctypes.string_at(memory.address, 100) == b"\7" * 100
+        # What is read again and again is pinned where it is, on one host.
+        often = engine.register_into(memory, engine.register(memory), is_repeated=True)
+        near, descriptor, _ = engine.choose(often, offered, same_host=same_host, same_process=False)
+        assert near.name == ("pinned_shm" if same_host else "staged_http")
         # Nothing is offered by it, and it is not used between hosts' memories.
         assert set(engine.register(memory)) == {"cuda_ipc"}
         host = engine.register_into(kept, engine.register(kept))

@@ -41,7 +41,7 @@ class Regions:
         try:
             for memory in self.memories:
                 self._handles.append(links.register(memory))
-                self._into.append(links.register_into(memory, self._handles[-1]))
+                self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
             self.close()
             raise

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.digest.strip import Strips
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.sync.link import SourceLink
 from penstock.sync.regions import Regions
 from penstock.sync.steps import Step
+from penstock.transport.choose import Reaching
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.protocol import Pending, Striding, Transport
+from penstock.transport.protocol import Handle, Pending, Striding, Transport
 from penstock.types import U64
 
 WAIT_S = 0.5
 """A question for digests is put again after this, so that a run that ended stops asking."""
 
-CANNOT_RECALL = frozenset({"cuda_ipc"})
+CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
 """Transports whose copies, once a device has them, cannot be called back: after a stall they may still arrive."""
 
 
@@ -106,11 +107,20 @@ class SourceRead:
         with self._lock:
             found = self._routes.get((theirs, ours))
             if found is None:
-                link = self.link
-                found = self._routes[theirs, ours] = self._into.links.choose(
-                    self._into.handles(ours),
-                    link.map.regions[theirs],
-                    same_host=link.same_host,
-                    same_process=link.same_process,
-                )
+                handles = self._into.handles(ours)
+                found = self._choose(theirs, handles)
+                if found[0].name == "pinned_shm" and isinstance(found[0], Reaching):
+                    try:
+                        found[0].reach(handles["pinned_shm"], found[1])
+                    except DestinationError as error:
+                        nearest = {name: one for name, one in handles.items() if name != "pinned_shm"}
+                        transport, descriptor, why = self._choose(theirs, nearest)
+                        found = transport, descriptor, f"{why}; pinned_shm: {error.message}".removeprefix("; ")
+                self._routes[theirs, ours] = found
             return found
+
+    def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
+        link = self.link
+        return self._into.links.choose(
+            handles, link.map.regions[theirs], same_host=link.same_host, same_process=link.same_process
+        )

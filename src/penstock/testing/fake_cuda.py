@@ -138,7 +138,7 @@ class FakeCuda(CudaDriver):
         _libc.munmap(address, nbytes)
         self.num_opened -= 1
 
-    def pin(self, address: int, nbytes: int) -> None:  # noqa: D102
+    def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:  # noqa: D102
         self.pinned.add(address)
 
     def unpin(self, address: int) -> None:  # noqa: D102

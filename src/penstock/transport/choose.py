@@ -44,9 +44,11 @@ class Reaching(Protocol):
         ...
 
 
-ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm", "staged_shm"})
-ORDER = ("loopback", "cuda_ipc", "shm", "staged_shm", "nixl", "http", "staged_http")
+ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm", "pinned_shm", "staged_shm"})
+ORDER = ("loopback", "cuda_ipc", "shm", "pinned_shm", "staged_shm", "nixl", "http", "staged_http")
 """Nearest first: the transports, and what goes by them into the memory of a device."""
+BY = {"pinned_shm": "shm", **INNER}
+"""Which transport's descriptors each of those takes."""
 
 
 class Links:
@@ -75,6 +77,15 @@ class Links:
 
     def add_staged(self, driver: CudaDriver | None = None) -> None:
         """Have peers' host memory read into devices too, where there is a CUDA driver, by what reaches it."""
+        from penstock.transport.pinned import PinnedTransport
+        from penstock.transport.shm import ShmTransport
+
+        shm = self.transports.get("shm")
+        if isinstance(shm, ShmTransport):
+            try:
+                self.transports["pinned_shm"] = PinnedTransport(shm, driver)
+            except ConfigError as error:
+                self.refused["pinned_shm"] = error.message
         for name, inner in INNER.items():
             if inner in self.transports:
                 try:
@@ -105,11 +116,19 @@ class Links:
             raise ConfigError(f"no transport reaches memory on {memory.device}: {said}")
         return found
 
-    def register_into(self, memory: Memory, shown: Mapping[str, Handle]) -> dict[str, Handle]:
-        """Handles to read into: those of `register`, and of transports that only fill such memory."""
+    def register_into(
+        self, memory: Memory, shown: Mapping[str, Handle], *, is_repeated: bool = False
+    ) -> dict[str, Handle]:
+        """Handles to read into: those of `register`, and of transports that only fill such memory.
+
+        Args:
+            memory: ours.
+            shown: of `register`.
+            is_repeated: the same peers are read again and again: it pays to pin their memory here.
+        """
         found = dict(shown)
         for name, transport in self.transports.items():
-            if name not in found and isinstance(transport, Filling):
+            if name not in found and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
                 with contextlib.suppress(ConfigError):  # it does not reach this kind of memory
                     found[name] = transport.register_into(memory)
         return found
@@ -131,11 +150,11 @@ class Links:
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
-        beside = {"loopback", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
+        beside = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
         for name in ORDER:
             if (name in ONE_HOST and not same_host) or (name == "loopback" and not same_process):
                 continue
-            given = INNER.get(name, name)
+            given = BY.get(name, name)
             if name in ours and given in offered:
                 descriptor = decode(offered[given])
                 if descriptor.transport != given:

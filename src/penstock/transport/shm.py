@@ -52,7 +52,7 @@ class ShmPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 
 
-class _Mapped:
+class MappedMemory:
     """A peer's memfd, mapped read-only until nobody holds this any more."""
 
     def __init__(self, fd: int) -> None:
@@ -67,17 +67,17 @@ class _Mapped:
         return self.address + offset
 
 
-class ShmRead(WaitedRead[OwnHandle, Claim, _Mapped, int]):
+class ShmRead(WaitedRead[OwnHandle, Claim, MappedMemory, int]):
     """See `Pending`."""
 
     def __init__(
-        self, into: OwnHandle, claim: Claim, source: _Mapped, base: int, rows: Segments, short: Rectangles | None
+        self, into: OwnHandle, claim: Claim, source: MappedMemory, base: int, rows: Segments, short: Rectangles | None
     ) -> None:
         self._rows, self._short, self._unlooked = rows, short, PIECE_BYTES
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: OwnHandle, claim: Claim, source: _Mapped, base: int) -> None:
+    def _carry(self, stall_s: float, into: OwnHandle, claim: Claim, source: MappedMemory, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
@@ -127,7 +127,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._endpoint = Endpoint(self.name, Page.create())
-        self._mapped: Mappings[_Mapped] = Mappings()
+        self._mapped: Mappings[MappedMemory] = Mappings()
 
     def register(self, memory: Memory) -> PagedHandle:
         """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
@@ -165,15 +165,20 @@ class ShmTransport:
         return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
 
     def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
+        claim, mapped, base = self.view(source)
+        return ShmRead(mine, claim, mapped, base, rows.joined(), short)
+
+    def view(self, source: Descriptor) -> tuple[Claim, MappedMemory, int]:
+        """A peer's memory, mapped once: its promise, to be checked before and after a look, and where it is here."""
         payload = decode_payload(source, _DECODER)
         claim = self._endpoint.claim(source, payload.page)
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
             if mapped is None:
-                mapped = open_payload(source, payload, _Mapped)
+                mapped = open_payload(source, payload, MappedMemory)
                 claim.check()  # so that the number that was opened was still the holder's memfd
                 self._mapped.put(claim, mapped)
-        return ShmRead(mine, claim, mapped, mapped.at(payload.offset, source), rows.joined(), short)
+        return claim, mapped, mapped.at(payload.offset, source)
 
     def sweep(self) -> None:
         """Let go of memory of peers that are gone or gave it up. A read that meets that does so itself."""

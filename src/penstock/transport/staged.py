@@ -57,7 +57,7 @@ class StagedRead(WaitedRead[IntoHandle, Descriptor, Segments]):
         super().__init__(int(rows.nbytes.sum()), into, source, rows)
 
     def _carry(self, stall_s: float, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
-        for batch in _batches(rows):
+        for batch in batches(rows, STAGE_BYTES):
             self._transport.carry(into, source, batch, stall_s)
             self.moved_bytes += int(batch.nbytes.sum())
         into.check_open()
@@ -90,7 +90,7 @@ class StagedTransport:
 
     def register_into(self, memory: Memory) -> IntoHandle:
         """Device memory to read into. ConfigError for the host's; Cancelled if the transport is closed."""
-        _ordinal(memory.device)
+        ordinal(memory.device)
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
@@ -118,7 +118,7 @@ class StagedTransport:
 
     def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
         """What fits into one buffer. Raises as `wait`."""
-        device = _ordinal(into.memory.device)
+        device = ordinal(into.memory.device)
         into.check_open()
         pool = self._open_pool(device)
         buffer = pool.acquire(stall_s=stall_s)
@@ -135,7 +135,7 @@ class StagedTransport:
             if is_idle:
                 pool.release(buffer)
             else:
-                _never_freed.append((into, buffer))  # a device that hangs may still copy
+                never_freed.append((into, buffer))  # a device that hangs may still copy
 
     def _copy(
         self,
@@ -192,7 +192,7 @@ class StagedTransport:
         if pool is None:
             return
         if pool.num_in_use:
-            _never_freed.append((self, pool))
+            never_freed.append((self, pool))
             return
         pool.close()
         for device, stream in self._streams.items():
@@ -200,34 +200,34 @@ class StagedTransport:
                 self._driver.free([stream], [])
 
 
-_never_freed: list[object] = []
+never_freed: list[object] = []
 """What a device that hangs, or a read under way, may still use."""
 
 
-def _ordinal(device: str) -> int:
+def ordinal(device: str) -> int:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(f"staged reads go to CUDA memory, not to {device}")
     return int(index)
 
 
-def _batches(rows: Segments) -> Iterator[Segments]:
-    """The rows, long ones cut, in turns of at most `STAGE_BYTES`."""
+def batches(rows: Segments, most: int) -> Iterator[Segments]:
+    """The rows, long ones cut, in turns of at most so many bytes."""
     if not len(rows.nbytes):
         return
-    counts = -(-rows.nbytes // STAGE_BYTES)
+    counts = -(-rows.nbytes // most)
     row = np.repeat(np.arange(len(counts)), counts)
-    skipped = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * STAGE_BYTES
+    skipped = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
     cut = Segments(
         src=rows.src[row] + skipped,
         dst=rows.dst[row] + skipped,
-        nbytes=np.minimum(rows.nbytes[row] - skipped, STAGE_BYTES),
+        nbytes=np.minimum(rows.nbytes[row] - skipped, most),
     )
-    start, room = 0, STAGE_BYTES
-    for stop, nbytes in enumerate([*cut.nbytes.tolist(), STAGE_BYTES + 1]):
+    start, room = 0, most
+    for stop, nbytes in enumerate([*cut.nbytes.tolist(), most + 1]):
         if nbytes > room:
             yield Segments(src=cut.src[start:stop], dst=cut.dst[start:stop], nbytes=cut.nbytes[start:stop])
-            start, room = stop, STAGE_BYTES
+            start, room = stop, most
         room -= nbytes
 
 

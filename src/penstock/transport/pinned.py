@@ -1,0 +1,188 @@
+"""Peers' host memory of this host, mapped and pinned here, so that a device's copy engine reads it itself.
+
+In: a peer's arena as `shm` shows it. Out: its bytes on our device, at the speed of the device's link.
+Not here: reads of what is read once (`staged`), mapping (`shm`), devices' memory (`cuda_ipc`).
+
+    claim --> map, pin, once --> segments, queued in turns --> event --> claim again
+
+Pinning takes three times as long as a copy (0.053 s a GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so
+this is for memory that is read again and again. Of what a publisher pinned already it takes no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from penstock.errors import ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.transport.cuda_driver import CudaDriver, load_driver
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings
+from penstock.transport.page import Page
+from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.shm import MappedMemory, ShmTransport
+from penstock.transport.staged import batches, never_freed, ordinal
+from penstock.transport.waited import WaitedRead
+from penstock.types import MIB
+
+TURN_BYTES = 256 * MIB
+"""Copied between two looks at the fence: 5 ms at 55 GB/s."""
+_NAP_S = 0.0002
+
+
+class _Pinned:
+    """A peer's mapped memory, page-locked until nobody holds this any more; then it is unmapped."""
+
+    def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
+        self._driver, self._device = driver, device
+        self._mapped: MappedMemory | None = None
+        with driver.entered(device):
+            driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
+        self._mapped = mapped
+
+    def __del__(self) -> None:
+        if self._mapped is not None:
+            with self._driver.entered(self._device):
+                self._driver.unpin(self._mapped.address)
+
+
+class PinnedRead(WaitedRead[IntoHandle, Claim, _Pinned, int]):
+    """See `Pending`."""
+
+    def __init__(
+        self, transport: PinnedTransport, into: IntoHandle, claim: Claim, source: _Pinned, base: int, rows: Segments
+    ) -> None:
+        self._transport, self._rows = transport, rows
+        super().__init__(int(rows.nbytes.sum()), into, claim, source, base)
+
+    def _carry(self, stall_s: float, into: IntoHandle, claim: Claim, source: _Pinned, base: int) -> None:
+        for turn in batches(self._rows, TURN_BYTES):
+            into.check_open()
+            claim.check()
+            self._transport.copy(into, source, base, turn, stall_s)
+            self.moved_bytes += int(turn.nbytes.sum())
+        into.check_open()
+        claim.check()  # a holder fences before it changes a byte
+
+
+class PinnedTransport:
+    """A transport into device memory that peers cannot read by it: nothing is registered with it but to be read into.
+
+    Args:
+        shm: maps peers' memory; stays its owner's.
+        driver: stands in for the CUDA driver, in tests.
+
+    Raises:
+        ConfigError: no CUDA driver.
+    """
+
+    name = "pinned_shm"
+
+    def __init__(self, shm: ShmTransport, driver: CudaDriver | None = None) -> None:
+        self._shm, self._driver = shm, load_driver() if driver is None else driver
+        self._endpoint = Endpoint(self.name, Page.create())
+        self._kept: Mappings[_Pinned] = Mappings()
+        self._lock = threading.Lock()
+        self._streams: dict[int, int] = {}
+
+    def register(self, memory: Memory) -> Handle:
+        """ConfigError: it shows no memory to peers."""
+        raise ConfigError(f"{self.name} only reads into memory")
+
+    def register_into(self, memory: Memory) -> IntoHandle:
+        """Device memory to read into. ConfigError for the host's; Cancelled if the transport is closed."""
+        ordinal(memory.device)
+        self._endpoint.check_open()
+        return IntoHandle(self._endpoint, memory)
+
+    def reach(self, into: Handle, source: Descriptor) -> None:
+        """Map and pin a peer's memory now, so that the first read does not wait for it. Raises as `post_read`."""
+        self._reached(self._check(into, source), source)
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
+        """See `Transport.post_read`; the descriptor is of `shm`. The first read of a peer's memory pins it.
+
+        Raises:
+            DestinationError: it cannot be pinned.
+        """
+        mine = self._check(into, source)
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        claim, pinned, base = self._reached(mine, source)
+        return PinnedRead(self, mine, claim, pinned, base, segments.joined())
+
+    def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
+        if (
+            source.transport != self._shm.name
+            or not isinstance(into, IntoHandle)
+            or into.endpoint is not self._endpoint
+        ):
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+        into.check_open()
+        return into
+
+    def _reached(self, into: IntoHandle, source: Descriptor) -> tuple[Claim, _Pinned, int]:
+        """The promise, the memory, and where the registration is in our address space."""
+        claim, mapped, base = self._shm.view(source)
+        device = ordinal(into.memory.device)
+        with self._lock:
+            found = self._kept.get(claim, device)
+            if found is None:
+                self._endpoint.check_open()
+                found = _Pinned(self._driver, device, mapped)
+                self._kept.put(claim, found, device)
+        return claim, found, base
+
+    def copy(self, into: IntoHandle, source: _Pinned, base: int, turn: Segments, stall_s: float) -> None:
+        """Copy some segments; returns once they are there."""
+        driver, device = self._driver, ordinal(into.memory.device)
+        deadline = time.monotonic() + stall_s
+        with driver.entered(device):
+            with self._lock:
+                self._endpoint.check_open()
+                if device not in self._streams:
+                    self._streams[device] = driver.make_stream()
+                event, stream = driver.make_event(), self._streams[device]
+                dst, src = turn.dst.astype(np.uint64), turn.src.astype(np.uint64)
+                to, of = np.uint64(into.memory.address), np.uint64(base)
+                driver.copy(dst + to, src + of, turn.nbytes.astype(np.uint64), stream)
+                driver.record(event, stream)
+            while not driver.is_done(event):
+                if time.monotonic() > deadline:
+                    never_freed.append((into, source, self))  # a device that hangs may still copy
+                    raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
+                time.sleep(_NAP_S)
+            driver.free([], [event])
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""
+        assert isinstance(pending, PinnedRead)
+        try:
+            pending.run(stall_s)
+        except (StaleDescriptor, PeerLost):
+            self.sweep()
+            self._shm.sweep()
+            raise
+
+    def sweep(self) -> None:
+        """Let go of memory of peers that are gone or gave it up."""
+        with self._lock:
+            self._kept.sweep()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if not self._endpoint.page.is_mine:
+            return
+        self._endpoint.close()
+        with self._lock:
+            self._kept.clear()
+            streams, self._streams = self._streams, {}
+        if any(self in kept for kept in never_freed if isinstance(kept, tuple)):
+            return
+        for device, stream in streams.items():
+            with self._driver.entered(device):
+                self._driver.free([stream], [])
+
+
+_fits: type[Transport] = PinnedTransport
