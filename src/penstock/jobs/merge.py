@@ -87,7 +87,7 @@ class _Merge(Unchanged):
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The merged values, in the first one's dtype."""
+        """The merged values, in the place of the first one's."""
         raise NotImplementedError
 
 
@@ -100,8 +100,8 @@ def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum, from the first on. Product and sum are each rounded: the same bits wherever rows are cut."""
-    made = torch.empty_like(tensors[0])
+    """The weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
+    made = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
     size = min(_BLOCK if made.device.type == "cpu" else _DEVICE_BLOCK, made.numel())
     total, term = (torch.empty(size, dtype=torch.float32, device=made.device) for _ in range(2))
     for out, *parts in _blocks(made, *tensors):
@@ -218,8 +218,7 @@ class Ties(_Merge):
         """See `_Merge.merge`."""
         weights = self.weights or (1.0,) * (len(tensors) - 1)
         edges = [self._edge(tensors[0], tensor) for tensor in tensors[1:]]
-        made = torch.empty_like(tensors[0])
-        for out, base, *models in _blocks(made, *tensors):
+        for base, *models in _blocks(*tensors):
             start = base.float()
             moves = [
                 _trimmed(start, model, edge).mul_(w) for model, edge, w in zip(models, edges, weights, strict=True)
@@ -232,8 +231,8 @@ class Ties(_Merge):
                 total.add_(move.where(agrees, 0.0))
                 share.add_(torch.where(agrees, weight, 0.0))
             total.div_(share.where(share != 0, 1.0))
-            out.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
-        return made
+            base.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
+        return tensors[0]
 
     def _edge(self, base: torch.Tensor, model: torch.Tensor) -> int:
         """The bits of the least magnitude that is kept."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -48,7 +49,8 @@ class Operation(Protocol):
         Args:
             recipe: one of `recipes`.
             start, stop: rows of it.
-            inputs: what `Input.taken` says of each, contiguous, on one device; None: nothing of it. Not to be kept.
+            inputs: what `Input.taken` says of each, contiguous, on one device; None: nothing of it. Not
+                to be kept; may be overwritten: nobody else has them.
 
         Returns:
             One tensor for each output, of the rows it gives, on the same device; the same bits however rows are cut.
@@ -216,9 +218,10 @@ class Chain:
             found = self.first.run(part, *rows, [next(left) for _ in part.inputs])
             between |= {out.spec.name: tensor for out, tensor in zip(part.outputs, found, strict=True)}
         made: list[torch.Tensor] = []
+        used = Counter(given.spec.name for part in seconds for given in part.inputs)
         for part in seconds:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
-            made += self.second.run(part, *rows, [_cut(between[given.spec.name], given) for given in part.inputs])
+            made += self.second.run(part, *rows, [_cut(between[given.spec.name], given, used) for given in part.inputs])
         return made
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -249,8 +252,8 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
     )
 
 
-def _cut(tensor: torch.Tensor, given: Input) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, given: Input, used: Counter[str]) -> torch.Tensor:
     """A whole tensor as an input of the second operation; row by row it is the rows already."""
     if given.box == Box.full(given.spec.shape):
-        return tensor
+        return tensor if used[given.spec.name] == 1 else tensor.clone()
     return tensor[tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()

@@ -71,10 +71,7 @@ def _run(
             tensor = _bytes(tensor)
         cut = () if box is None else tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         inputs.append(None if box is None else tensor[cut].clone().contiguous())
-    before = [None if one is None else _bytes(one).clone() for one in inputs]
     found = operation.run(recipe, start, stop, inputs)
-    for old, one in zip(before, inputs, strict=True):
-        assert old is None or one is None or torch.equal(old, _bytes(one)), "an input was changed"
     for out, tensor in zip(recipe.outputs, found, strict=True):
         first, last = out.byte_range(start, stop)
         assert tensor.nbytes == last - first, (out.spec, tensor.shape, start, stop)
