@@ -43,7 +43,8 @@ REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnav
 class Drill:
     """One sync and its loss."""
 
-    def __init__(self, seed: int, zygote: Zygote) -> None:
+    def __init__(self, seed: int, zygote: Zygote, tag: str = "") -> None:
+        self.tag = tag
         self.seed, self.zygote, self.rng, self.stack = seed, zygote, random.Random(seed), ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
         self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
@@ -61,7 +62,13 @@ class Drill:
         return f"seed {self.seed}: {sides}, {self.transport}; {self.role} {verb} after {self.delay_s:.2f} s"
 
     def start(self, side: str, **task: Any) -> SyncWorker:
-        options = {"arena": True, "transports": [self.transport]}
+        options: dict[str, Any] = {"arena": True, "transports": [self.transport]}
+        if self.tag:
+            task |= {"rows": 300, "columns": 384}
+            if side == "publisher":
+                options["transforms"] = {self.tag: ["*"]}
+            elif task.get("name") is None:
+                task["tag"] = self.tag
         environ = {"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S}
         made = SyncTask(side=side, options=options, environ=environ, constants=HASTY, num_layers=8, **task)
         return self.stack.enter_context(SyncWorker(made, self.zygote))
@@ -157,9 +164,9 @@ class Drill:
             assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.said
 
 
-def drill(seed: int, zygote: Zygote) -> tuple[str, str, float]:
+def drill(seed: int, zygote: Zygote, tag: str = "") -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, zygote), time.monotonic(), ""
+    one, begun, verdict = Drill(seed, zygote, tag), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -169,8 +176,17 @@ def drill(seed: int, zygote: Zygote) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_drills(batch: int, zygote: Zygote) -> None:
+    held(range(batch * BATCH, (batch + 1) * BATCH), zygote)
+
+
+def test_drills_of_ranks_that_quantise_what_they_hold_together(zygote: Zygote) -> None:
+    held(range(1000, 1000 + BATCH * len(BATCHES) // 2), zygote, "fp8-block128")
+
+
+def held(seeds: range, zygote: Zygote, tag: str = "") -> None:
+    """Run them; raises what did not hold."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, zygote), range(batch * BATCH, (batch + 1) * BATCH)))
+        found = list(pool.map(lambda seed: drill(seed, zygote, tag), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

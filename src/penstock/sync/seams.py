@@ -52,7 +52,7 @@ class SeamPlanner:
     def __init__(self, roster: Roster, ours: Layout) -> None:
         self._roster, self._lock, self._planning = roster, threading.Lock(), threading.Lock()
         self._held: dict[str, Layout] = {ours.member: ours}
-        self._wants: dict[str, Layout] = {}
+        self._wants: dict[str, tuple[str, Layout]] = {}
         self._ranks: tuple[SyncMember, ...] = ()
         self._version, self._why = -1, ""
         self._plan: SyncPlan | None = None
@@ -82,10 +82,13 @@ class SeamPlanner:
         """
         with self._lock:
             known = self._wants.get(asker)
-            if known is None or known.digest() != request.digest:
+            if known is None or known[0] != request.digest:
                 if request.layout is None:
                     return PartReply(needs_layout=True)
-                self._wants[asker] = decode(request.layout, Layout)
+                told = decode(request.layout, Layout)
+                if told.member != asker or told.digest() != request.digest:
+                    raise PlanError(f"{asker} sent a layout of {told.member}, or not the one it says")
+                self._wants[asker] = request.digest, told
             if request.version != self._version:
                 return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
             if self._why:
@@ -108,13 +111,16 @@ class SeamPlanner:
         with self._lock:
             self._held = {name: one for name, one in self._held.items() if name in members}
             self._wants = {name: one for name, one in self._wants.items() if name in members}
-            wants = [self._wants[name] for name in members if self._wants[name].names]
-            token = (*members, *(one.digest() for one in wants))
+            told = [self._wants[name] for name in members if self._wants[name][1].names]
+            token = (*members, *(digest for digest, _ in told))
         for name in members:
             if name not in self._held:
                 self._held[name] = self._roster.ask(name, lambda talk: talk.layout())
         if self._plan is None or token != self._of:
-            self._plan, self._of = plan_sync([self._held[name] for name in members], wants), token
+            self._plan, self._of = (
+                plan_sync([self._held[name] for name in members], [want for _, want in told]),
+                token,
+            )
         return self._plan
 
     def table(self) -> TableReply:

@@ -133,6 +133,9 @@ class Transformed:
             by_chosen.setdefault(id(one), []).append((edge, buffer))
         self.wants = tuple(want for one in mine for want in _wants(one, by_chosen.get(id(one), ())))
         self._lots = tuple(_lots(mine, tensors, by_chosen, bucket_bytes))
+        for device in {job.source.device for lot in self._lots for fusion in lot.fusions for job in fusion.jobs[:1]}:
+            if device.type == "cuda":  # the kernels' tables are there: another stream may run them
+                torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
         """Quantise everything as it is now, layer after layer.
