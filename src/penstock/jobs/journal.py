@@ -62,17 +62,16 @@ class Journal:
                 raise
 
     def _read(self, key: str) -> None:
-        raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        head, *lines = raw.splitlines(keepends=True) or [b""]
         whole = 0
-        with suppress(msgspec.DecodeError, ValueError):
-            if head.endswith(b"\n"):
-                if _HEAD.decode(head).job != key:
-                    raise DestinationError("the journal is of another job", uri=str(self.path), hint="remove it")
-                whole = len(head)
-            for line in lines:
+        with suppress(msgspec.DecodeError, ValueError), open(self._fd, "rb", closefd=False) as file:
+            for line in file:
                 if not line.endswith(b"\n"):
                     break
+                if not whole:
+                    if _HEAD.decode(line).job != key:
+                        raise DestinationError("the journal is of another job", uri=str(self.path), hint="remove it")
+                    whole = len(line)
+                    continue
                 entry = _ENTRY.decode(line)
                 self.done[entry.task] = np.frombuffer(bytes.fromhex(entry.digests), "<u8").astype(np.uint64)
                 whole += len(line)
