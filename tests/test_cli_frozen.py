@@ -12,8 +12,8 @@ COMMANDS = {
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --format",
-    "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes --drain-s"
-    " --format",
+    "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
+    "--drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "convert": "PLACES --to --op --devices --workers --memory-bytes --task-bytes --shard-bytes --spool --trace --ray "
     "--dry-run --format",

@@ -62,7 +62,9 @@ class Settings:
     ca_file: Path | None = _env(
         "PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs object stores' and hubs' certificates"
     )
-    cert_file: Path | None = _env("PENSTOCK_CERT_FILE", Path, None, "PEM certificate shown to hubs that ask, and members")
+    cert_file: Path | None = _env(
+        "PENSTOCK_CERT_FILE", Path, None, "PEM certificate shown to hubs that ask, and members"
+    )
     key_file: Path | None = _env(
         "PENSTOCK_KEY_FILE", Path, None, "PEM key of PENSTOCK_CERT_FILE; unset: it is in there"
     )

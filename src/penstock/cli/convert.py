@@ -153,7 +153,7 @@ def _write_plan(
     from penstock.jobs.convert import plan
 
     job = plan(sources, to=to, operations=words, task_bytes=task_bytes, shard_bytes=shard_bytes)
-    facts = {
+    facts: dict[str, int | str] = {
         "operation": job.operation.name,
         "job": job.key,
         "tensors": len(job.files.table),

@@ -215,4 +215,5 @@ def work(address: str, worker: str, device: str, secret: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(*sys.argv[1:4], sys.stdin.readline().strip()))
+    _address, _worker, _device = sys.argv[1:4]
+    sys.exit(work(_address, _worker, _device, sys.stdin.readline().strip()))
