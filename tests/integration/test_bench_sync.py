@@ -1,0 +1,31 @@
+"""The sync benchmark runs end to end at some MB, on the CPU, and measures every row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_has_every_row(tmp_path: Path) -> None:
+    what = ["--small", "--total-gb", "0.008", "--reps", "1", "--budget-s", "250", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.bench_sync", *what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = (tmp_path / "sync.md").read_text(encoding="utf-8")
+    assert "not measured" not in page, page + done.stderr[-2000:]
+    for row in ("llama, live, direct", "llama, live, staged: pause", "llama, snapshot, staged", "moe, live, direct"):
+        assert row in page
+    for row in ("gloo broadcast, packed", "gloo broadcast, per tensor", "pinned host memory", "the pull of it"):
+        assert row in page
+    samples = [json.loads(line) for line in (tmp_path / "sync.jsonl").read_text(encoding="utf-8").splitlines()]
+    steady = [update for sample in samples for turn in sample.get("steady", ()) for update in turn["updated"]]
+    assert steady
+    assert all(update["nbytes"] > 0 for update in steady)
