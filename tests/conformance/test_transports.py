@@ -45,6 +45,11 @@ class TestHttp(TransportTests):
         return HttpTransport()
 
 
+class TestHttpCompressed(TransportTests):
+    def make(self) -> Transport:
+        return HttpTransport(compress=True)
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 class TestHttpOnIpv6(TransportTests):
     def make(self) -> Transport:

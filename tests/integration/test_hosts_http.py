@@ -178,6 +178,117 @@ def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> No
         assert len(sent) > 30
 
 
+def weights(nbytes: int) -> bytes:
+    """BF16, of normal values."""
+    values = np.random.default_rng(3).standard_normal(nbytes // 2 + 1, np.float32)
+    return values.view(np.uint16)[1::2].tobytes()[:nbytes]
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_weights_come_compressed(num_connections: int) -> None:
+    options = {"num_connections": num_connections, "compress": True}
+    with reading(NBYTES) as (_, handle, there), reading(NBYTES, **options) as (transport, into, here):
+        there[:] = weights(NBYTES)
+        transport.wait(transport.post_read(into, handle.descriptor, whole(NBYTES)), stall_s=20)
+        assert here == there
+        name, why = transport.way(handle.descriptor)
+        assert name == "http+zstd"
+        assert 1.4 < float(why.partition("x")[0]) < 1.6
+        rows = segments([(i * 1000, (4999 - i) * 1000, 999) for i in range(5000)])
+        transport.wait(transport.post_read(into, handle.descriptor, rows), stall_s=20)
+        assert here[4999 * 1000 : 4999 * 1000 + 999] == there[:999]
+        assert here[999] == there[999]
+
+
+def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
+    real, sent = Wire.send, []
+
+    def send(self: Wire, views) -> int:
+        sent.append(1)
+        if len(sent) % 7 == 5:
+            self.cut()
+        return real(self, views)
+
+    with reading(20_000_000) as (_, handle, there), reading(20_000_000, compress=True) as (transport, into, here):
+        there[:] = weights(20_000_000)
+        monkeypatch.setattr(Wire, "send", send)
+        transport.wait(transport.post_read(into, handle.descriptor, whole(20_000_000)), stall_s=20)
+        assert here == there
+        assert len(sent) > 20
+
+
+def test_compressed_a_fence_before_the_seal_is_seen(monkeypatch) -> None:
+    with reading(100_000) as (_, handle, _), reading(100_000, compress=True) as (transport, into, here):
+        real = Wire.send
+
+        def send(self: Wire, views) -> int:
+            sent = real(self, views)
+            handle.fence()
+            return sent
+
+        monkeypatch.setattr(Wire, "send", send)
+        with pytest.raises(StaleDescriptor) as caught:
+            transport.wait(transport.post_read(into, handle.descriptor, whole(100_000)), stall_s=20)
+        assert not caught.value.mutated
+        assert here == b"\xaa" * 100_000
+
+
+def test_on_this_host_nothing_is_compressed_once_that_was_measured() -> None:
+    """Memory is faster than any codec; the tests' own machine may be too busy to show by how much, so it is told."""
+    with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
+        there[:] = sample(NBYTES)  # and no codec makes this smaller
+        transport.wait(transport.post_read(into, handle.descriptor, whole(NBYTES)), stall_s=20)
+        assert here == there
+        name, why = transport.way(handle.descriptor)
+        assert name == "http"
+        assert why.startswith("not compressed: the link gives ")
+        assert "the codec 1.00x" in why
+
+
+def test_a_peer_that_does_not_compress_is_read_raw(monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "CODING", "another")
+    with reading(100_000) as (_, handle, there), reading(100_000, compress=True) as (transport, into, here):
+        there[:] = sample(100_000)
+        transport.wait(transport.post_read(into, handle.descriptor, whole(100_000)), stall_s=20)
+        assert here == there
+        assert transport.way(handle.descriptor) == ("http", "not compressed: the peer does not compress")
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b"7fffffff\r\n" + bytes(100),
+        b"+0000064\r\n" + bytes(200),
+        b"no number\r",
+        b"00000000\r\n\r\n" + bytes(100),
+        b"00000064\r\n" + bytes(200),
+        b"00000018\r\n" + (2000).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(200),
+    ],
+)
+def test_chunks_that_lie_are_an_error(chunk: bytes) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: penstock-planes\r\n\r\n"
+
+    def lie() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(head + chunk)
+
+    threading.Thread(target=lie, daemon=True).start()
+    with reading(1000) as (_, handle, _), reading(1000, compress=True) as (transport, into, here):
+        payload = msgspec.msgpack.decode(handle.descriptor.payload) | {"port": server.getsockname()[1]}
+        lying = msgspec.structs.replace(handle.descriptor, payload=msgspec.msgpack.encode(payload))
+        with pytest.raises(FormatError) as caught:
+            transport.wait(transport.post_read(into, lying, whole(1000)), stall_s=20)
+        assert not caught.value.mutated
+        assert here == b"\xaa" * 1000
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
 def test_memory_released_under_a_read_is_written_no_more() -> None:
     with holder(slow=True) as (_, source), reading(NBYTES) as (transport, into, buffer):
         pending = transport.post_read(into, source, whole(NBYTES))

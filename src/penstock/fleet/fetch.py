@@ -340,7 +340,7 @@ class Fetch:
                 self.outcome.took(one.path, nbytes)
                 self.ticket.moved_bytes += nbytes
                 if one.giver is not None:
-                    self.outcome.why[one.path] = one.giver.why or NEAREST
+                    self.outcome.why[one.path] = one.giver.why.get(one.path) or NEAREST
             holding.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
             holding.path, holding.why = self.outcome.shares(), self.outcome.reasons()
 

@@ -66,13 +66,14 @@ class PeerStep:
         self._fetch.begins()
         try:
             for transport, into, descriptor, segments in self._one.reads(self._chunks):
-                posted.append((transport, transport.post_read(into, descriptor, segments)))
+                posted.append((transport, descriptor, transport.post_read(into, descriptor, segments)))
         except PenstockError as error:
             failed = error
             self._fetch.is_touched |= error.mutated
-        for transport, pending in posted:
+        for transport, descriptor, pending in posted:
             try:
                 transport.wait(pending, stall_s=self._fetch.stall_s)
+                self._one.came_by(transport, descriptor)
             except SourceStalled as error:
                 if transport.name in CANNOT_RECALL:
                     raise DestinationError(f"{error.message}, and may still arrive", mutated=True) from error

@@ -19,7 +19,7 @@ from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
 from penstock.transport.choose import Links, Reaching
 from penstock.transport.descriptor import Descriptor, decode
-from penstock.transport.protocol import Handle, Segments, Transport
+from penstock.transport.protocol import Coding, Handle, Segments, Transport
 from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0
@@ -60,7 +60,7 @@ class Following:
         num_flying: reads under way.
         fault: why it is no longer used; "" while it is.
         path: transport and member, for reports.
-        why: why no nearer transport.
+        why: path -> why no nearer transport, and why it is compressed or not.
 
     Args:
         min_bytes_per_s: one that gives less while it is read, uncapped, is used no more; 0: any pace will do.
@@ -86,7 +86,8 @@ class Following:
         self.step_chunks = 1
         self.not_before = 0.0
         self.error: PenstockError | None = None
-        self.path = self.why = ""
+        self.path = self._why_no_nearer = ""
+        self.why: dict[str, str] = {}
         self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
         self._read_s, self._read_until = 0.0, 0.0
         self._alive_at = self._probed_at = time.monotonic()
@@ -126,6 +127,16 @@ class Following:
             return False
         self._probed_at = now
         return True
+
+    def came_by(self, transport: Transport, source: Descriptor) -> None:
+        """Bytes were read; a transport that codes some says by now whether these were."""
+        if isinstance(transport, Coding):
+            name, why = transport.way(source)
+            self._by(name, "; ".join(filter(None, (self._why_no_nearer, why))))
+
+    def _by(self, name: str, why: str) -> None:
+        self.path = f"{name} <- {self.upstream.member[:8]}"
+        self.why[self.path] = why
 
     def hurry(self) -> None:
         """More is wanted of it than is known."""
@@ -221,7 +232,8 @@ class Following:
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
-            self.path, self.why = f"{transport.name} <- {self.upstream.member[:8]}", why
+            self._why_no_nearer = why
+            self._by(transport.name, why)
         self._generation = found.generation
 
     def _read_log(self, peer: Peer) -> None:

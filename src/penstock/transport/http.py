@@ -27,8 +27,10 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import Cancelled, ConfigError, FormatError
+from penstock.transport.coding import Choice
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
+from penstock.transport.http_peer import Peer
+from penstock.transport.http_reader import Address, Read, cut_into_parts
 from penstock.transport.http_server import Region, Server
 from penstock.transport.http_wire import ReadRequest
 from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
@@ -46,8 +48,22 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     path: Annotated[str, msgspec.Meta(max_length=107)] = ""
     is_tls: bool = False
 
+    @property
+    def address(self) -> Address:
+        return Address(host=self.host, port=self.port, path=self.path, is_tls=self.is_tls)
+
 
 _DECODER = msgspec.msgpack.Decoder(_Payload)
+
+
+def _payload(source: Descriptor) -> _Payload:
+    """FormatError."""
+    try:
+        return _DECODER.decode(source.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed http descriptor: {error}") from error
+
+
 _transports: weakref.WeakSet[HttpTransport] = weakref.WeakSet()
 
 
@@ -127,6 +143,7 @@ class HttpTransport:
         trust: how readers here check a peer's certificate (and show one); None: as the system does.
         advertise: host that others reach `listen` by; needed where it is every address of this host.
         num_connections: to one peer at most.
+        compress: whether what is read comes coded (`planes`); None: where that was measured to be faster.
 
     Raises:
         ConfigError: an address that is none or cannot be bound; or one that other hosts can reach, guarded by neither
@@ -144,6 +161,7 @@ class HttpTransport:
         trust: ssl.SSLContext | None = None,
         advertise: str | None = None,
         num_connections: int = CONNECTIONS,
+        compress: bool | None = None,
     ) -> None:
         if token is not None and not (token and token.isascii() and token.isprintable()):
             raise ConfigError("a token must be printable ASCII, and not empty")
@@ -152,7 +170,7 @@ class HttpTransport:
         listener, self.address = _listen(listen or "127.0.0.1:0", advertise, token is not None, tls is not None)
         self.endpoint, self.is_mine = secrets.token_hex(8), True
         self.changing, self.handles = threading.RLock(), set[HttpHandle]()
-        self._token, self._trust, self._num_connections = token, trust, num_connections
+        self._token, self._trust, self._num_connections, self._compress = token, trust, num_connections, compress
         self._peers: dict[Address, Peer] = {}
         self.server = Server(listener, endpoint=self.endpoint, token=token, tls=tls)
         _transports.add(self)
@@ -174,10 +192,7 @@ class HttpTransport:
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
-        try:
-            found = _DECODER.decode(source.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"malformed http descriptor: {error}") from error
+        found = _payload(source)
         read = HttpRead(
             generation=source.generation,
             request=ReadRequest(endpoint=source.endpoint, key=found.key, nbytes=source.nbytes, src=b"", length=b""),
@@ -190,7 +205,7 @@ class HttpTransport:
             self._check_open()
             into.check_open()
             into.reads.add(read)
-            read.peer = self._peer(Address(host=found.host, port=found.port, path=found.path, is_tls=found.is_tls))
+            read.peer = self._peer(found.address)
         read.peer.post(parts)
         return read
 
@@ -198,6 +213,13 @@ class HttpTransport:
         """See `Transport.wait`. Also PermissionDenied (the peer refuses our token or certificate), FormatError."""
         assert isinstance(pending, HttpRead)
         pending.wait(pending.peer, stall_s)
+
+    def way(self, source: Descriptor) -> tuple[str, str]:
+        """See `Coding.way`."""
+        with self.changing:
+            peer = self._peers.get(_payload(source).address)
+        is_coded, why = (False, "") if peer is None else peer.choice.told()
+        return f"{self.name}+zstd" if is_coded else self.name, why
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -229,7 +251,11 @@ class HttpTransport:
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
             self._peers[address] = Peer(
-                address, token=self._token, trust=self._trust, num_connections=self._num_connections
+                address,
+                token=self._token,
+                trust=self._trust,
+                num_connections=self._num_connections,
+                choice=Choice(self._compress),
             )
         return self._peers[address]
 

@@ -1,7 +1,7 @@
-"""The reader's end of the `http` transport: reads cut into parts, and the connections that carry them.
+"""The reader's end of the `http` transport: reads, cut into parts.
 
 In: runs of a peer's region, where they go. Out: bytes in place, or why not.
-Not here: the server (`http_server`), handles and descriptors (`http`).
+Not here: the connections that carry parts (`http_peer`), the server (`http_server`), handles and descriptors (`http`).
 
     Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
 
@@ -11,43 +11,32 @@ a fence (410) and a dead peer (refused) from a connection that merely ended.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import socket
 import ssl
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
+from penstock.errors import PenstockError, SourceStalled
 from penstock.transport.http_wire import (
     MAX_RUNS,
-    SEAL,
-    SEAL_WORD,
     ReadRequest,
     Wire,
     advance,
-    content_length,
-    fields,
-    front,
 )
 from penstock.types import I64, MIB
 
+if TYPE_CHECKING:
+    from penstock.transport.http_peer import Peer
+
 PART_BYTES = 32 * MIB
 """What one request asks for, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
-IDLE_S = 15.0
-"""A connection without work for this long is dropped; the server would after 60 s."""
 CONNECT_S = 10.0
 """For a connection to be made."""
-SILENCE_S = 60.0
-"""A connection that says nothing for this long is given up, where nobody waits who would know sooner."""
-FULL_S = 0.1
-"""Before a peer that has no room for another connection is asked again."""
-MAX_FRUITLESS = 3
-"""Connections of one part that may end in a row before a byte came."""
 LETTING_GO_S = 5.0
 """For threads to take their hands off memory, once their connections are cut; they need microseconds."""
 
@@ -88,6 +77,18 @@ class Part:
 
     def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
         self.read, self.src, self.length, self.views = read, src, length, views
+
+    def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
+        """Offsets and bytes of its first runs, together at most so many bytes; None: of all."""
+        if nbytes is None or sum(self.length) <= nbytes:
+            return self.src, self.length
+        length: list[int] = []
+        for run in self.length:
+            length.append(min(run, nbytes))
+            nbytes -= length[-1]
+            if not nbytes:
+                break
+        return self.src[: len(length)], length
 
     def took(self, nbytes: int) -> None:
         """These first bytes are in place."""
@@ -198,158 +199,3 @@ def cut_into_parts(read: Read, memory: memoryview, src: I64, dst: I64, nbytes: I
         parts.append(Part(read, src[first:last].tolist(), nbytes[first:last].tolist(), views))
     read.num_left = len(parts)
     return parts
-
-
-class Peer:
-    """The connections to one address, and the parts waiting for one. `progress_at`: when a byte last came."""
-
-    def __init__(
-        self, address: Address, *, token: str | None, trust: ssl.SSLContext | None, num_connections: int
-    ) -> None:
-        self.address, self.trust, self.progress_at = address, trust, time.monotonic()
-        self._num_connections = num_connections
-        self._queue: collections.deque[Part] = collections.deque()
-        self._changed, self._is_open = threading.Condition(), True
-        self._num_idle = self._num_threads = 0
-        host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
-        self.fixed = f"Host: {host}\r\n" + (f"Authorization: Bearer {token}\r\n" if token is not None else "")
-
-    def post(self, parts: list[Part]) -> None:
-        """Have these carried."""
-        with self._changed:
-            self._queue.extend(parts)
-            missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
-            for _ in range(missing):
-                self._num_threads += 1
-                threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
-            self._changed.notify(len(parts))
-
-    def close(self) -> None:
-        """Carry nothing more; whoever is idle leaves."""
-        with self._changed:
-            self._is_open = False
-            self._queue.clear()
-            self._changed.notify_all()
-
-    def _next(self) -> Part | None:
-        with self._changed:
-            self._num_idle += 1
-            self._changed.wait_for(lambda: self._queue or not self._is_open, IDLE_S)
-            self._num_idle -= 1
-            if self._queue:
-                return self._queue.popleft()
-            self._num_threads -= 1
-            return None
-
-    def _carry(self) -> None:
-        carrier = _Carrier(self)
-        try:
-            while (part := self._next()) is not None:
-                if part.read.error is None:
-                    carrier.carry(part)
-                del part  # lets go of the memory while waiting for another
-        finally:
-            carrier.close()
-
-
-class _Full(OSError):
-    """The peer has no room for another connection."""
-
-
-class _Carrier:
-    """A thread's connection."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._wire: Wire | None = None
-
-    def close(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-
-    def carry(self, part: Part) -> None:
-        """Bring a part, over as many connections as it takes. Errors go to its read."""
-        fruitless, read = 0, part.read
-        while read.error is None:
-            before, is_fresh, why = read.moved_bytes, self._wire is None, "the connection ended"
-            try:
-                if self._exchange(self._wire or self._connect(read.uri), part):
-                    read.finished_part()
-                    return
-            except PenstockError as error:
-                read.fail(error)
-            except _Full:
-                is_fresh = False  # no failure; the waiter's stall ends this
-            except OSError as error:
-                why = str(error)
-            self.close()
-            fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
-            if fruitless >= MAX_FRUITLESS:
-                read.fail(PeerLost(f"{fruitless} connections in a row came to nothing: {why}", uri=read.uri))
-
-    def _connect(self, uri: str) -> Wire:
-        try:
-            self._wire = Wire(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
-        except ssl.SSLError as error:
-            raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
-            raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
-        return self._wire
-
-    def _exchange(self, wire: Wire, part: Part) -> bool:
-        """One request and its answer; False if the connection ended before the seal."""
-        read = part.read
-        src, length = (np.array(column, "<i8").tobytes() for column in (part.src, part.length))
-        body = msgspec.msgpack.encode(msgspec.structs.replace(read.request, src=src, length=length))
-        head = f"POST /v1/regions/{read.generation} HTTP/1.1\r\n{self._peer.fixed}Content-Length: {len(body)}\r\n\r\n"
-        if not read.begin(wire):
-            return False
-        try:
-            wire.set_pace(SILENCE_S)
-            wire.send_all(head.encode("latin-1") + body)
-            reply, behind = wire.head(SILENCE_S)
-            if not reply:
-                return False
-            line, found = fields(reply)
-            status = line.split(" ")[1:2]
-            if status == ["503"]:
-                threading.Event().wait(FULL_S)
-                raise _Full
-            if status != ["200"]:
-                raise _refusal(status, read)
-            if content_length(found) != sum(part.length) + SEAL.size:
-                raise FormatError("an answer of another length than was asked for", uri=read.uri)
-            return self._receive(wire, part, behind)
-        finally:
-            read.end(wire)
-
-    def _receive(self, wire: Wire, part: Part, behind: bytes) -> bool:
-        """The runs' bytes, then the seal; `behind` came with the head. False if the connection ended before."""
-        peer, read, seal = self._peer, part.read, b""
-        wire.set_pace(SILENCE_S)
-        while part.views and read.error is None:
-            views = front(part.views)
-            if behind:
-                got = min(len(behind), len(views[0]))
-                views[0][:got] = behind[:got]
-                behind = behind[got:]
-            else:
-                got = wire.receive_into(views)
-            if not got:
-                return False
-            peer.progress_at = time.monotonic()
-            part.took(got)
-            read.gained(got)
-        if read.error is None:
-            seal = wire.body(SEAL.size, behind, SILENCE_S)
-            peer.progress_at = time.monotonic()
-        return seal == SEAL.pack(SEAL_WORD, read.generation)
-
-
-def _refusal(status: list[str], read: Read) -> PenstockError:
-    if status == ["410"]:
-        return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
-    if status in (["401"], ["403"]):
-        return PermissionDenied("the peer refuses our token", uri=read.uri, hint="give both ends the same token")
-    return FormatError(f"the peer refused a read: {' '.join(status)}", uri=read.uri)

@@ -19,9 +19,11 @@ import threading
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from penstock.errors import FormatError
 from penstock.transport.http_wire import (
+    CODING,
     MAX_BODY_BYTES,
     PIECE_BYTES,
     SEAL,
@@ -29,10 +31,12 @@ from penstock.transport.http_wire import (
     ReadRequest,
     Wire,
     advance,
+    chunk_head,
     content_length,
     fields,
     front,
 )
+from penstock.transport.planes import BLOCK_BYTES, Planes
 
 HEAD_S = 10.0
 """For a whole request, from its first byte on, and for a TLS handshake."""
@@ -167,14 +171,15 @@ class Server:
             sock.close()
 
     def _serve(self, wire: Wire) -> None:
-        behind = b""
+        behind, planes = b"", None
         while True:
             try:
                 head, behind = wire.head(HEAD_S, behind, first_s=IDLE_S)
                 if not head:
                     return
-                generation, request, behind = self._request(wire, head, behind)
-                self._answer(wire, generation, request)
+                generation, request, is_coded, behind = self._request(wire, head, behind)
+                planes = planes or Planes() if is_coded else None
+                self._answer(wire, generation, request, planes)
             except _Refused as refused:
                 wire.set_pace(HEAD_S)
                 wire.send_all(_answer(refused.status))
@@ -184,8 +189,8 @@ class Server:
                 wire.send_all(_answer(400))
                 return
 
-    def _request(self, wire: Wire, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bytes]:
-        """Generation asked for, the request, and what came behind it. _Refused, FormatError."""
+    def _request(self, wire: Wire, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
+        """Generation asked for, the request, if it may be coded, and what came behind it. _Refused, FormatError."""
         line, found = fields(head)
         if self._token is not None:
             shown = found.get("authorization", "").encode("latin-1")
@@ -203,11 +208,12 @@ class Server:
             raise _Refused(413)
         body = wire.body(length, behind, HEAD_S)
         try:
-            return int(number), _DECODER.decode(body[:length]), body[length:]
+            is_coded = found.get("accept-encoding") == CODING
+            return int(number), _DECODER.decode(body[:length]), is_coded, body[length:]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError("a malformed request") from error
 
-    def _answer(self, wire: Wire, generation: int, request: ReadRequest) -> None:
+    def _answer(self, wire: Wire, generation: int, request: ReadRequest, planes: Planes | None) -> None:
         src, length = request.runs()
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
@@ -220,22 +226,42 @@ class Server:
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
             wire.set_pace(SEND_S)
-            wire.send_all(_answer(200, total + SEAL.size))
+            wire.send_all(_answer(200, total + SEAL.size) if planes is None else _CODED)
             while views:
-                if self._regions.get(generation) is not region:
-                    raise ConnectionAbortedError("fenced")
-                advance(views, wire.send(front(views, PIECE_BYTES)))
+                self._check_given(region)
+                if planes is None:
+                    advance(views, wire.send(front(views, PIECE_BYTES)))
+                else:
+                    _send_block(wire, views, planes)
             # A holder fences before it changes a byte: if the generation is still there, all that went was of it.
-            if self._regions.get(generation) is not region:
-                raise ConnectionAbortedError("fenced")
-            wire.send_all(SEAL.pack(SEAL_WORD, generation))
+            self._check_given(region)
+            seal = SEAL.pack(SEAL_WORD, generation)
+            wire.send_all(seal if planes is None else chunk_head(len(seal)) + seal + b"\r\n" + chunk_head(0) + b"\r\n")
         finally:
             with self._lock:
                 region.under_way.discard(wire)
 
+    def _check_given(self, region: Region) -> None:
+        if self._regions.get(region.generation) is not region:
+            raise ConnectionAbortedError("fenced")
+
     def _is_given(self, region: Region, request: ReadRequest) -> bool:
         same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
         return hmac.compare_digest(request.key, region.key) and same
+
+
+_CODED = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n\r\n".encode()
+
+
+def _send_block(wire: Wire, views: list[memoryview], planes: Planes) -> None:
+    """Send the front of these views as one chunk, and take it off them."""
+    taken = front(views, BLOCK_BYTES)
+    block = np.frombuffer(taken[0] if len(taken) == 1 else b"".join(taken), np.uint8)
+    frame = planes.encode(block)
+    sending = [memoryview(chunk_head(sum(map(len, frame)))), *(one for one in frame if len(one)), memoryview(b"\r\n")]
+    while sending:
+        advance(sending, wire.send(sending))
+    advance(views, len(block))
 
 
 def _answer(status: int, nbytes: int = 0) -> bytes:

@@ -4,12 +4,14 @@ In: a connected socket. Out: bytes moved between it and views of memory, heads o
 Not here: who may read (`http_server`), which connections (`http`).
 
     POST /v1/regions/GENERATION   a `ReadRequest`, msgpack   ->   200, Content-Length: the runs' bytes, then a seal
+      Accept-Encoding: penstock-planes   ->   or, Content-Encoding the same: frames of `planes` and the seal, as chunks
 
 The **seal** is sent after the last byte only if the generation still holds then: bytes without it are not believed.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import struct
@@ -35,6 +37,11 @@ MAX_VIEWS = 256
 """Views given to one scattering call. Reason: below the kernel's 1,024 (IOV_MAX), past which it refuses."""
 SEAL = struct.Struct("<8sQ")
 SEAL_WORD = b"penstock"
+CODING = "penstock-planes"
+"""What a reader accepts, and the server may send."""
+CHUNK_HEAD = 10
+"""Bytes of a chunk's head as we write it: eight digits, a line's end."""
+_CHUNK_HEAD = re.compile(rb"[0-9a-f]{8}\r\n")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
@@ -126,6 +133,17 @@ class Wire:
             found += got
         return found
 
+    def fill(self, view: memoryview, begun: bytes = b"") -> bytes:
+        """Receive until the view is full; what is left of `begun`, which came already. OSError if it ends before."""
+        at = min(len(begun), len(view))
+        view[:at] = begun[:at]
+        while at < len(view):
+            got = self.receive_into([view[at:]])
+            if not got:
+                raise ConnectionAbortedError("the connection ended")
+            at += got
+        return begun[len(view) :]
+
     def send_all(self, data: bytes) -> None:
         """Send a short message."""
         self._sock.sendall(data)
@@ -203,6 +221,18 @@ def fields(head: bytes) -> tuple[str, dict[str, str]]:
             raise FormatError("a malformed or repeated header field")
         found[name.lower()] = value.strip()
     return lines[0], found
+
+
+def chunk_head(nbytes: int) -> bytes:
+    """What comes before a chunk; after it there is a line's end. Of 0 bytes: the last one."""
+    return b"%08x\r\n" % nbytes
+
+
+def chunk_bytes(head: memoryview, limit: int) -> int:
+    """Bytes of the chunk behind a head of ours. FormatError if it is none, or says more than `limit`."""
+    if not _CHUNK_HEAD.fullmatch(head) or int(bytes(head[:8]), 16) > limit:
+        raise FormatError("a malformed or too long chunk")
+    return int(bytes(head[:8]), 16)
 
 
 def content_length(found: dict[str, str]) -> int:

@@ -234,3 +234,12 @@ class Striding(Protocol):
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> Pending:
         """As `Transport.post_read`, of rectangles."""
         ...
+
+
+@runtime_checkable
+class Coding(Protocol):
+    """A transport that may code what crosses a link, where that is faster."""
+
+    def way(self, source: Descriptor) -> tuple[str, str]:
+        """What reads from there go by now, `+zstd` if coded; and how much smaller that makes them, or why not."""
+        ...

@@ -20,7 +20,7 @@ from penstock.transport.cuda_driver import CudaDriver, load_driver
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Endpoint, IntoHandle
 from penstock.transport.page import Page
-from penstock.transport.protocol import Filling, Handle, Memory, Pending, Segments, Transport
+from penstock.transport.protocol import Coding, Filling, Handle, Memory, Pending, Segments, Transport
 from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
@@ -115,6 +115,13 @@ class StagedTransport:
         """
         assert isinstance(pending, StagedRead)
         pending.run(stall_s)
+
+    def way(self, source: Descriptor) -> tuple[str, str]:
+        """See `Coding.way`; of the inner transport."""
+        if not isinstance(self._inner, Coding):
+            return self.name, ""
+        name, why = self._inner.way(source)
+        return self.name + name.removeprefix(self._inner.name), why
 
     def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
         """What fits into one buffer. Raises as `wait`."""
