@@ -47,6 +47,21 @@ def test_each_version_is_the_whole_quantised(host: Host, source: str, keep_plain
             assert set(told[0]["committed"]) == members(theirs + plain)
 
 
+@pytest.mark.parametrize("source", ["live", "snapshot"])
+def test_ranks_whose_shards_lie_inside_a_block(host: Host, source: str) -> None:
+    """Of five, the second and fourth begin no block: they give elements to the others, and nothing to receivers."""
+    mine = publishers(host, 5, mode=source, options={"keep_plain": False})
+    theirs = subscribers(host)
+    mine[0].ask("subscribers 2")
+    for version in (1, 2):
+        said = step(mine, theirs, version)
+        for worker, one in zip(theirs, said, strict=False):
+            holds(worker, one, version)
+        # Of each layer's rows [60, 128), [180, 256) and none.
+        assert [one["exchanged"] for one in said[2:]] == [68 * 512 * 3, 0, 76 * 512 * 3, 0, 0]
+        assert [one["transformed"] > 0 for one in said[2:]] == [True, False, True, False, True]
+
+
 def test_masters_are_cast(host: Host) -> None:
     shape = SHAPE | {"dtype": "float32"}
     mine = host.start_ranks("publisher", 2, options={"transforms": "cast:BF16"}, **shape)

@@ -36,7 +36,8 @@ class Offer:
         rows: all that is declared.
         transforms: see `publisher`; None: everything is shown as it is alone.
         keep_plain: show as it is also what is tagged.
-        snapshot: whether `memories` are copied: to `host` or beside.
+        world_size: ranks.
+        snapshot, host: whether `memories` are copied, and whether to host memory.
         memory_bytes: bound of all that.
 
     Raises:
