@@ -1,0 +1,61 @@
+"""A job's messages: whole, in order, however the bytes come; what is none is refused before it is held."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from penstock.errors import FormatError, PeerLost
+from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, Wire, Work
+
+Pair = tuple[socket.socket, Wire]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """A worker's socket, and the coordinator's side."""
+    here, there = socket.socketpair()
+    there.settimeout(5.0)
+    wire = Wire(there, max_frame_bytes=HELLO_BYTES)
+    yield here, wire
+    here.close()
+    wire.close()
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    raw = msgspec.msgpack.encode(message)
+    return len(raw).to_bytes(4, "little") + raw
+
+
+def test_messages_are_whole_however_their_bytes_come(pair: Pair):
+    here, wire = pair
+    messages = [Hello(worker="w", secret="s", pid=1, device="cpu"), Began(task=3), Done(task=3, digests=bytes(16))]
+    raw = b"".join(map(framed, messages))
+    found = []
+    for at in range(0, len(raw), 7):
+        here.sendall(raw[at : at + 7])
+        found += wire.from_worker()
+    assert found == messages
+    here.sendall(raw)
+    assert wire.from_worker() == messages
+
+
+@pytest.mark.parametrize("raw", [(HELLO_BYTES + 1).to_bytes(4, "little"), b"\x01\0\0\0\xc1", framed(Work(tasks=(1,)))])
+def test_what_is_no_message_of_a_worker_is_refused(pair: Pair, raw: bytes):
+    pair[0].sendall(raw)
+    with pytest.raises(FormatError):
+        pair[1].from_worker()
+
+
+def test_an_end_within_a_message_is_an_end(pair: Pair):
+    here, wire = pair
+    here.sendall(framed(Began(task=1))[:-1])
+    assert wire.from_worker() == []
+    here.close()
+    with pytest.raises(PeerLost):
+        wire.from_worker()
+    with pytest.raises(PeerLost):
+        wire.send(Work(revoked=(1,)))
