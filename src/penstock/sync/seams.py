@@ -5,9 +5,9 @@ version, on every rank or on none.
 Not here: which they are (`transform.geometry`), quantising, versions that receivers see (`publish`).
 
     A sync among the publishers, by the same planner, parts, leases of memory and transports, in a room of its own at
-    their doors: wants = foreign boxes, holdings = all rows. Rank 0 plans, once; and says when all have theirs.
+    their doors: wants = foreign boxes, holdings = all rows. Rank 0 plans, once; and says when all are done.
 
-    begin(v) on every rank -> part (the one it has, if nothing changed) -> take -> said to rank 0 -> all have it: fence
+    begin(v) on every rank -> part (the one it has, if nothing changed) -> take -> quantise -> all are done: fence
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Seams:
 
     @contextlib.contextmanager
     def exchanged(self, version: int, run: str) -> Iterator[None]:
-        """Inside, what we need of others is here; on leaving, all ranks had theirs, and parameters may change.
+        """Inside, what we need of others is here; on leaving, all ranks are done inside, and parameters may change.
 
         Raises:
             PeerLost, SourceStalled: a rank is gone, silent, or could not have its own; on every rank. PlanError,
@@ -195,42 +195,43 @@ class Seams:
         self._held.ready()
         self._board.post(run, version, is_open=True)
         try:
-            failed = self._tried(version, run)
-            try:
-                if failed is None:
-                    yield
-            finally:
-                self._settle(version, run, failed)
+            self._begin(version, run)
+            self._run(version, run)
+            yield
+        except BaseException as error:
+            if isinstance(error, PenstockError):
+                error.mutated = False  # of memory that is ours alone
+            why = str(error) or type(error).__name__
+            self._planner.fail(f"version {version} is not quantised: {why}")
+            with contextlib.suppress(PenstockError):  # ours is the one that is raised
+                self._tell(version, run, why[:1024])
+            if self._peers is not None:
+                self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+            raise
+        else:
+            self._tell(version, run, "")
+            self._settle(version, run)
         finally:
             self._held.fence()
             self._board.post(run, version, is_open=False)
 
-    def _tried(self, version: int, run: str) -> PenstockError | None:
-        """Take our part, and tell rank 0 what came of it."""
-        failed: PenstockError | None = None
-        try:
-            if self._peers is not None:
-                self._peers.absent.clear()
-                self._peers.begin(version, [self._member.id])
-                ranks = self._ranks(run)
-                self._peers.begin(version, [one.member for one in ranks])
-                self._planner.begin(version, ranks)
-            self._run(version, run)
-            told = Progress(version=version, moved_bytes=self.moved_bytes, outcome="committed")
-        except SourceFailed as error:
-            failed = error.error
-        except PenstockError as error:
-            failed = error
-        if failed is not None:
-            failed.mutated = False
-            told = Progress(version=version, outcome="failed", why=str(failed)[:1024])
-            self._planner.fail(f"version {version} is not quantised: {failed.message}")
+    def _begin(self, version: int, run: str) -> None:
+        """As rank 0, know whom to wait for, and give parts."""
+        if self._peers is not None:
+            self._peers.absent.clear()
+            self._peers.begin(version, [self._member.id])
+            ranks = self._ranks(run)
+            self._peers.begin(version, [one.member for one in ranks])
+            self._planner.begin(version, ranks)
+
+    def _tell(self, version: int, run: str, why: str) -> None:
+        """Tell rank 0 that we are done, or why we cannot be."""
+        moved = self.moved_bytes
+        told = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
             self._peers.heard(self._member.id, told)
         else:
-            with contextlib.suppress(*((PenstockError,) if failed is not None else ())):
-                self._roster.ask(run, lambda talk: talk.progress(told), line="progress")
-        return failed
+            self._roster.ask(run, lambda talk: talk.progress(told), line="progress")
 
     def _ranks(self, run: str) -> list[SyncMember]:
         """All ranks of our run, the newest life of each.
@@ -261,7 +262,10 @@ class Seams:
         part = self._take.part
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         links: dict[str, SourceLink] = {}
-        links |= open_links(self._roster, [one for one in used if one != self._member.id], version, self._stall_s)
+        try:
+            links |= open_links(self._roster, [one for one in used if one != self._member.id], version, self._stall_s)
+        except SourceFailed as failed:
+            raise failed.error from failed
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._held)
         self.moved_bytes = self._take.run(links, lambda bucket: None).nbytes
@@ -302,14 +306,12 @@ class Seams:
         except StaleDescriptor as error:
             raise PeerLost(error.message, uri=f"penstock:{run}") from error
 
-    def _settle(self, version: int, run: str, failed: PenstockError | None) -> None:
-        """Wait until all ranks have theirs; raise where one has not."""
+    def _settle(self, version: int, run: str) -> None:
+        """Wait until all ranks are done; raise where one is not."""
         if self._peers is not None:
             said = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
-        elif failed is None:
+        else:
             said = decided(self._roster, run, version, self._stall_s)
-        if failed is not None:
-            raise failed
         if said.failed or said.late:
             raise _undone(version, said)
 
