@@ -39,6 +39,7 @@ from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
 from penstock.memory.tiers import Block, Level, Tiers
 from penstock.storage.spill import SpillTier
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.keeper import KeeperProcess
 from penstock.types import GB
 
 THREADS = 8
@@ -147,18 +148,16 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int) -> dict[s
     made: dict[str, list[float]] = {"attach, swapped back": [], "attach, on the device": [], "fresh load": []}
     for seed, name in enumerate("ab"):
         write_llama(directory / name, total_bytes=nbytes, fp8=False, seed=seed, shards=4)
+    below = ["--disk", str(directory / "spill")] if device == "cpu" else ["--host-bytes", str(3 * nbytes)]
+    bounds = ["--device", device, "--memory-bytes", str(int(1.5 * nbytes)), *below]
     with tempfile.TemporaryDirectory() as runtime:
         os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
-        below = {"disk": directory / "spill"} if device == "cpu" else {"host_bytes": 3 * nbytes}
-        with ps.Keeper(device=device, memory_bytes=int(1.5 * nbytes), **below) as keeper:  # type: ignore[arg-type]
-            for name in "ab":
-                keeper.keep(name, directory / name)
+        with KeeperProcess([*(str(directory / name) for name in "ab"), *bounds], timeout_s=300):
             for rep in range(2 * reps):
                 for what in ("attach, swapped back", "attach, on the device"):
                     begun = time.perf_counter()
                     with ps.attach("ab"[rep % 2], wait_s=60, verify=False):
                         made[what].append(time.perf_counter() - begun)
-            print(f"keeper: {links(keeper.tiers)}")
         for _ in range(reps):
             begun = time.perf_counter()
             ps.load(directory / "a", device=device, copy=True)
@@ -166,11 +165,6 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int) -> dict[s
     for name in "ab":
         shutil.rmtree(directory / name)
     return made
-
-
-def links(tiers: Tiers) -> str:
-    found = tiers.stats().links.items()
-    return ", ".join(f"{a} -> {b} {one.num_moves} x, {one.gb_per_s:.2f} GB/s" for (a, b), one in found)
 
 
 def show(rows: dict[str, list[float]], bounds: dict[str, float], unit: str = "GB/s") -> None:

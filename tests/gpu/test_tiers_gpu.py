@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.test_bench_tiers import ran
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
@@ -75,3 +76,8 @@ def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
             gc.collect()
         assert sorted(tiers().values()) == ["", "disk", "host"]
         assert keeper.process.poll() is None
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    found = ran("--device", "cuda:0", "--dir", str(tmp_path))
+    assert "| host -> gpu |" in found and "| gpu -> host, first |" in found, found

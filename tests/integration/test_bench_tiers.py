@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,10 +26,4 @@ def test_each_link_has_its_row_and_its_limit(tmp_path: Path) -> None:
 def test_the_keepers_swaps(tmp_path: Path) -> None:
     found = ran("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found
-    assert "disk -> host 2 x" in found or "disk -> host 3 x" in found, found
-
-
-@pytest.mark.gpu
-def test_on_a_device(tmp_path: Path) -> None:
-    found = ran("--device", "cuda:0", "--dir", str(tmp_path))
-    assert "| host -> gpu |" in found and "| gpu -> host, first |" in found, found
+    assert "fresh load | 1 |" in found, found
