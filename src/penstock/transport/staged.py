@@ -212,6 +212,7 @@ never_freed: list[object] = []
 
 
 def ordinal(device: str) -> int:
+    """The number of a CUDA device. ConfigError for another one."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(f"staged reads go to CUDA memory, not to {device}")
