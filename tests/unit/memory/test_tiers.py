@@ -407,3 +407,27 @@ def test_a_move_that_gets_nowhere_is_not_waited_for_for_ever() -> None:
             tiers.promote(block(1))
         gate.set()
         first.result(timeout=20)
+
+
+def test_many_threads_see_only_their_blocks_bytes() -> None:
+    source, faults = Source(), []
+    blocks = [block(i) for i in range(9)]
+
+    def work(first: int) -> None:
+        for turn in range(60):
+            one = blocks[(first + turn * (first + 1)) % len(blocks)]
+            with tiers.pin(one, ("gpu", "host")[turn % 2]) as room:
+                if seen(room) != bytes(content(one)):
+                    faults.append(one)
+
+    with make(400, 400, None) as tiers:
+        for one in blocks:
+            tiers.put(one, source.of(one), tier="disk", again=False)
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]  # four pins fit each tier at once
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not faults
+        assert all(tier.peak_bytes <= 400 for name, tier in tiers.stats().tiers.items() if name != "disk")
+        assert set(source.reads.values()) == {1}
