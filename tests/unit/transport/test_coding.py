@@ -66,7 +66,7 @@ def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
     assert "too little" in choice.told()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
     assert asked == [False] * asked.count(False) + [True] * asked.count(True)
-    assert asked.count(False) * 4 <= 28
+    assert asked.count(False) * 4 <= 60
     is_coded, why = choice.told()
     assert is_coded
     assert why == "1.50x by byte planes: 0.19 GB/s, raw 0.12"
@@ -86,7 +86,7 @@ def test_the_gain_must_be_worth_it(clock: Clock) -> None:
 def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None:
     choice = Choice()
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
-    assert 0 < asked.count(True) * 4 <= 28
+    assert 0 < asked.count(True) * 4 <= 60
     assert not asked[-1]
     assert choice.told() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
 
@@ -95,7 +95,7 @@ def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
     choice = Choice()
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
-    assert 0 < asked.count(True) * 4 <= 36
+    assert 0 < asked.count(True) * 4 <= 68
     assert choice.told() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
 
 
@@ -103,7 +103,7 @@ def test_a_link_is_measured_anew(clock: Clock) -> None:
     choice = Choice()
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
     clock.now += AGAIN_S
-    assert read(choice, clock, 100, raw=0.1, coded=0.15)[-1]
+    assert read(choice, clock, 120, raw=0.1, coded=0.15)[-1]
     clock.now += AGAIN_S
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
 
@@ -123,7 +123,7 @@ def test_answers_of_the_other_kind_do_not_count(clock: Clock) -> None:
     choice = Choice()
     straggler = choice.begin()
     assert straggler is False
-    read(choice, clock, 40, raw=0.1, coded=0.01, idle_s=0)
+    read(choice, clock, 60, raw=0.1, coded=0.01, idle_s=0)
     assert choice.is_coded
     read(choice, clock, 200, raw=0.1, coded=0.01, idle_s=0)
     assert choice.is_coded
