@@ -26,6 +26,8 @@ COMMANDS = {
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
     "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --one-node "
     "--bucket-bytes --watermark-bytes --cluster --rates --seed --picture --format",
+    "plan convert": "SOURCES --to --op --task-bytes --workers --cluster --rates --seed --picture --format",
+    "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
     "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --seed --picture --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",

@@ -1,18 +1,35 @@
 """`penstock plan`: what would be read or moved, from headers and shapes alone; nothing is.
 
 In: a weight set, or a model and how both sides hold it. Out: the plan in numbers; with `--explain` in words.
-Not here: planning (`plan.schedule`, `plan.sync`), how long it would take (`simulate`, `load --dry-run`).
+Not here: planning (`plan.schedule`, `plan.sync`), how long a load or a sync would take (`simulate`, `load --dry-run`).
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from penstock.cli.options import Format, FormatOption, MemoryBytes, Names, Uri
 from penstock.cli.output import bytes_text, write_fields, write_json, write_lines
-from penstock.cli.simulate import BucketBytes, Fp8, Model, Receivers, Shards, Sides, Tp, Trainers, WholeExperts
+from penstock.cli.simulate import (
+    BucketBytes,
+    ClusterOption,
+    Fp8,
+    Model,
+    PictureOption,
+    RatesOption,
+    Receivers,
+    SeedOption,
+    Shards,
+    Sides,
+    Tp,
+    Trainers,
+    WholeExperts,
+    read_cluster,
+    write_prediction,
+)
 from penstock.config import Settings, parse_bytes
 
 app = typer.Typer(help="Show a plan.", no_args_is_help=True, rich_markup_mode=None)
@@ -105,6 +122,39 @@ def plan_sync(
         "key": found.key,
     }
     _write(facts, human, found.explain() if explain else "", format)
+
+
+@app.command("convert")
+def plan_convert(
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="What is read.")],
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="cast:BF16, fp8-block128, mxfp8, ...", show_default=False),
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option("--op", metavar="OP", help="As of `convert`.", show_default=False)
+    ] = None,
+    task_bytes: Annotated[str, typer.Option("--task-bytes", help="Bytes in and out of one task.")] = "64M",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="One a GPU; they fill nodes of the cluster.")] = 1,
+    cluster: ClusterOption = "h200",
+    rates: RatesOption = None,
+    seed: SeedOption = 0,
+    picture: PictureOption = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """How long a conversion would take, by stage: its own tasks, from the headers, on a described cluster."""
+    from penstock.cli.convert import word_of
+    from penstock.jobs import convert
+    from penstock.plan.simulate_convert import simulate_convert
+
+    job = convert.plan(sources, to=to, operations=[word_of(one) for one in op or ()], task_bytes=task_bytes)
+    described, speeds = read_cluster(cluster, rates)
+    if workers < described.gpus_per_node:
+        described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
+    else:
+        described = described.with_gpus(workers)
+    found = simulate_convert(job.tasks.in_bytes, job.tasks.out_bytes, described, speeds, seed=seed)
+    write_prediction(found, described.name, format, picture)
 
 
 def _write(facts: dict[str, object], human: dict[str, object], explained: str, format: Format) -> None:

@@ -1,7 +1,7 @@
-"""`penstock simulate`: how long a fetch or a sync would take on a cluster that is described, not there.
+"""`penstock simulate`: how long a fetch, a sync or a conversion would take on a cluster that is described, not there.
 
 In: a described cluster, a model's shapes. Out: the prediction on stdout, and as a picture.
-Not here: the simulations (`plan.simulate_fetch`, `plan.simulate_sync`), measuring rates (`calibrate`).
+Not here: the simulations (`plan.simulate_*`), measuring rates (`calibrate`).
 """
 
 from __future__ import annotations
@@ -168,6 +168,36 @@ def simulate_fetch(
     described = msgspec.structs.replace(described, num_nodes=nodes)
     fleet = simulation.Fleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
     found = simulation.simulate_fetch(fleet, described, speeds, seed=seed)
+    write_prediction(found, described.name, format, picture)
+
+
+@app.command("convert")
+def simulate_convert(
+    num_tasks: Annotated[
+        int, typer.Option("--tasks", min=1, help="How many, of up to --task-bytes in and out.")
+    ] = 10000,
+    task_bytes: Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="In and out of one task.")] = "64M",
+    shrink: Annotated[float, typer.Option("--shrink", help="Bytes in for one out: 2 is BF16 to FP8.")] = 2.0,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster; a worker for each GPU.")] = 1,
+    cluster: ClusterOption = "h200",
+    rates: RatesOption = None,
+    seed: SeedOption = 0,
+    picture: PictureOption = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Predict how long a conversion takes: the scheduler's own placement of tasks over the cluster's workers."""
+    import numpy as np
+
+    from penstock.plan import simulate_convert as simulation
+
+    if shrink <= 0:
+        raise ConfigError(f"--shrink {shrink}: bytes in for one out are above 0")
+    described, speeds = read_cluster(cluster, rates)
+    described = msgspec.structs.replace(described, num_nodes=nodes)
+    whole = parse_bytes(task_bytes)
+    size = np.random.default_rng(seed).integers(max(1, whole // 2), whole, num_tasks, endpoint=True)
+    given = np.maximum(1, size / (1 + shrink)).astype(np.int64)
+    found = simulation.simulate_convert(size - given, given, described, speeds, seed=seed)
     write_prediction(found, described.name, format, picture)
 
 

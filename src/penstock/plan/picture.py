@@ -19,6 +19,10 @@ _COLOURS = {
     "wire": "#2563eb",
     "digest": "#10b981",
     "flip": "#ef4444",
+    "fetch": "#2563eb",
+    "place": "#f59e0b",
+    "compute": "#8b5cf6",
+    "send": "#10b981",
 }
 
 

@@ -1,0 +1,235 @@
+"""How long a conversion takes: the project's own placement over workers of a described cluster.
+
+In: tasks' bytes in and out, a cluster, rates. Out: a `Prediction`.
+Not here: which tasks there are (`tasks`), who runs which (`placement`), running them (`jobs`).
+
+    worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage): a task at a time each
+
+Stages of one task follow each other, those of one worker work at once, each on its own task. Storage is shared evenly
+by all workers all of the time: exact while they are busy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.plan.cluster import Cluster, Rates, slowdowns
+from penstock.plan.placement import Placement
+from penstock.plan.simulate import NUM_BINS, LinkLoad, Prediction, Span, Stage, assumed, bottleneck
+from penstock.types import GB, I64
+
+STAGES = ("fetch", "place", "compute", "send")
+SILENCE_S = 30.0
+"""Until a worker that says nothing is taken for dead. Source: `config.Settings.stall_s`."""
+_DRAWN = frozenset({"GPU 0", "GPU 1"})
+_MAX_SPANS = 2000
+"""Workers in the picture, and parts of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """One worker: when each stage is free, seconds each was at work, the tasks it has in order."""
+
+    pace: tuple[float, float, float, float]
+    """Seconds a byte: of input fetched, placed and computed, of output sent."""
+    free: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+    busy: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+    queue: deque[tuple[int, float]] = field(default_factory=deque)
+    """Tasks, and when each was given."""
+    dies: float = np.inf
+    ended: float = 0.0
+
+
+def simulate_convert(in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
+    """Run these tasks on a worker for each GPU of the cluster.
+
+    Args:
+        in_bytes, out_bytes: of each task, as `tasks.Tasks` has them.
+        cluster: where a storage rate is 0, storage is no bound of its own; its PCIe and the transform's rate are.
+        rates: of the transform.
+        seed: of who is slow, and who dies when.
+
+    Raises:
+        PlanError: columns of different lengths; everybody died before the end.
+    """
+    cluster.check()
+    rates.check()
+    if len(in_bytes) != len(out_bytes):
+        raise PlanError(f"{len(in_bytes)} inputs and {len(out_bytes)} outputs")
+    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed)
+    run.go()
+    return run.prediction()
+
+
+class _Run:
+    """The events of one conversion."""
+
+    def __init__(self, in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, seed: int) -> None:
+        self.cluster, self.rates, self.seed = cluster, rates, seed
+        self.in_bytes, self.out_bytes = in_bytes.tolist(), out_bytes.tolist()
+        self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
+        self.placement = Placement((in_bytes + out_bytes).tolist())
+        self.events: list[tuple[float, int, str, int]] = []
+        self.num_begun = 0
+        self.now = 0.0
+        self.ends = np.zeros((3, len(self.in_bytes)))
+        """Per task that ended: when, bytes in, bytes out."""
+        self.spans: list[Span] = []
+        self.failed: list[str] = []
+
+    def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
+        """Seconds a byte of each stage, per worker."""
+        one = self.cluster
+        shares = [one.node_storage_gb_per_s / one.gpus_per_node, one.storage_gb_per_s / one.num_gpus]
+        storage_s = max((1 / share / GB for share in shares if share), default=0.0)
+        pcie_s, compute_s = 1 / one.pcie_gb_per_s / GB, 1 / self.rates.quantise_gb_per_s / GB
+        return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
+
+    def go(self) -> None:
+        """Until the last task ended."""
+        self._deaths()
+        for name in self.workers:
+            self.placement.join(name, 0.0)
+        for name in list(self.workers):
+            self._feed(name)
+        while not self.placement.is_done:
+            if not self.events:
+                raise PlanError("every worker died before the end")
+            self.now, kind, name, task = heapq.heappop(self.events)
+            one = self.workers.get(name)
+            if one is None:
+                continue
+            if kind < 0:
+                self._lost(name)
+            elif self.now <= one.dies and one.queue and one.queue[0][0] == task:
+                self._ended(name, one, task)
+
+    def _deaths(self) -> None:
+        """Deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
+        whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
+        chance = np.random.default_rng((self.seed, 3))
+        count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)
+        for who in chance.permutation(len(self.workers))[:count].tolist():
+            name = f"GPU {who}"
+            self.workers[name].dies = float(chance.uniform(0.0, whole_s))
+            heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
+
+    def _lost(self, name: str) -> None:
+        self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s; its tasks are run elsewhere")
+        self.placement.lost(name)
+        del self.workers[name]
+        for other, one in list(self.workers.items()):
+            if not one.queue:
+                self._feed(other)
+
+    def _feed(self, name: str) -> None:
+        """Give a worker what the placement gives it."""
+        one = self.workers[name]
+        if self.now > one.dies:
+            return
+        given = self.placement.next(name, self.now)
+        self._revoke(given.revoked)
+        is_idle = not one.queue
+        one.queue.extend((task, self.now) for task in given.tasks)
+        if is_idle and one.queue:
+            self._begin(name, one)
+
+    def _revoke(self, revoked: Iterable[tuple[str, int]]) -> None:
+        """Workers that need not run these."""
+        for name, task in revoked:
+            one = self.workers[name]
+            is_first = bool(one.queue) and one.queue[0][0] == task
+            one.queue = deque(entry for entry in one.queue if entry[0] != task)
+            if is_first and one.queue:
+                self._begin(name, one)
+
+    def _begin(self, name: str, one: _Worker) -> None:
+        """A task is the first of a worker's queue: when it ends. Earlier stages had it while others were before it."""
+        task, at = one.queue[0]
+        taken, given = self.in_bytes[task], self.out_bytes[task]
+        for stage, pace in enumerate(one.pace):
+            took = pace * (given if stage == len(STAGES) - 1 else taken)
+            start = max(at, one.free[stage])
+            at = one.free[stage] = start + took
+            one.busy[stage] += took
+            if name in _DRAWN and took and len(self.spans) < _MAX_SPANS:
+                self.spans.append(Span(lane=f"{name} {STAGES[stage]}", stage=STAGES[stage], start_s=start, stop_s=at))
+        self.num_begun += 1
+        heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
+
+    def _ended(self, name: str, one: _Worker, task: int) -> None:
+        one.queue.popleft()
+        one.ended = self.now
+        done = self.placement.done(name, task, self.now)
+        self._revoke(done.revoked)
+        if done.first:
+            at = len(self.in_bytes) - self.placement.num_left - 1
+            self.ends[:, at] = self.now, self.in_bytes[task], self.out_bytes[task]
+        if one.queue:
+            self._begin(name, one)
+        self._feed(name)
+
+    def prediction(self) -> Prediction:
+        """What came of it."""
+        one, count, total_s = self.cluster, len(self.workers), self.now
+        names = list(self.workers)
+        busy = np.array([each.busy for each in self.workers.values()])
+        most = busy.argmax(axis=0)
+        stages = tuple(
+            Stage(
+                name=stage,
+                member=names[most[i]],
+                busy_s=float(busy[most[i], i]),
+                detail=f"mean {busy[:, i].mean():.3f}",
+            )
+            for i, stage in enumerate(STAGES)
+        )
+        ended = np.array([each.ended for each in self.workers.values()])
+        nominal = self._paces(np.ones(one.num_gpus))[0]
+        taken, given = self.ends[1].sum(), self.ends[2].sum()
+        sums = (taken * nominal[0], taken * nominal[1], given * nominal[3])
+        placement = self.placement
+        return Prediction(
+            kind="convert",
+            what=f"{len(self.in_bytes)} tasks, {one.num_gpus} workers; {placement.num_stolen} stolen, "
+            f"{placement.num_twice} run twice",
+            predicted_s=total_s,
+            limit_s=float(max(sums)) / one.num_gpus,
+            bottleneck=bottleneck(stages, (), total_s, "waiting for tasks"),
+            moved_bytes=int(taken + given),
+            num_receivers=count,
+            first_s=float(ended.min()),
+            median_s=float(np.median(ended)),
+            stages=stages,
+            links=tuple(
+                self._load(name, row, stage)
+                for name, row, stage in (("fetched", 1, 0), ("placed", 1, 1), ("sent", 2, 3))
+                if total_s and nominal[stage]
+            ),
+            timeline=tuple(self.spans),
+            failed=tuple(self.failed),
+            assumed=assumed(self.rates, ("quantise_gb_per_s",)),
+        )
+
+    def _load(self, name: str, row: int, stage: int) -> LinkLoad:
+        """Bytes of one stage over time, each task's when it ended, beside what all workers could carry."""
+        workers = list(self.workers.values())
+        rates = [1 / each.pace[stage] if each.pace[stage] else np.inf for each in workers]
+        carried = np.histogram(self.ends[0], NUM_BINS, (0.0, self.now), weights=self.ends[row])[0]
+        load = np.minimum(carried / (sum(rates) * self.now / NUM_BINS), 1.0)
+        busiest = max(range(len(workers)), key=lambda i: workers[i].busy[stage])
+        busy_s = workers[busiest].busy[stage]
+        return LinkLoad(
+            name=name,
+            most_bytes=round(busy_s * rates[busiest]) if busy_s else 0,
+            total_bytes=int(self.ends[row].sum()),
+            num_used=len(workers),
+            busiest_s=busy_s,
+            load=tuple(np.round(load, 4).tolist()),
+        )
