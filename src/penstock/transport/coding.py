@@ -19,8 +19,8 @@ from penstock.transport.planes import Planes
 from penstock.types import GB, MIB
 
 SKIP_BYTES = 24 * MIB
-"""After a change, before the clock counts: what was in flight, what filled sockets while samples were coded (6 MiB each,
-the kernel's own bound), a shaper's burst."""
+"""After a change, before the clock counts: what was in flight, what filled sockets while samples were coded (6 MiB each
+is the kernel's own bound), a shaper's burst."""
 TIMED_BYTES = 32 * MIB
 """What a rate is measured over: 0.27 s of a 1 Gb/s link, 14 ms of 20 Gb/s."""
 PIECE_BYTES, REQUEST_BYTES = MIB, 8 * MIB
