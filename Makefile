@@ -57,11 +57,16 @@ storage-servers: $(READY)
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
-# Tests between processes wait more than they compute: the others run beside them, and print after them.
+# Tests between processes wait more than they compute: they run in two groups, the others beside them, and print after.
+LATER := $(wildcard tests/integration/test_sync*.py tests/integration/test_convert*.py tests/integration/test_fleet_faults.py)
+
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
 	@mkdir -p .cache; $(PYTEST) tests --ignore=tests/integration --ignore=tests/conformance > .cache/tests.log 2>&1 & \
-	others=$$!; status=0; $(PYTEST) tests/integration tests/conformance || status=$$?; \
+	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
+	later=$$!; status=0; \
+	$(PYTEST) tests/integration tests/conformance $(addprefix --ignore=,$(LATER)) || status=$$?; \
+	wait $$later || status=$$?; cat .cache/later.log; \
 	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
 else
 	@$(PYTEST) $(TESTS)

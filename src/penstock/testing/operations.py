@@ -67,7 +67,8 @@ def _run(
     inputs: list[torch.Tensor | None] = []
     for given in recipe.inputs:
         tensor, box = sources[given.source][given.spec.name], given.taken(start, stop)
-        if tuple(tensor.shape) != given.spec.shape:  # its bytes, as an operation may ask for
+        if (dtype_of(tensor.dtype), tuple(tensor.shape)) != (given.spec.dtype, given.spec.shape):
+            # Its bytes, as an operation may ask for.
             tensor = _bytes(tensor)
         cut = () if box is None else tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         inputs.append(None if box is None else tensor[cut].clone().contiguous())

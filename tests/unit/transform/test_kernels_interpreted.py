@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from penstock.transform.geometry import FORMATS
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 CHILD = """
@@ -19,14 +17,16 @@ import sys, torch
 from penstock.testing.transform_suite import check_kernels
 from penstock.transform.geometry import format_of
 
+shapes = ((1, 16), (3, 32), (130, 32), (2, 3, 5, 32), (16,), (7, 0))
 for tag in sys.argv[1:]:
-    assert check_kernels(format_of(tag), torch.device("cpu")) >= 20
+    assert check_kernels(format_of(tag), torch.device("cpu"), shapes) >= 12, tag
 """
 
-TAGS = sorted(FORMATS)
+# One of each way through the kernels: the interpreter is slow. All of them run on devices (tests/gpu).
+TAGS = [["cast:BF16", "cast:F8_E5M2", "mxfp8", "nvfp4"], ["fp8-block128", "fp8-block1x128-ue8m0"], ["fp8-channel"]]
 
 
-@pytest.mark.parametrize("tags", [TAGS[:6], TAGS[6:9], TAGS[9:12], TAGS[12:]], ids=lambda tags: tags[0])
+@pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags[0])
 def test_same_bits_as_the_reference(tags: list[str]) -> None:
     child = subprocess.run(
         [sys.executable, "-c", CHILD, *tags],
