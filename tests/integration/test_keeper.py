@@ -221,9 +221,10 @@ def test_memory_that_is_not_what_it_was_is_seen_when_asked(llama) -> None:
     with ps.Keeper() as keeper:
         keeper.keep("llama", llama)
         keeper.member.holdings[0].rows[1][5] ^= 1
-        with pytest.raises(ps.IntegrityError, match="differs"):
+        # The keeper's own canary may have seen it before, and keep it no more.
+        with pytest.raises((ps.IntegrityError, ps.NotFound), match=r"differs|nobody on this host keeps"):
             ps.attach("llama", verify=True)
-        assert keeper.models()[0].num_attached == 0
+        assert all(one.num_attached == 0 for one in keeper.models())
 
 
 def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
