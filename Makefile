@@ -58,7 +58,7 @@ storage-servers: $(READY)
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in two groups, the others beside them, and print after.
-LATER := $(wildcard tests/integration/test_sync*.py tests/integration/test_convert*.py tests/integration/test_fleet_faults.py)
+LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py bench_*.py demo.py hosts_*.py))
 
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
 ifeq ($(TESTS)$(strip $(ARGS)),tests)

@@ -29,6 +29,9 @@ from obstore.store import S3Store
 _READY_S = 90.0
 """Seconds a server may take to answer. Reason: 12 s were seen on two idle cores; a busy machine needs more."""
 
+_BUCKET_S = 30.0
+"""Seconds in which a server that answers may say that it is not ready: Swift does while its parts start."""
+
 _STOP_S = 3.0
 """Seconds a process may take to end when asked, before it is killed. Reason: there is nothing to save."""
 
@@ -96,16 +99,24 @@ class S3Server(ABC):
         return S3Store(bucket, config=self.storage_options, client_options={"allow_http": True})  # type: ignore[arg-type]
 
     def make_bucket(self, bucket: str) -> None:
-        """Create `bucket`. Raises RuntimeError when the server refuses."""
+        """Create `bucket`. Raises RuntimeError when the server refuses; one that is not quite up yet is asked again."""
+        deadline = time.monotonic() + _BUCKET_S
+        while True:
+            status, body = self._put_bucket(bucket)
+            if status == 200:
+                return
+            if status != 503 or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} refused to make a bucket: {status} {body!r}")
+            time.sleep(0.5)
+
+    def _put_bucket(self, bucket: str) -> tuple[int, bytes]:
         url = urlsplit(obstore.sign(self.store(bucket), "PUT", "", timedelta(seconds=60)))
         connection = http.client.HTTPConnection(url.netloc, timeout=30)
         try:
             # the query of a signed URL is over the path without a trailing slash on some servers, with it on others
             connection.request("PUT", f"{url.path}?{url.query}", headers={"Content-Length": "0"})
             reply = connection.getresponse()
-            body = reply.read(2000)
-            if reply.status != 200:
-                raise RuntimeError(f"{self.name} refused to make a bucket: {reply.status} {body!r}")
+            return reply.status, reply.read(2000)
         finally:
             connection.close()
 
