@@ -3,13 +3,12 @@
 In: tasks' costs, what workers hold, and events (joined, done, lost) with the caller's clock. Out: assignments.
 Not here: processes and messages (`jobs`), what a task is (`tasks`). No clock of its own; deterministic.
 
-    next(worker): its own queue -> the common one -> the tail of who would end last -> a task that runs elsewhere
+    next(worker): what is kept where it is -> the common queue -> the tail of who would end last -> what runs elsewhere
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,18 @@ SHARE = 0.3
 NUM_RUNS = 2
 """Times a task is run at once, at most."""
 
-_FREE, _HELD, _DONE = 0, 1, 2
+_FREE, _KEPT, _GIVEN, _DONE = range(4)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """A tier that workers share, as those of one host its cache: tasks whose bytes are in it."""
+
+    kept: dict[int, None] = field(default_factory=dict)
+    """They are in no worker's queue yet, in order; others may steal them."""
+    cost: int = 0
+    """Of all these."""
+    workers: list[_Worker] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +46,7 @@ class _Worker:
     index: int
     given: dict[int, None] = field(default_factory=dict)
     """Tasks it was given and has not ended, in order."""
-    own: deque[int] = field(default_factory=deque)
-    """Tasks kept for it because their bytes are here; others may steal them."""
+    place: _Place
     last: float
     """When it last ended a task, or had none."""
 
@@ -71,7 +80,7 @@ class Placement:
 
     Attributes:
         num_left: tasks that have not ended.
-        num_stolen, num_twice: tasks taken from a worker's queue; tasks begun a second time.
+        num_stolen, num_twice: tasks taken from where they were queued or kept; tasks begun a second time.
     """
 
     def __init__(self, cost: Sequence[int], *, depth: int = DEPTH, done: Iterable[int] = ()) -> None:
@@ -79,6 +88,8 @@ class Placement:
         self._depth = depth
         self._state = bytearray(len(self._cost))
         self._workers: dict[str, _Worker] = {}
+        self._places: dict[str, _Place] = {}
+        self._keepers: dict[int, list[_Place]] = {}
         self._names: list[str] = []
         self._load, self._pace, self._spare = np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
         self._known = np.zeros(0, bool)
@@ -96,8 +107,12 @@ class Placement:
         """Whether every task has ended."""
         return self.num_left == 0
 
-    def join(self, worker: str, now: float, *, holds: Iterable[int] = ()) -> None:
-        """A worker came. `holds`: tasks whose inputs it has already, kept for it while others have work.
+    def join(self, worker: str, now: float, *, holds: Iterable[int] = (), at: str = "") -> None:
+        """A worker came.
+
+        Args:
+            holds: tasks whose inputs are where it is, kept for those who are there while others have work.
+            at: where that is; empty: nobody else is there.
 
         Raises:
             PlanError: it is here already.
@@ -105,17 +120,19 @@ class Placement:
         if worker in self._workers:
             raise PlanError(f"worker {worker!r} joined twice")
         present = [self._pace[one.index] for one in self._workers.values()]
-        new = self._workers[worker] = _Worker(index=len(self._names), last=now)
+        place = self._places.setdefault(at or f"worker {worker}", _Place())
+        new = self._workers[worker] = _Worker(index=len(self._names), place=place, last=now)
+        place.workers.append(new)
         self._names.append(worker)
         self._load, self._spare = np.append(self._load, 0.0), np.append(self._spare, 0)
         self._known = np.append(self._known, False)
         self._pace = np.append(self._pace, float(np.median(present)) if present else GUESS_BYTES_PER_S)
         for task in holds:
-            if self._state[task] == _FREE:
-                self._state[task] = _HELD
-                new.own.append(task)
-                self._load[new.index] += self._cost[task]
-        self._count(new)
+            if self._state[task] in {_FREE, _KEPT} and task not in place.kept:
+                self._state[task] = _KEPT
+                self._keepers.setdefault(task, []).append(place)
+                place.kept[task] = None
+                place.cost += self._cost[task]
 
     def lost(self, worker: str) -> None:
         """It died, or is taken for dead: what it had is anybody's."""
@@ -123,14 +140,22 @@ class Placement:
         if gone is None:
             return
         self._load[gone.index] = self._spare[gone.index] = 0
-        for task in [*gone.given, *gone.own]:
+        for task in gone.given:
             runs = self._running.get(task, [])
             if worker in runs:
                 runs.remove(worker)
-            if not runs and self._state[task] == _HELD:
+            if not runs and self._state[task] == _GIVEN:
                 self._running.pop(task, None)
-                self._state[task] = _FREE
-                heapq.heappush(self._back, task)
+                self._free(task)
+        gone.place.workers.remove(gone)
+        if not gone.place.workers:
+            for task in list(gone.place.kept):
+                self._keepers[task].remove(gone.place)
+                if not self._keepers[task]:
+                    del self._keepers[task]
+                    self._free(task)
+            gone.place.kept.clear()
+            gone.place.cost = 0
 
     def next(self, worker: str, now: float) -> Given:
         """Tasks for a worker to begin, or to queue, now; none: it has enough, or nothing is left for it."""
@@ -138,12 +163,11 @@ class Placement:
         tasks: list[int] = []
         revoked: list[tuple[str, int]] = []
         while len(me.given) < self._depth:
-            task = self._take_own(me)
+            task = next(iter(me.place.kept), None)
             if task is None:
                 task = self._take_common()
-            if task is None and (taken := self._steal(me)) is not None:
-                task = taken[1]
-                revoked.append(taken)
+            if task is None:
+                task = self._steal(me, revoked)
             if task is None and not me.given:
                 task = self._twice(worker, me, now)
             if task is None:
@@ -152,7 +176,8 @@ class Placement:
                 me.last = now
             me.given[task] = None
             self._load[me.index] += self._cost[task]
-            self._state[task] = _HELD
+            self._keep_no_more(task)
+            self._state[task] = _GIVEN
             self._running.setdefault(task, []).append(worker)
             tasks.append(task)
         self._count(me)
@@ -167,6 +192,7 @@ class Placement:
             self._drop(me, task)
         if self._state[task] == _DONE:
             return Done(first=False)
+        self._keep_no_more(task)
         self._state[task] = _DONE
         self.num_left -= 1
         others = tuple((one, task) for one in self._running.pop(task, []) if one != worker)
@@ -180,14 +206,6 @@ class Placement:
 
     # -- where a task comes from
 
-    def _take_own(self, me: _Worker) -> int | None:
-        while me.own:
-            task = me.own.popleft()
-            self._load[me.index] -= self._cost[task]
-            if self._state[task] != _DONE:
-                return task
-        return None
-
     def _take_common(self) -> int | None:
         while self._back:
             task = heapq.heappop(self._back)
@@ -199,30 +217,34 @@ class Placement:
                 return task
         return None
 
-    def _steal(self, me: _Worker) -> tuple[str, int] | None:
-        """The last task of who would end last, if it ends sooner here; and whose it was."""
-        while True:
-            ends = np.where(self._spare > 0, self._load / self._pace, -1.0)
-            ends[me.index] = -1.0
-            worst = int(ends.argmax())
-            if ends[worst] < 0:
-                return None
+    def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
+        """The last task of the worker or the place that would end last, if it ends sooner here."""
+        ends = np.where(self._spare > 0, self._load / self._pace, -1.0)
+        ends[me.index] = -1.0
+        worst = int(ends.argmax())
+        last_s = float(ends[worst])
+        keeping = (one for one in self._places.values() if one.kept) if self._keepers else ()
+        place = max(keeping, key=self._end_of, default=None)
+        if place is not None and self._end_of(place) >= last_s:
+            last_s, task = self._end_of(place), next(reversed(place.kept))
+        elif last_s >= 0:
+            place, task = None, next(reversed(self._workers[self._names[worst]].given))
+        else:
+            return None
+        if (self._load[me.index] + self._cost[task]) / self._pace[me.index] >= last_s:
+            return None
+        self.num_stolen += 1
+        if place is None:
             name = self._names[worst]
-            victim = self._workers[name]
-            task = victim.own[-1] if victim.own else next(reversed(victim.given))
-            is_done = self._state[task] == _DONE
-            if not is_done and (self._load[me.index] + self._cost[task]) / self._pace[me.index] >= ends[worst]:
-                return None
-            if victim.own:
-                victim.own.pop()
-                self._load[worst] -= self._cost[task]
-                self._count(victim)
-            else:
-                self._drop(victim, task)
-                self._running[task].remove(name)
-            if not is_done:
-                self.num_stolen += 1
-                return name, task
+            self._drop(self._workers[name], task)
+            self._running[task].remove(name)
+            revoked.append((name, task))
+        return task
+
+    def _end_of(self, place: _Place) -> float:
+        """When all that is kept there would be done, if nobody else took of it; seconds from now."""
+        at = [one.index for one in place.workers]
+        return float((place.cost + self._load[at].sum()) / self._pace[at].sum())
 
     def _twice(self, worker: str, me: _Worker, now: float) -> int | None:
         """The task that runs elsewhere and would gain most by being begun here too, if any would."""
@@ -257,4 +279,15 @@ class Placement:
 
     def _count(self, one: _Worker) -> None:
         """How many tasks may be stolen from it: not the one it is at."""
-        self._spare[one.index] = len(one.own) + max(0, len(one.given) - 1)
+        self._spare[one.index] = max(0, len(one.given) - 1)
+
+    def _free(self, task: int) -> None:
+        """Anybody may begin it."""
+        self._state[task] = _FREE
+        heapq.heappush(self._back, task)
+
+    def _keep_no_more(self, task: int) -> None:
+        """Somebody has it now, or has done it."""
+        for place in self._keepers.pop(task, ()):
+            del place.kept[task]
+            place.cost -= self._cost[task]

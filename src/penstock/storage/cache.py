@@ -4,7 +4,7 @@ In: a `Source` and a directory. Out: a `CachedSource`: what is there from the di
 An object's chunks lie in a directory named by what the object is (URI, identity, size), so nothing is ever stale; a
 chunk file ends in its XXH3 digest, so nothing rotten is ever used. A cache that cannot be written or read never fails
 a load: the source is read instead, and `why` says so.
-Not here: which sources are worth caching (`storage.open_source`), direct I/O (`files`).
+Not here: which sources are worth caching (`storage.open_source`), the files and their eviction (`cache_directory`).
 
     readv --> chunk file? --yes, digest holds--> buffers
                  '--no--> source.readv --> buffers --> temporary file --rename--> chunk file
@@ -16,11 +16,8 @@ import contextlib
 import errno
 import logging
 import os
-import re
-import secrets
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +27,7 @@ import xxhash
 
 from penstock.config import Settings
 from penstock.storage import Source, span
+from penstock.storage.cache_directory import IOV, CacheDirectory, directory_at, take
 
 logger = logging.getLogger(__name__)
 
@@ -45,33 +43,24 @@ _TRAILER = struct.Struct("<8sQQ")
 
 _MAGIC = b"PSCHUNK1"
 
-_IOV = 512
-"""Buffers of one system call. Reason: Linux takes 1024 at most (IOV_MAX)."""
 
-_FOLDER = "penstock-chunks"
-"""Everything the cache writes lies below this in the user's directory; nothing else there is ever touched."""
-
-_OURS = re.compile(r"\d{8}|\.\d{8}-\d+-[0-9a-f]{8}")
-
-_ROOM = 0.9
-"""Eviction goes on until this part of `cache_bytes` is filled. Reason: not to evict again at once."""
-
-_SCAN_SHARE = 32
-"""The directory is measured anew after a 1/32 of `cache_bytes` was written. Reason: other processes write too."""
-
-_ABANDONED_S = 3600.0
-"""Age of a temporary file whose writer is gone for sure. Reason: a chunk is written in milliseconds."""
+OTHERS_SHARE = 0.5
+"""Of `stall_s`: how long a chunk is waited for that another process fetches. Reason: that one may be stopped, and who
+waits must not be taken for stalled."""
 
 
 @dataclass(slots=True)
 class CacheStats:
-    """What the cache did for one source: chunks and bytes."""
+    """What the cache did for one source."""
 
     hits: int = 0
+    """Chunks."""
     misses: int = 0
     rotten: int = 0
     hit_bytes: int = 0
+    """Asked for, and found here."""
     miss_bytes: int = 0
+    """Read from the source, whole chunks."""
 
 
 def open_cached(source: Source, *, settings: Settings) -> Source:
@@ -89,7 +78,7 @@ def open_cached(source: Source, *, settings: Settings) -> Source:
     if not source.identity:
         logger.warning("%s is not cached: its server tells no ETag or date", source.uri)
         return source
-    return CachedSource(source, _directory(settings.cache_dir, settings.cache_bytes), settings=settings)
+    return CachedSource(source, directory_at(settings.cache_dir, settings.cache_bytes), settings=settings)
 
 
 class CachedSource:
@@ -112,6 +101,7 @@ class CachedSource:
         key = blake3.blake3(name.encode()).hexdigest()[:40]
         self._place = directory.path / key[:2] / key
         self._wait_s = settings.stall_s * (settings.retries + 1)
+        self._others_s = settings.stall_s * OTHERS_SHARE
         self._spare: list[bytearray] = []
         self._lock = threading.Lock()
 
@@ -122,13 +112,28 @@ class CachedSource:
         while left:
             start = offset - offset % CACHE_CHUNK_BYTES
             end = min(start + CACHE_CHUNK_BYTES, self.nbytes)
-            wanted = _take(left, min(end, stop) - offset)
+            wanted = take(left, min(end, stop) - offset)
             taken = sum(view.nbytes for view in wanted)
             with self._around(offset - start, end - offset - taken) as (before, after):
                 views = [view for view in (before, *wanted, after) if view.nbytes]
-                path = self._chunk(start, views) or path
+                found = self._chunk(start, views)
+            if found is None:
+                self._count(hits=1, hit_bytes=taken)
+            path = found or path
             offset += taken
         return path
+
+    @property
+    def shared_as(self) -> str:
+        """What processes have in common that use this cache; see `CacheDirectory.name`."""
+        return self._directory.name
+
+    def held(self) -> frozenset[int]:
+        """The chunks that are here now, by number; not read, so perhaps not sound."""
+        try:
+            return frozenset(int(name) for name in os.listdir(self._place) if name.isdecimal())
+        except OSError:
+            return frozenset()
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -153,8 +158,8 @@ class CachedSource:
         file = self._place / f"{start // CACHE_CHUNK_BYTES:08d}"
         if self._hit(file, views):
             return None
-        with self._directory.flight(file, wait_s=self._wait_s) as waited:
-            if waited and self._hit(file, views):
+        with self._directory.flight(file, wait_s=self._wait_s, others_s=self._others_s):
+            if self.why is None and self._hit(file, views):
                 return None
             path = self._source.readv(start, views)
             nbytes = sum(view.nbytes for view in views)
@@ -185,7 +190,6 @@ class CachedSource:
         finally:
             os.close(descriptor)
         if sound:
-            self._count(hits=1, hit_bytes=nbytes)
             return True
         self._count(rotten=1)
         logger.warning("cached chunk %s of %s is damaged; it is read again from its source", file, self.uri)
@@ -212,130 +216,6 @@ class CachedSource:
                 setattr(self.stats, field.name, getattr(self.stats, field.name) + counts.get(field.name, 0))
 
 
-class CacheDirectory:
-    """The chunk files below one directory: written atomically, evicted oldest use first. One per process and path."""
-
-    def __init__(self, path: Path, limit_bytes: int) -> None:
-        self.path = path
-        self._limit_bytes = limit_bytes
-        self._known_bytes: int | None = None
-        self._since_scan_bytes = 0
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """A forked child has none of the threads that may hold these locks."""
-        self._lock = threading.Lock()
-        self._flights: dict[Path, tuple[threading.Lock, int]] = {}
-
-    @contextlib.contextmanager
-    def flight(self, file: Path, *, wait_s: float) -> Iterator[bool]:
-        """Fetch `file` in one thread of this process at a time; yields whether another was at it just before.
-
-        After `wait_s` seconds it goes on regardless: the worst is that the chunk is fetched twice.
-        """
-        with self._lock:
-            lock, users = self._flights.get(file, (threading.Lock(), 0))
-            self._flights[file] = (lock, users + 1)
-        waited = not lock.acquire(blocking=False)
-        held = not waited or lock.acquire(timeout=wait_s)
-        try:
-            yield waited
-        finally:
-            if held:
-                lock.release()
-            with self._lock:
-                lock, users = self._flights[file]
-                self._flights[file] = (lock, users - 1)
-                if users == 1:
-                    del self._flights[file]
-
-    def write(self, file: Path, views: list[memoryview]) -> None:
-        """Make `file` hold `views`, all or nothing; room is made first. OSError when it cannot."""
-        nbytes = sum(view.nbytes for view in views)
-        if nbytes > self._limit_bytes:
-            return
-        self._make_room(nbytes)
-        try:
-            self._publish(file, views)
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
-                raise
-            if error.errno != errno.ENOENT:  # (ENOENT: another process removed the folder meanwhile)
-                with self._lock:
-                    self._evict(int(self._measure()[0] * _ROOM) - nbytes)
-            self._publish(file, views)
-
-    def _publish(self, file: Path, views: list[memoryview]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                _drain(descriptor, views)
-            finally:
-                os.close(descriptor)
-            os.rename(temporary, file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-    def _make_room(self, nbytes: int) -> None:
-        with self._lock:
-            if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
-                self._known_bytes, self._since_scan_bytes = self._measure()[0], 0
-            self._known_bytes += nbytes
-            self._since_scan_bytes += nbytes
-            if self._known_bytes > self._limit_bytes:
-                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _ROOM) - nbytes)
-                self._since_scan_bytes = 0
-
-    def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
-        """Bytes of all chunk files, and (last use, bytes, path) of each; abandoned temporary files and folders go."""
-        total, files, now_s = 0, [], time.time()
-        for folder, _, names in os.walk(self.path, topdown=False):
-            with contextlib.suppress(OSError):  # an object's folder stays a while: its chunks may be coming back
-                if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
-                    os.rmdir(folder)  # fails, rightly, while it holds anything
-            for name in filter(_OURS.fullmatch, names):
-                path = os.path.join(folder, name)
-                try:
-                    state = os.stat(path)
-                    if name.startswith(".") and now_s - state.st_mtime > _ABANDONED_S:
-                        os.unlink(path)
-                        continue
-                except OSError:
-                    continue  # evicted by another process meanwhile
-                total += state.st_size
-                if not name.startswith("."):
-                    files.append((state.st_mtime, state.st_size, path))
-        return total, files
-
-    def _evict(self, target_bytes: int) -> int:
-        """Remove the longest unused until `target_bytes` are left; what is left. Readers keep what they opened."""
-        total, files = self._measure()
-        for _, nbytes, path in sorted(files):
-            if total <= max(target_bytes, 0):
-                break
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-                total -= nbytes
-        return total
-
-
-def _take(left: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Cut the first `nbytes` off `left`."""
-    taken = []
-    while nbytes:
-        view = left[0][:nbytes]
-        taken.append(view)
-        nbytes -= view.nbytes
-        left[0] = left[0][view.nbytes :]
-        if not left[0].nbytes:
-            del left[0]
-    return taken
-
-
 def _digest(views: list[memoryview]) -> int:
     digest = xxhash.xxh3_64()
     for view in views:
@@ -347,31 +227,9 @@ def _fill(descriptor: int, offset: int, views: list[memoryview]) -> int:
     """Read `views` full from `offset` on; the bytes read, fewer at the end of the file."""
     left, start = list(views), offset
     while left:
-        got = os.preadv(descriptor, left[:_IOV], offset)
+        got = os.preadv(descriptor, left[:IOV], offset)
         if not got:
             break
         offset += got
-        _take(left, got)
+        take(left, got)
     return offset - start
-
-
-def _drain(descriptor: int, views: list[memoryview]) -> None:
-    left = list(views)
-    while left:
-        _take(left, os.writev(descriptor, left[:_IOV]))
-
-
-_directories: dict[tuple[Path, int], CacheDirectory] = {}
-
-
-def _directory(path: Path, limit_bytes: int) -> CacheDirectory:
-    path = Path(path).expanduser().absolute() / _FOLDER
-    return _directories.setdefault((path, limit_bytes), CacheDirectory(path, limit_bytes))
-
-
-def _after_fork() -> None:
-    for directory in _directories.values():
-        directory.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -142,7 +142,59 @@ def test_what_is_kept_for_one_worker_is_stolen_once_the_rest_is_done():
     placement.next("a", 0.0)
     given_b = placement.next("b", 0.0)
     assert given_b.tasks == (19, 18, 17, 16)
-    assert given_b.revoked == (("a", 19), ("a", 18), ("a", 17), ("a", 16))
+    assert given_b.revoked == ()  # it had not been told of them
+    assert placement.num_stolen == 4
+
+
+def test_workers_of_one_host_share_what_is_kept_there():
+    placement = Placement([10] * 24)
+    placement.join("a", 0.0, holds=range(12, 24), at="host 1")
+    placement.join("b", 0.0, holds=range(12, 24), at="host 1")
+    placement.join("c", 0.0, at="host 2")
+    assert placement.next("a", 0.0).tasks == (12, 13, 14, 15)
+    assert placement.next("c", 0.0).tasks == (0, 1, 2, 3)
+    assert placement.next("b", 0.0).tasks == (16, 17, 18, 19)
+    placement.lost("a")  # its host is still there, and what is kept there
+    for task in (0, 1, 2, 3):
+        placement.done("c", task, 1.0)
+    assert placement.next("c", 1.0).tasks == (12, 13, 14, 15)
+    assert placement.num_stolen == 0
+    for task in (16, 17, 18, 19):
+        placement.done("b", task, 1.0)
+    assert placement.next("b", 1.0).tasks == (20, 21, 22, 23)
+    placement.lost("b")  # the last of the host: what was kept there is anybody's
+    for task in (12, 13, 14, 15):
+        placement.done("c", task, 2.0)
+    assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
+
+
+def test_what_two_hosts_have_is_run_by_who_comes_first():
+    placement = Placement([10] * 8)
+    placement.join("a", 0.0, holds=range(8), at="host 1")
+    placement.join("b", 0.0, holds=range(4, 8), at="host 2")
+    assert placement.next("b", 0.0).tasks == (4, 5, 6, 7)
+    assert placement.next("a", 0.0).tasks == (0, 1, 2, 3)
+    assert placement.num_stolen == 0
+
+
+def test_nothing_is_fetched_that_another_host_has_while_all_have_work():
+    """Two hosts of two, each with half of the bytes: they steal only when their own is done."""
+    placement = Placement([100] * 400)
+    where = {task: f"host {task % 2}" for task in range(400)}
+    pace = dict.fromkeys("abcd", 100.0)
+    given = {name: [] for name in pace}
+    for i, name in enumerate(pace):
+        at = f"host {i // 2}"
+        placement.join(name, 0.0, holds=[task for task in where if where[task] == at], at=at)
+    now = 0.0
+    while not placement.is_done:
+        for name in pace:
+            given[name] += placement.next(name, now).tasks
+        now += 1.0
+        for name in pace:
+            placement.done(name, placement.given(name)[0], now)
+    assert now == pytest.approx(100.0)
+    assert all(where[task] == f"host {i // 2}" for i, name in enumerate(pace) for task in given[name])
 
 
 def test_a_task_is_run_at_most_twice_at_once():
@@ -214,7 +266,8 @@ def test_any_order_of_calls_keeps_the_books(seed):
         what, now = chance.random(), float(step)
         if what < 0.15 or not here:
             name = f"w{step}"
-            placement.join(name, now, holds=chance.sample(range(count), chance.randint(0, count // 2)))
+            holds = chance.sample(range(count), chance.randint(0, count // 2))
+            placement.join(name, now, holds=holds, at=chance.choice(["", "here", "there"]))
             here.append(name)
             given_to[name] = set()
         elif what < 0.25 and len(here) > 1:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -206,6 +207,55 @@ def test_one_thread_fetches_a_chunk(tmp_path: Path) -> None:
         thread.join()
     assert got == [DATA[5:105]] * 6
     assert len(inner.reads) == 1
+
+
+def in_a_thread(source: CachedSource) -> tuple[threading.Thread, list[bytes]]:
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(read(source, 5, [100])[0]))
+    thread.start()
+    return thread, got
+
+
+def test_one_process_fetches_a_chunk(tmp_path: Path) -> None:
+    """Two directories of one path are as those of two processes: no lock of one is seen by the other."""
+    inner, other = CountingSource(), CountingSource()
+    inner.gate.clear()
+    first, got = in_a_thread(cached(inner, tmp_path))
+    while not inner.reads:
+        time.sleep(0.001)
+    second, got_too = in_a_thread(cached(other, tmp_path, cache_bytes=1 << 29))
+    second.join(0.3)
+    assert second.is_alive()
+    inner.gate.set()
+    for thread in (first, second):
+        thread.join()
+    assert got == got_too == [DATA[5:105]]
+    assert (len(inner.reads), other.reads) == (1, [])
+
+
+def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+    inner, other = CountingSource(), CountingSource()
+    inner.gate.clear()
+    first, _ = in_a_thread(cached(inner, tmp_path))
+    while not inner.reads:
+        time.sleep(0.001)
+    settings = Settings(cache_dir=tmp_path, cache_bytes=1 << 29, stall_s=0.2)
+    source = open_cached(other, settings=settings)
+    assert read(source, 5, [100])[0] == DATA[5:105]
+    assert len(other.reads) == 1
+    inner.gate.set()
+    first.join()
+
+
+def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
+    source, again = cached(CountingSource(), tmp_path), cached(CountingSource(), tmp_path / "elsewhere")
+    assert source.held() == again.held() == frozenset()
+    read(source, 12_345, [10_000])
+    assert source.held() == {1, 2} and again.held() == frozenset()
+    assert source.shared_as == cached(CountingSource(uri="s3://b/2"), tmp_path, cache_bytes=1 << 29).shared_as
+    assert source.shared_as != again.shared_as
+    assert read(source, 20_000, [10]) == (DATA[20_000:20_010], "cache")
+    assert (source.stats.hit_bytes, source.stats.miss_bytes) == (10, 20_000)
 
 
 def test_a_failed_fetch_is_nobody_elses(tmp_path: Path) -> None:

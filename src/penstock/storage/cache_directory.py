@@ -1,0 +1,223 @@
+"""The cache's directory: chunk files written atomically, evicted oldest use first, fetched by one process at a time.
+
+In: bytes of a chunk. Out: its file, while it lasts.
+Not here: what a chunk is, and whether it is sound (`cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+IOV = 512
+"""Buffers of one system call. Reason: Linux takes 1024 at most (IOV_MAX)."""
+
+_FOLDER = "penstock-chunks"
+"""Everything the cache writes lies below this in the user's directory; nothing else there is ever touched."""
+
+_OURS = re.compile(r"\d{8}|\.\d{8}-\d+-[0-9a-f]{8}")
+
+_ROOM = 0.9
+"""Eviction goes on until this part of `cache_bytes` is filled. Reason: not to evict again at once."""
+
+_SCAN_SHARE = 32
+"""The directory is measured anew after a 1/32 of `cache_bytes` was written. Reason: other processes write too."""
+
+_ABANDONED_S = 3600.0
+"""Age of a temporary file whose writer is gone for sure. Reason: a chunk is written in milliseconds."""
+
+_ASK_S = 0.01
+"""Pause between looks whether another process has fetched a chunk. Reason: small beside a request of 8 MiB."""
+
+
+class CacheDirectory:
+    """The chunk files below one directory. One per process and path; use `directory_at`."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self.path = path
+        self._limit_bytes = limit_bytes
+        self._known_bytes: int | None = None
+        self._since_scan_bytes = 0
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """A forked child has none of the threads that may hold these locks."""
+        self._lock = threading.Lock()
+        self._flights: dict[Path, tuple[threading.Lock, int]] = {}
+
+    @property
+    def name(self) -> str:
+        """The same in all processes that share the directory, and in no others; empty: it cannot be told, or made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            found, boot = os.stat(self.path), _boot()
+        except OSError:
+            return ""
+        return f"{boot}/{found.st_dev}/{found.st_ino}"
+
+    @contextlib.contextmanager
+    def flight(self, file: Path, *, wait_s: float, others_s: float) -> Iterator[None]:
+        """Fetch `file` in one thread of one process of this host at a time.
+
+        After `wait_s` seconds for a thread, or `others_s` for a process, it goes on regardless: the worst is that the
+        chunk is fetched twice.
+        """
+        with self._lock:
+            lock, users = self._flights.get(file, (threading.Lock(), 0))
+            self._flights[file] = (lock, users + 1)
+        held = lock.acquire(timeout=wait_s)
+        try:
+            with _claimed(f"{self.name}/{file.relative_to(self.path)}", time.monotonic() + others_s):
+                yield
+        finally:
+            if held:
+                lock.release()
+            with self._lock:
+                lock, users = self._flights[file]
+                self._flights[file] = (lock, users - 1)
+                if users == 1:
+                    del self._flights[file]
+
+    def write(self, file: Path, views: list[memoryview]) -> None:
+        """Make `file` hold `views`, all or nothing; room is made first. OSError when it cannot."""
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes > self._limit_bytes:
+            return
+        self._make_room(nbytes)
+        try:
+            self._publish(file, views)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
+                raise
+            if error.errno != errno.ENOENT:  # (ENOENT: another process removed the folder meanwhile)
+                with self._lock:
+                    self._evict(int(self._measure()[0] * _ROOM) - nbytes)
+            self._publish(file, views)
+
+    def _publish(self, file: Path, views: list[memoryview]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                _drain(descriptor, views)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _make_room(self, nbytes: int) -> None:
+        with self._lock:
+            if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
+                self._known_bytes, self._since_scan_bytes = self._measure()[0], 0
+            self._known_bytes += nbytes
+            self._since_scan_bytes += nbytes
+            if self._known_bytes > self._limit_bytes:
+                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _ROOM) - nbytes)
+                self._since_scan_bytes = 0
+
+    def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
+        """Bytes of all chunk files, and (last use, bytes, path) of each; abandoned temporary files and folders go."""
+        total, files, now_s = 0, [], time.time()
+        for folder, _, names in os.walk(self.path, topdown=False):
+            with contextlib.suppress(OSError):  # an object's folder stays a while: its chunks may be coming back
+                if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
+                    os.rmdir(folder)  # fails, rightly, while it holds anything
+            for name in filter(_OURS.fullmatch, names):
+                path = os.path.join(folder, name)
+                try:
+                    state = os.stat(path)
+                    if name.startswith(".") and now_s - state.st_mtime > _ABANDONED_S:
+                        os.unlink(path)
+                        continue
+                except OSError:
+                    continue  # evicted by another process meanwhile
+                total += state.st_size
+                if not name.startswith("."):
+                    files.append((state.st_mtime, state.st_size, path))
+        return total, files
+
+    def _evict(self, target_bytes: int) -> int:
+        """Remove the longest unused until `target_bytes` are left; what is left. Readers keep what they opened."""
+        total, files = self._measure()
+        for _, nbytes, path in sorted(files):
+            if total <= max(target_bytes, 0):
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                total -= nbytes
+        return total
+
+
+@functools.cache
+def _boot() -> str:
+    """Unlike that of any other host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+@contextlib.contextmanager
+def _claimed(name: str, deadline: float) -> Iterator[None]:
+    """Hold a name that one process of this host can hold, or after the deadline not; it is free when that ends.
+
+    A socket's name without a file: nothing of it is left, however the process ends.
+    """
+    claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        while True:
+            try:
+                held.bind(f"\0penstock-chunk-{claim}")
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(_ASK_S)
+                    continue
+            break
+        yield
+
+
+def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Cut the first `nbytes` off `left`."""
+    taken = []
+    while nbytes:
+        view = left[0][:nbytes]
+        taken.append(view)
+        nbytes -= view.nbytes
+        left[0] = left[0][view.nbytes :]
+        if not left[0].nbytes:
+            del left[0]
+    return taken
+
+
+def _drain(descriptor: int, views: list[memoryview]) -> None:
+    left = list(views)
+    while left:
+        take(left, os.writev(descriptor, left[:IOV]))
+
+
+_directories: dict[tuple[Path, int], CacheDirectory] = {}
+
+
+def directory_at(path: Path, limit_bytes: int) -> CacheDirectory:
+    """The cache's part of the user's directory, for this process."""
+    path = Path(path).expanduser().absolute() / _FOLDER
+    return _directories.setdefault((path, limit_bytes), CacheDirectory(path, limit_bytes))
+
+
+def _after_fork() -> None:
+    for directory in _directories.values():
+        directory.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
