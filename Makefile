@@ -57,15 +57,15 @@ storage-servers: $(READY)
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
-# Tests between processes wait more than they compute: they run in two groups, the others beside them, and print after.
-LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py bench_*.py demo.py hosts_*.py))
+# Tests between processes wait more than they compute: they run in two groups, everything else beside them, and print after.
+LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py demo.py hosts_*.py))
+FIRST := $(filter-out $(LATER) tests/integration/test_bench_%,$(wildcard tests/integration/test_*.py)) tests/conformance
 
 test: $(READY) storage-servers  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part)
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
-	@mkdir -p .cache; $(PYTEST) tests --ignore=tests/integration --ignore=tests/conformance > .cache/tests.log 2>&1 & \
+	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER)) > .cache/tests.log 2>&1 & \
 	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
-	later=$$!; status=0; \
-	$(PYTEST) tests/integration tests/conformance $(addprefix --ignore=,$(LATER)) || status=$$?; \
+	later=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
 	wait $$later || status=$$?; cat .cache/later.log; \
 	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
 else
