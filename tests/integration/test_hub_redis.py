@@ -49,16 +49,17 @@ class Lives:
 
 
 @pytest.fixture
-def hubs(redis, tmp_path):
-    """Clients of two hubs."""
+def hubs(redis, tmp_path, request):
+    """Clients of two hubs; a parameter is the length of their beats."""
     running, clients, stores = [], [], []
+    beat_s = getattr(request, "param", BEAT_S)
     for number in range(2):
         stores.append(RedisStore(redis.url))
-        directory = Directory(stores[-1], fresh=number == 0, beat_s=BEAT_S, ttl_s=2.0)
+        directory = Directory(stores[-1], fresh=number == 0, beat_s=BEAT_S, ttl_s=10.0)
         running.append(HubThread(directory, bind(f"unix://{tmp_path}/hub{number}.sock", Auth())))
         running[-1].start()
         clients.append(Lives(running[-1].url))
-    time.sleep(2 * BEAT_S)
+    time.sleep(2 * beat_s)
     yield clients
     for one in (*clients, *stores):
         one.close()
@@ -79,10 +80,10 @@ def claim(hub: HubClient, have=(), *, ask: bool = True):
     return hub.claim(ClaimRequest(member=hub.member, holding=holding(have), ask=ask))
 
 
-def until_given(hub: HubClient):
+def until_given(hub: HubClient, have=()):
     """A claim, asked again while the hub takes itself for new: its beats are short, and the machine may be busy."""
     deadline = time.monotonic() + 20
-    while "the hub is new" in (reply := claim(hub)).why:
+    while "the hub is new" in (reply := claim(hub, have)).why:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return reply.ranges
@@ -100,7 +101,7 @@ def test_each_chunk_is_given_once(hubs) -> None:
         mine = given[members[number]]
         for turn in range(30):
             have = tuple((chunk, chunk + 1) for chunk in sorted(mine))
-            mine += sorted(chunks(claim(hubs[(number + turn) % 2][members[number]], have).ranges))
+            mine += sorted(chunks(until_given(hubs[(number + turn) % 2][members[number]], have)))
 
     threads = [threading.Thread(target=read, args=[number]) for number in range(6)]
     for thread in threads:
@@ -122,20 +123,25 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
     with pytest.raises(PermissionDenied, match="not member"):
         a.leave(w.member)
     hubs[1]["w"].leave(w.member)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while a.flight(FlightRequest(member=a.member, holding=holding())).upstreams:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize("hubs", [2.0], indirect=True, ids=["slow beats"])  # a hub is new for one: time to ask it
 def test_redis_killed_and_started_empty(hubs, redis) -> None:
     a, b = hubs[0]["a"], hubs[1]["b"]
     announce(a, ((0, 40),))
     announce(b, ())
     assert until_given(b)
     redis.kill()
-    hasty = HubClient.connect(hubs[0].url, timeout_s=0.5)
-    with hasty, pytest.raises(HubUnavailable, match="Redis"):
-        hasty.status()
+    with HubClient.connect(hubs[0].url, timeout_s=1.0) as hasty:
+        deadline, said = time.monotonic() + 20, ""
+        while "Redis" not in said:  # the last of its tries may have had no time for an answer
+            assert time.monotonic() < deadline, said
+            with pytest.raises(HubUnavailable) as caught:
+                hasty.status()
+            said = str(caught.value)
     redis.start()
     for hub in (a, b):
         with pytest.raises(UnknownMember):
