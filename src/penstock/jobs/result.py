@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Settings
-from penstock.digest.leaf import leaf_digests, num_leaves, revision
+from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves
 from penstock.jobs.job import Job
 from penstock.jobs.journal import Journal
 from penstock.storage import list_uris, read_small
@@ -73,12 +73,16 @@ def published(
     raw = read_small(f"{into.rstrip('/')}/{SIDECAR}", settings=settings, storage_options=storage_options)
     if raw is None:
         return None
-    there = decode(raw, uri=into)
-    leaves, is_known = _leaves(job, journal)
-    is_ours = there.tensors.names == job.files.table.names and there.leaf_bytes == job.leaf_bytes
-    if not is_ours or there.leaves is None or not np.array_equal(there.leaves[is_known], leaves[is_known]):
+    there, table = decode(raw, uri=into), job.files.table
+    row_of = {name: row for row, name in enumerate(there.tensors.names)}  # a manifest has an order of its own
+    if there.leaves is None or there.leaf_bytes != job.leaf_bytes or row_of.keys() != set(table.names):
         return None
-    return there.revision
+    rows = np.array([row_of[name] for name in table.names], np.int64)
+    if not np.array_equal(there.tensors.nbytes[rows], table.nbytes):
+        return None
+    leaves, is_known = _leaves(job, journal)
+    found = take_leaves(there.leaves, num_leaves(there.tensors.nbytes, job.leaf_bytes), rows)
+    return there.revision if np.array_equal(found[is_known], leaves[is_known]) else None
 
 
 def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
