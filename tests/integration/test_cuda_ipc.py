@@ -34,6 +34,7 @@ from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_driver, cuda_ipc, fd_door
 from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.cuda_lane import never_freed
 from penstock.transport.cuda_memory import CudaPayload, map_peer
 from penstock.transport.protocol import Memory, Rectangles
 
@@ -171,8 +172,8 @@ def test_a_device_that_hangs(reader, holder, monkeypatch) -> None:
     assert caught.value.mutated
     monkeypatch.setattr(cuda_ipc, "SETTLE_S", 0.05)
     reader.transport.close()
-    assert cuda_ipc._never_freed[-1][0] == {pending}
-    cuda_ipc._never_freed.clear()
+    assert never_freed[-1][0] == {pending}
+    never_freed.clear()
     reader.driver.num_opened = 0
 
 

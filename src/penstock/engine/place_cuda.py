@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine import cuda_driver
 from penstock.engine.place import Segment
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import StagingBuffer
+from penstock.transport.cuda_driver import CudaDriver, load_driver
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
@@ -46,14 +46,14 @@ class CudaRegistrar:
 class CudaPending:
     """Copies up to an event; its handle, which the place owns."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_driver", "_event")
 
-    def __init__(self, event: int) -> None:
-        self._event = event
+    def __init__(self, driver: CudaDriver, event: int) -> None:
+        self._driver, self._event = driver, event
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return cuda_driver.is_done(self._event)
+        return self._driver.is_done(self._event)
 
 
 class CudaPlace:
@@ -75,6 +75,7 @@ class CudaPlace:
         self._caller = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(self._caller)
+        self._driver = load_driver()
         self._events: dict[int, torch.cuda.Event] = {}
         self._lock = threading.Lock()
 
@@ -131,10 +132,12 @@ class CudaPlace:
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Place.copy`."""
         event, stream = self._event_of(buffer), self._stream.cuda_stream
+        # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
+        # takes a switch interval, several times a chunk.
         for src, slab, dst, run, _, _ in segments:
-            cuda_driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
-        cuda_driver.record(event, stream)
-        return CudaPending(event)
+            self._driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
+        self._driver.record(event, stream)
+        return CudaPending(self._driver, event)
 
     def _event_of(self, buffer: StagingBuffer) -> int:
         """The handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""

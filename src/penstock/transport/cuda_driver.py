@@ -1,7 +1,7 @@
-"""The CUDA driver calls of device memory between processes, by ctypes: no torch, no build step.
+"""The CUDA driver calls of a load's moving thread, and of device memory between processes: by ctypes, without torch.
 
 In: addresses, handles, streams and events as numbers. Out: the same; what the driver refuses is a typed error.
-Not here: what they are for (`cuda_ipc`), allocation (`memory.arena`, torch).
+Not here: what they are for (`cuda_ipc`, `engine.place_cuda`), allocation (`memory.arena`, torch).
 
 Every call but the first acts in the calling thread's current context: `with driver.entered(device)`.
 """
@@ -114,9 +114,13 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemHostRegister_v2": (_ptr, _size, _uint),
     "cuMemHostUnregister": (_ptr,),
     "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
+    "cuMemcpyHtoDAsync_v2": (_u64, _u64, _size, _ptr),
     "cuGetErrorName": (ctypes.c_int, _ptr),
 }
-_QUICK = frozenset({"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery", "cuMemcpyAsync"})
+_QUICK = frozenset(
+    {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
+    | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2"}
+)
 """Calls of a microsecond or two. They keep the interpreter's lock: to let go of it is to wait 5 ms for it where
 another thread has Python to run."""
 
@@ -125,6 +129,14 @@ another thread has Python to run."""
 def load_driver() -> CudaDriver:
     """The driver of this process, initialised. ConfigError where there is none, or no device."""
     return CudaDriver()
+
+
+def ordinal(device: str) -> int:
+    """The number of a CUDA device. ConfigError for another one."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not index.isdecimal():
+        raise ConfigError(f"this reaches CUDA memory only, not {device}", hint="say which: cuda:0")
+    return int(index)
 
 
 class CudaDriver:
@@ -301,6 +313,10 @@ class CudaDriver:
             )
         else:
             gather_rectangles(rows, device, stream)
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queue a copy of pinned host bytes."""
+        self._do("cuMemcpyHtoDAsync_v2", dst, src, nbytes, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""

@@ -14,21 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.transport.cuda_driver import U64, CudaDriver, load_driver
-from penstock.transport.cuda_lane import Lane
+from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
+from penstock.transport.cuda_driver import U64, CudaDriver, load_driver, ordinal
+from penstock.transport.cuda_lane import Lane, Lanes, never_freed
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, decode_payload, handle_here
+from penstock.transport.descriptor import Descriptor, decode_payload
+from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, handle_here
 from penstock.transport.fd_door import FdDoor
 from penstock.transport.page import Page, PageAddress
-from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
+from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport, gathered
 from penstock.types import MIB
 
 GROUP_BYTES = 256 * MIB
@@ -86,9 +84,8 @@ class CudaIpcTransport:
     def __init__(self, driver: CudaDriver | None = None, *, num_streams: int = 2) -> None:
         self._driver: CudaDriver = load_driver() if driver is None else driver
         self._endpoint = Endpoint(self.name, Page.create())
-        self._num_streams = num_streams
         self._mapped: Mappings[Mapped] = Mappings()
-        self._lanes: dict[int, Lane] = {}
+        self._lanes = Lanes(self._driver, num_streams=num_streams)
         self._flying: set[CudaRead] = set()
         self._lock, self._mapping = threading.RLock(), threading.Lock()
         self._door: FdDoor | None = None
@@ -101,7 +98,7 @@ class CudaIpcTransport:
             ConfigError: not device memory, or of a kind that cannot be shared; the hint says what to set.
             DestinationError: the kernels queued before did not end in `SETTLE_S`.
         """
-        device = _ordinal(memory.device)
+        device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared(self._driver, device, memory)
         self._settle(device)
@@ -124,14 +121,14 @@ class CudaIpcTransport:
         deadline = time.monotonic() + SETTLE_S
         with self._driver.entered(device):
             with self._lock:
-                event = self._lane(device).take_event()
+                event = self._lanes.of(device).take_event()
             self._driver.record(event, 0)
             while not self._driver.is_done(event):
                 if time.monotonic() > deadline:
                     raise DestinationError(f"kernels queued on cuda:{device} before did not end in {SETTLE_S} s")
                 time.sleep(_NAP_S)
             with self._lock:
-                self._lane(device).give_event(event)
+                self._lanes.of(device).give_event(event)
 
     def _open_door(self) -> str:
         with self._lock:
@@ -171,7 +168,7 @@ class CudaIpcTransport:
 
     def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> CudaRead:
         payload = decode_payload(source, _DECODER)
-        device = _ordinal(mine.memory.device)
+        device = ordinal(mine.memory.device)
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         claim = self._endpoint.claim(source, payload.page)
         mapped = self._map(claim, payload, device) if nbytes else None
@@ -194,7 +191,7 @@ class CudaIpcTransport:
         """See `Reaching`. Raises as `post_read`."""
         mine = self._endpoint.check_mine(into, source)
         payload = decode_payload(source, _DECODER)
-        self._map(self._endpoint.claim(source, payload.page), payload, _ordinal(mine.memory.device))
+        self._map(self._endpoint.claim(source, payload.page), payload, ordinal(mine.memory.device))
 
     def sweep(self) -> None:
         """Let go of memory of peers that are gone or gave it up, so that it is free there. A post does so too.
@@ -212,7 +209,7 @@ class CudaIpcTransport:
         if ours is not None:
             if source.device != f"cuda:{device}":
                 with self._driver.entered(device):
-                    self._driver.enable_peer(_ordinal(source.device))
+                    self._driver.enable_peer(ordinal(source.device))
             return Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
         with self._lock:
             found = self._mapped.get(claim, device)
@@ -232,7 +229,7 @@ class CudaIpcTransport:
 
     def _queue(self, read: CudaRead, rows: Segments, rectangles: Rectangles | None, base: int, device: int) -> None:
         """Queue every copy, an event behind each group; nothing waits for the device."""
-        lane, ours = self._lane(device), read.into.memory.address
+        lane, ours = self._lanes.of(device), read.into.memory.address
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         with self._driver.entered(device):
@@ -241,7 +238,7 @@ class CudaIpcTransport:
                 self._driver.gather_rectangles(some, device, stream)
                 self._mark(read, lane, stream, int(some.nbytes.sum()))
             for is_short in (True, False):
-                for dst, src, nbytes in _groups(_taken(rows, short == is_short), ours, base):
+                for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
                     stream = lane.take_stream()
                     if is_short:
                         self._driver.gather(dst, src, nbytes, device, stream)
@@ -254,11 +251,6 @@ class CudaIpcTransport:
         event = lane.take_event()
         self._driver.record(event, stream)
         read.events.append((event, nbytes + (read.events[-1][1] if read.events else 0)))
-
-    def _lane(self, device: int) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = Lane(self._driver, device, self._num_streams)
-        return self._lanes[device]
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`.
@@ -302,14 +294,14 @@ class CudaIpcTransport:
 
     def _advance(self, read: CudaRead) -> None:
         """Take note of the events that have passed."""
-        device = _ordinal(read.into.memory.device)
+        device = ordinal(read.into.memory.device)
         with self._lock:
             if not read.events:
                 return
             with self._driver.entered(device):
                 while read.events and self._driver.is_done(read.events[0][0]):
                     event, read.moved_bytes = read.events.popleft()
-                    self._lanes[device].give_event(event)
+                    self._lanes.of(device).give_event(event)
             if not read.events:
                 read.source = None
                 self._flying.discard(read)
@@ -335,51 +327,24 @@ class CudaIpcTransport:
             pass  # the device failed: who waits hears it; what it may still write to stays
         with self._lock:
             if self._flying:
-                _never_freed.append((self._flying, self._mapped, self._lanes))
+                never_freed.append((self._flying, self._mapped, self._lanes))
                 return
             self._mapped.clear()
-            for lane in self._lanes.values():
-                lane.close()
-            self._lanes.clear()
-
-
-_never_freed: list[object] = []
-"""What a device that does not answer may still write to."""
-
-
-def _ordinal(device: str) -> int:
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not index.isdecimal():
-        raise ConfigError(f"cuda_ipc reaches CUDA memory only, not {device}", hint="say which: cuda:0")
-    return int(index)
-
-
-def _taken(rows: Segments, which: npt.NDArray[np.bool_]) -> Segments:
-    return Segments(src=rows.src[which], dst=rows.dst[which], nbytes=rows.nbytes[which])
+            self._lanes.close()
 
 
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
     """The rows with addresses, long ones cut, gathered to about `GROUP_BYTES`."""
-    if not len(rows.nbytes):
-        return
-    counts = -(-rows.nbytes // GROUP_BYTES)
-    row = np.repeat(np.arange(len(counts)), counts)
-    skipped = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * GROUP_BYTES
-    nbytes = np.minimum(rows.nbytes[row] - skipped, GROUP_BYTES).astype(np.uint64)
-    dst = (rows.dst[row] + skipped).astype(np.uint64) + np.uint64(dst_base)
-    src = (rows.src[row] + skipped).astype(np.uint64) + np.uint64(src_base)
-    group = (np.cumsum(nbytes) - np.uint64(1)) // np.uint64(GROUP_BYTES)
-    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(row)]
-    for start, stop in pairwise(edges):
-        yield dst[start:stop], src[start:stop], nbytes[start:stop]
+    cut = rows.cut(GROUP_BYTES)
+    dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
+    for some in gathered(cut.nbytes, GROUP_BYTES):
+        yield dst[some], src[some], cut.nbytes[some].astype(np.uint64)
 
 
 def _grouped(rows: Rectangles, dst_base: int, src_base: int) -> Iterator[Rectangles]:
     """The rectangles with addresses, gathered to about `GROUP_BYTES`."""
-    group = (np.cumsum(rows.nbytes) - 1) // GROUP_BYTES
-    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(rows)]
-    for start, stop in pairwise(edges):
-        some = rows[start:stop]
+    for which in gathered(rows.nbytes, GROUP_BYTES):
+        some = rows[which]
         yield dataclasses.replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 

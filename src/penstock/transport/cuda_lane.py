@@ -1,12 +1,15 @@
-"""Streams and events of one device of ours, made once and used again.
+"""Streams and events of our devices, made once and used again.
 
 In: the driver. Out: the next stream's turn, a spare event.
-Not here: what is queued on them (`cuda_ipc`).
+Not here: what is queued on them (`cuda_ipc`, `into_device`).
 """
 
 from __future__ import annotations
 
 from penstock.transport.cuda_driver import CudaDriver
+
+never_freed: list[tuple[object, ...]] = []
+"""What a device that hangs may still use."""
 
 
 class Lane:
@@ -35,3 +38,22 @@ class Lane:
         """Give all back; nothing may be queued any more."""
         with self._driver.entered(self._device):
             self._driver.free(self.streams, self._spare)
+
+
+class Lanes:
+    """The lane of each device, made when it is first asked for. One thread at a time uses them."""
+
+    def __init__(self, driver: CudaDriver, *, num_streams: int) -> None:
+        self._driver, self._num_streams, self._made = driver, num_streams, dict[int, Lane]()
+
+    def of(self, device: int) -> Lane:
+        """The device's."""
+        if device not in self._made:
+            self._made[device] = Lane(self._driver, device, self._num_streams)
+        return self._made[device]
+
+    def close(self) -> None:
+        """Give all back; nothing may be queued any more. Idempotent."""
+        made, self._made = self._made, {}
+        for lane in made.values():
+            lane.close()

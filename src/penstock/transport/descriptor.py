@@ -6,7 +6,7 @@ Not here: what the payload means (each transport), whom a descriptor is sent to 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 _DECODER = msgspec.msgpack.Decoder(Descriptor)
+_Payload = TypeVar("_Payload", bound=msgspec.Struct)
 
 
 def encode(descriptor: Descriptor) -> bytes:
@@ -49,3 +50,11 @@ def decode(raw: bytes) -> Descriptor:
         return _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed descriptor: {error}") from error
+
+
+def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
+    """A descriptor's payload, typed. FormatError if it is malformed."""
+    try:
+        return decoder.decode(source.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed {source.transport} descriptor: {error}") from error

@@ -12,9 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import msgspec
-
-from penstock.errors import Cancelled, ConfigError, FormatError
+from penstock.errors import Cancelled, ConfigError
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.page import Page, PageAddress, PeerPage, seal_of
 from penstock.transport.protocol import Handle, Memory
@@ -215,17 +213,6 @@ class Endpoint:
                 handle.close()
             self._peers.clear()
             self.page.close()
-
-
-_Payload = TypeVar("_Payload", bound=msgspec.Struct)
-
-
-def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
-    """A descriptor's payload, typed. FormatError if it is malformed."""
-    try:
-        return decoder.decode(source.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"malformed {source.transport} descriptor: {error}") from error
 
 
 def handle_here(source: Descriptor) -> PagedHandle | None:

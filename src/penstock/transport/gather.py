@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.digest.pack_cuda import plan_copy
 from penstock.transport.cuda_driver import U64
-from penstock.transport.protocol import Rectangles
+from penstock.transport.protocol import Rectangles, Segments
 from penstock.types import I64
 
 TILE_BYTES = tl.constexpr(16 << 10)
@@ -84,8 +84,5 @@ def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
 
 
 def _tiled(dst: I64, src: I64, nbytes: I64) -> I64:
-    tile = int(TILE_BYTES.value)
-    counts = -(-nbytes // tile)
-    row = np.repeat(np.arange(len(counts)), counts)
-    skipped = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
-    return np.stack([dst[row] + skipped, src[row] + skipped, np.minimum(nbytes[row] - skipped, tile)])
+    cut = Segments(src=src, dst=dst, nbytes=nbytes).cut(int(TILE_BYTES.value))
+    return np.stack([cut.dst, cut.src, cut.nbytes])

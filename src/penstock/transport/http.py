@@ -26,9 +26,9 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.errors import Cancelled, ConfigError, FormatError
+from penstock.errors import Cancelled, ConfigError
 from penstock.transport.coding import Choice
-from penstock.transport.descriptor import Descriptor
+from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.http_peer import Peer
 from penstock.transport.http_reader import Address, Read, cut_into_parts
 from penstock.transport.http_server import Region, Server
@@ -54,14 +54,6 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _DECODER = msgspec.msgpack.Decoder(_Payload)
-
-
-def _payload(source: Descriptor) -> _Payload:
-    """FormatError."""
-    try:
-        return _DECODER.decode(source.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"malformed http descriptor: {error}") from error
 
 
 _transports: weakref.WeakSet[HttpTransport] = weakref.WeakSet()
@@ -192,7 +184,7 @@ class HttpTransport:
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
-        found = _payload(source)
+        found = decode_payload(source, _DECODER)
         read = HttpRead(
             generation=source.generation,
             request=ReadRequest(endpoint=source.endpoint, key=found.key, nbytes=source.nbytes, src=b"", length=b""),
@@ -200,7 +192,7 @@ class HttpTransport:
             nbytes=int(segments.nbytes.sum()),
             owners=(into, into.memory.owner),
         )
-        parts = cut_into_parts(read, into.view, segments.src, segments.dst, segments.nbytes)
+        parts = cut_into_parts(read, into.view, segments)
         with self.changing:
             self._check_open()
             into.check_open()
@@ -217,7 +209,7 @@ class HttpTransport:
     def way(self, source: Descriptor) -> tuple[str, str]:
         """See `Coding.way`."""
         with self.changing:
-            peer = self._peers.get(_payload(source).address)
+            peer = self._peers.get(decode_payload(source, _DECODER).address)
         is_coded, why = (False, "") if peer is None else peer.choice.told()
         return f"{self.name}+zstd" if is_coded else self.name, why
 

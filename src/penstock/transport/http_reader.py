@@ -11,7 +11,6 @@ a fence (410) and a dead peer (refused) from a connection that merely ended.
 
 from __future__ import annotations
 
-import itertools
 import socket
 import ssl
 import threading
@@ -19,16 +18,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.errors import PenstockError, SourceStalled
-from penstock.transport.http_wire import (
-    MAX_RUNS,
-    ReadRequest,
-    Wire,
-    advance,
-)
-from penstock.types import I64, MIB
+from penstock.transport.http_wire import MAX_RUNS, ReadRequest, Wire, advance
+from penstock.transport.protocol import Segments, gathered
+from penstock.types import MIB
 
 if TYPE_CHECKING:
     from penstock.transport.http_peer import Peer
@@ -174,28 +167,13 @@ class Read:
             raise self.error
 
 
-def cut_into_parts(read: Read, memory: memoryview, src: I64, dst: I64, nbytes: I64) -> list[Part]:
+def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[Part]:
     """The parts of a read: neighbours joined, long runs split, about `PART_BYTES` and at most `MAX_RUNS` each."""
-    keep = nbytes > 0
-    src, dst, nbytes = src[keep], dst[keep], nbytes[keep]
-    if not len(src):
-        return []
-    is_head = np.ones(len(src), bool)
-    is_head[1:] = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
-    head = np.flatnonzero(is_head)
-    src, dst, nbytes = src[head], dst[head], np.add.reduceat(nbytes, head)
-    pieces = -(-nbytes // PART_BYTES)
-    row = np.repeat(np.arange(len(src)), pieces)
-    at = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PART_BYTES
-    src, dst, nbytes = src[row] + at, dst[row] + at, np.minimum(nbytes[row] - at, PART_BYTES)
-    group = (np.cumsum(nbytes) - nbytes) // PART_BYTES
-    edge = np.ones(len(src) + 1, bool)
-    edge[1:-1] = (group[1:] != group[:-1]) | (np.arange(1, len(src)) % MAX_RUNS == 0)
-    edges = np.flatnonzero(edge).tolist()
-    starts, stops = dst.tolist(), (dst + nbytes).tolist()
-    parts = []
-    for first, last in itertools.pairwise(edges):
-        views = [memory[starts[i] : stops[i]] for i in range(first, last)]
-        parts.append(Part(read, src[first:last].tolist(), nbytes[first:last].tolist(), views))
+    rows, parts = segments.joined().cut(PART_BYTES), []
+    for which in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):
+        some = rows[which]
+        ends = zip(some.dst.tolist(), (some.dst + some.nbytes).tolist(), strict=True)
+        views = [memory[start:stop] for start, stop in ends]
+        parts.append(Part(read, some.src.tolist(), some.nbytes.tolist(), views))
     read.num_left = len(parts)
     return parts

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from penstock.config import Settings
-from penstock.errors import Cancelled, ConfigError, FormatError, PenstockError
-from penstock.transport.descriptor import Descriptor
+from penstock.errors import Cancelled, ConfigError, PenstockError
+from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.nixl_agent import Agent, Discarded, place_of
 from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
 from penstock.transport.page import seal_of
@@ -236,11 +236,7 @@ class NixlTransport:
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
-        try:
-            payload = _DECODER.decode(source.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"malformed nixl descriptor: {error}") from error
-        return NixlRead(into, source, payload, segments)
+        return NixlRead(into, source, decode_payload(source, _DECODER), segments)
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`."""

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled,
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.nixl_agent import Agent, Discarded, Flight, place_of
 from penstock.transport.page import seal_of
-from penstock.transport.protocol import Memory, Segments
+from penstock.transport.protocol import Memory, Segments, gathered
 from penstock.types import I64, MIB
 
 PIECE_BYTES = 64 * MIB
@@ -247,16 +247,9 @@ class Reader:
 
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:
     """The transfers of a read: long segments split, short ones gathered."""
-    keep = rows.nbytes > 0
-    src, dst, nbytes = rows.src[keep], rows.dst[keep], rows.nbytes[keep]
-    count = -(-nbytes // PIECE_BYTES)
-    row = np.repeat(np.arange(len(src)), count)
-    at = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * PIECE_BYTES
-    nbytes = np.minimum(nbytes[row] - at, PIECE_BYTES)
-    group = (np.cumsum(nbytes) - nbytes) // PIECE_BYTES
-    edge = np.ones(len(row) + 1, bool)
-    edge[1:-1] = (group[1:] != group[:-1]) | (np.arange(1, len(row)) % PIECE_SEGMENTS == 0)
-    here = np.stack([memory.address + dst[row] + at, nbytes, np.full(len(row), place_of(memory.device)[1])], axis=1)
-    there = np.stack([theirs + src[row] + at, nbytes, np.full(len(row), place_of(device)[1])], axis=1)
-    for first, last in itertools.pairwise(np.flatnonzero(edge).tolist()):
-        yield here[first:last], there[first:last]
+    cut = rows.cut(PIECE_BYTES)
+    ours, devices = place_of(memory.device)[1], np.ones_like(cut.nbytes)
+    here = np.stack([memory.address + cut.dst, cut.nbytes, ours * devices], axis=1)
+    there = np.stack([theirs + cut.src, cut.nbytes, place_of(device)[1] * devices], axis=1)
+    for some in gathered(cut.nbytes, PIECE_BYTES, most_rows=PIECE_SEGMENTS):
+        yield here[some], there[some]

@@ -11,25 +11,18 @@ this is for memory that is read again and again. Of what a publisher pinned alre
 
 from __future__ import annotations
 
-import threading
-import time
-
-import numpy as np
-
-from penstock.errors import ConfigError, DestinationError, PeerLost, StaleDescriptor
-from penstock.transport.cuda_driver import CudaDriver, load_driver
+from penstock.errors import PeerLost, StaleDescriptor
+from penstock.transport.cuda_driver import CudaDriver, ordinal
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings
-from penstock.transport.page import Page
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.endpoint import Claim, IntoHandle, Mappings
+from penstock.transport.into_device import IntoDevice, batches
+from penstock.transport.protocol import Handle, Pending, Segments, Transport
 from penstock.transport.shm import MappedMemory, ShmTransport
-from penstock.transport.staged import batches, never_freed, ordinal
 from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 TURN_BYTES = 256 * MIB
 """Copied between two looks at the fence: 5 ms at 55 GB/s."""
-_NAP_S = 0.0002
 
 
 class _Pinned:
@@ -61,14 +54,14 @@ class PinnedRead(WaitedRead[IntoHandle, Claim, _Pinned, int]):
         for turn in batches(self._rows, TURN_BYTES):
             into.check_open()
             claim.check()
-            self._transport.copy(into, source, base, turn, stall_s)
+            self._transport.copy(into, base, turn, stall_s, keep=source)
             self.moved_bytes += int(turn.nbytes.sum())
         into.check_open()
         claim.check()  # a holder fences before it changes a byte
 
 
-class PinnedTransport:
-    """A transport into device memory that peers cannot read by it: nothing is registered with it but to be read into.
+class PinnedTransport(IntoDevice):
+    """See `IntoDevice`.
 
     Args:
         shm: maps peers' memory; stays its owner's.
@@ -79,23 +72,12 @@ class PinnedTransport:
     """
 
     name = "pinned_shm"
+    nap_s = 0.0002
 
     def __init__(self, shm: ShmTransport, driver: CudaDriver | None = None) -> None:
-        self._shm, self._driver = shm, load_driver() if driver is None else driver
-        self._endpoint = Endpoint(self.name, Page.create())
+        super().__init__(self.name, shm.name, driver)
+        self._shm = shm
         self._kept: Mappings[_Pinned] = Mappings()
-        self._lock = threading.Lock()
-        self._streams: dict[int, int] = {}
-
-    def register(self, memory: Memory) -> Handle:
-        """ConfigError: it shows no memory to peers."""
-        raise ConfigError(f"{self.name} only reads into memory")
-
-    def register_into(self, memory: Memory) -> IntoHandle:
-        """Device memory to read into. ConfigError for the host's; Cancelled if the transport is closed."""
-        ordinal(memory.device)
-        self._endpoint.check_open()
-        return IntoHandle(self._endpoint, memory)
 
     def reach(self, into: Handle, source: Descriptor) -> None:
         """Map and pin a peer's memory now, so that the first read does not wait for it. Raises as `post_read`."""
@@ -112,16 +94,6 @@ class PinnedTransport:
         claim, pinned, base = self._reached(mine, source)
         return PinnedRead(self, mine, claim, pinned, base, segments.joined())
 
-    def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
-        if (
-            source.transport != self._shm.name
-            or not isinstance(into, IntoHandle)
-            or into.endpoint is not self._endpoint
-        ):
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
-        into.check_open()
-        return into
-
     def _reached(self, into: IntoHandle, source: Descriptor) -> tuple[Claim, _Pinned, int]:
         """The promise, the memory, and where the registration is in our address space."""
         claim, mapped, base = self._shm.view(source)
@@ -133,27 +105,6 @@ class PinnedTransport:
                 found = _Pinned(self._driver, device, mapped)
                 self._kept.put(claim, found, device)
         return claim, found, base
-
-    def copy(self, into: IntoHandle, source: _Pinned, base: int, turn: Segments, stall_s: float) -> None:
-        """Copy some segments; returns once they are there."""
-        driver, device = self._driver, ordinal(into.memory.device)
-        deadline = time.monotonic() + stall_s
-        with driver.entered(device):
-            with self._lock:
-                self._endpoint.check_open()
-                if device not in self._streams:
-                    self._streams[device] = driver.make_stream()
-                event, stream = driver.make_event(), self._streams[device]
-                dst, src = turn.dst.astype(np.uint64), turn.src.astype(np.uint64)
-                to, of = np.uint64(into.memory.address), np.uint64(base)
-                driver.copy(dst + to, src + of, turn.nbytes.astype(np.uint64), stream)
-                driver.record(event, stream)
-            while not driver.is_done(event):
-                if time.monotonic() > deadline:
-                    never_freed.append((into, source, self))  # a device that hangs may still copy
-                    raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
-                time.sleep(_NAP_S)
-            driver.free([], [event])
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""
@@ -177,12 +128,7 @@ class PinnedTransport:
         self._endpoint.close()
         with self._lock:
             self._kept.clear()
-            streams, self._streams = self._streams, {}
-        if any(self in kept for kept in never_freed if isinstance(kept, tuple)):
-            return
-        for device, stream in streams.items():
-            with self._driver.entered(device):
-                self._driver.free([stream], [])
+        self._close_lanes()
 
 
 _fits: type[Transport] = PinnedTransport

@@ -9,13 +9,16 @@ Not here: how they cross (`loopback`), what a peer is given (`descriptor`), whic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, PlanError
+from penstock.plan.intersect import spread
 from penstock.transport.descriptor import Descriptor
 from penstock.types import I64
 
@@ -49,6 +52,10 @@ class Segments:
     dst: I64
     nbytes: I64
 
+    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Segments:
+        """Those rows."""
+        return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
+
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
         """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
         if not len(self.src) == len(self.dst) == len(self.nbytes):
@@ -79,6 +86,14 @@ class Segments:
         heads = np.flatnonzero(first)
         lasts = np.append(heads[1:], len(rows)) - 1
         return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
+
+    def cut(self, most_bytes: int) -> Segments:
+        """The same bytes in the same order, longer runs cut to so many, empty ones left out."""
+        counts = -(-self.nbytes // most_bytes)
+        row = np.repeat(np.arange(len(counts)), counts)
+        skipped = spread(np.zeros(len(counts), np.int64), counts) * most_bytes
+        nbytes = np.minimum(self.nbytes[row] - skipped, most_bytes)
+        return Segments(src=self.src[row] + skipped, dst=self.dst[row] + skipped, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -133,9 +148,20 @@ class Rectangles:
         run = self.longest_runs()
         rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
-        turn = np.arange(len(at)) - np.repeat(np.cumsum(rows) - rows, rows)
+        turn = spread(np.zeros(len(rows), np.int64), rows)
         src, dst = self.src[at] + turn * self.src_pitch[at], self.dst[at] + turn * self.dst_pitch[at]
         return Segments(src=src, dst=dst, nbytes=run[at])
+
+
+def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
+    """Rows of these lengths taken together: about so many bytes of them, and at most so many, if that is not 0."""
+    if not len(nbytes):
+        return
+    is_edge = np.diff((np.cumsum(nbytes) - 1) // about_bytes) != 0
+    if most_rows:
+        is_edge |= np.arange(1, len(nbytes)) % most_rows == 0
+    for start, stop in pairwise([0, *(np.flatnonzero(is_edge) + 1).tolist(), len(nbytes)]):
+        yield slice(start, stop)
 
 
 class Handle(Protocol):

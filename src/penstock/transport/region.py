@@ -16,8 +16,8 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.transport.cuda_driver import CudaDriver, load_driver
 from penstock.transport.cuda_memory import CudaPayload, Mapped, map_peer
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, decode_payload, handle_here
+from penstock.transport.descriptor import Descriptor, decode_payload
+from penstock.transport.endpoint import Claim, handle_here
 from penstock.transport.page import PageAddress, PeerPage
 from penstock.transport.shm import ShmPayload, open_payload
 

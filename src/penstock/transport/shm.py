@@ -20,8 +20,8 @@ import numpy as np
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle, decode_payload
+from penstock.transport.descriptor import Descriptor, decode_payload
+from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle
 from penstock.transport.page import Page, PageAddress
 from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
 from penstock.transport.waited import WaitedRead

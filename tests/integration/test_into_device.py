@@ -1,0 +1,202 @@
+"""Peers' host memory read into a device, without one: staged or pinned; fences, deaths, devices that hang, the pool."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, DestinationError, PeerLost, PlanError, SourceStalled, StaleDescriptor
+from penstock.memory.arena import Arena
+from penstock.sync.source_read import SourceRead
+from penstock.testing.fake_cuda import FakeCuda
+from penstock.testing.holder import HolderProcess, pattern
+from penstock.testing.transport_suite import segments
+from penstock.transport import pinned, staged
+from penstock.transport.choose import Links
+from penstock.transport.cuda_ipc import CudaIpcTransport
+from penstock.transport.cuda_lane import never_freed
+from penstock.transport.descriptor import encode
+from penstock.transport.http import HttpTransport
+from penstock.transport.pinned import PinnedTransport
+from penstock.transport.protocol import Memory, Rectangles
+from penstock.transport.shm import ShmTransport
+from penstock.transport.staged import StagedTransport
+
+NBYTES = 5_000_011
+ROWS = [(at, at, min(70_001, NBYTES - at)) for at in range(0, NBYTES, 70_001)][::-1]
+COLUMNS = {"src": 0, "dst": 0, "run_bytes": NBYTES, "num_rows": 1, "src_pitch": NBYTES, "dst_pitch": NBYTES}
+
+
+def _refuse(address: int, nbytes: int, *, is_read_only: bool = False) -> None:
+    raise DestinationError("no")
+
+
+class Reader:
+    def __init__(self, kind: str) -> None:
+        self.driver, self.shm = FakeCuda(), ShmTransport()
+        self.transport = (
+            PinnedTransport(self.shm, self.driver)
+            if kind == "pinned"
+            else StagedTransport("staged_shm", self.shm, self.driver)
+        )
+        self.memory = self.driver.allocate(NBYTES)
+        self.into = self.transport.register_into(self.memory)
+
+    def read(self, descriptor, rows=((0, 0, NBYTES),), *, stall_s: float = 20.0) -> bytes:
+        pending = self.transport.post_read(self.into, descriptor, segments(rows))
+        self.transport.wait(pending, stall_s=stall_s)
+        assert pending.moved_bytes == pending.nbytes == sum(row[2] for row in rows)
+        return ctypes.string_at(self.memory.address, NBYTES)
+
+
+@pytest.fixture(params=["staged", "pinned"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def reader(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(staged, "STAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(pinned, "TURN_BYTES", 1 << 20)
+    made = Reader(kind)
+    yield made
+    made.transport.close()
+    made.shm.close()
+    gc.collect()
+
+
+@pytest.fixture
+def holder():
+    with HolderProcess("shm", nbytes=NBYTES) as child:
+        yield child
+
+
+def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) -> None:
+    most = staged.NUM_BUFFERS if kind == "staged" else 1
+    if kind == "pinned":
+        reader.transport.reach(reader.into, holder.descriptor)
+        assert len(reader.driver.pinned) == 1
+    assert reader.read(holder.descriptor) == pattern(NBYTES)
+    assert reader.read(holder.fence(2), ROWS) == pattern(NBYTES, 2)
+    assert 0 < len(reader.driver.pinned) <= most
+    reader.transport.close()
+    gc.collect()
+    assert not reader.driver.pinned
+
+
+def test_a_fence_and_a_death_are_seen_and_the_memory_let_go(kind, reader, holder) -> None:
+    pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
+    holder.fence(2)
+    with pytest.raises(StaleDescriptor) as caught:
+        reader.transport.wait(pending, stall_s=20)
+    assert not caught.value.mutated
+    assert reader.read(holder.descriptor) == pattern(NBYTES, 2)
+    holder.process.kill()
+    holder.process.wait(10)
+    with pytest.raises(PeerLost):
+        reader.read(holder.descriptor)
+    if kind == "pinned":
+        reader.transport.sweep()  # as with each beat
+        del pending, caught
+        gc.collect()
+        assert not reader.driver.pinned
+
+
+def test_what_a_device_that_hangs_may_use_is_kept(kind, reader, holder) -> None:
+    reader.driver.is_stuck = True
+    stuck = staged.NUM_BUFFERS if kind == "staged" else 1
+    for wanted in [*[DestinationError] * stuck, *([SourceStalled] if kind == "staged" else [])]:
+        with pytest.raises(wanted):
+            reader.read(holder.descriptor, stall_s=0.2)
+    reader.transport.close()
+    gc.collect()
+    assert len(reader.driver.pinned) == stuck
+    never_freed.clear()
+    reader.driver.is_stuck = False
+
+
+def test_it_reads_into_devices_only_and_shows_nothing(reader, holder) -> None:
+    with pytest.raises(ConfigError):
+        reader.transport.register_into(Memory.of_buffer(bytearray(8)))
+    with pytest.raises(ConfigError):
+        reader.transport.register(reader.memory)
+    with pytest.raises(ConfigError):
+        foreign = reader.shm.register_into(Memory.of_buffer(bytearray(8)))
+        reader.transport.post_read(foreign, holder.descriptor, segments([]))
+    with pytest.raises(PlanError):
+        reader.read(holder.descriptor, [(1, 0, NBYTES)])
+
+
+@pytest.mark.parametrize("kind", ["staged"], indirect=True)
+def test_many_threads_share_a_bounded_pool(reader, holder) -> None:
+    rows = [(at, at, min(500_009, NBYTES - at)) for at in range(0, NBYTES, 500_009)]
+    threads = [threading.Thread(target=reader.read, args=(holder.descriptor, [row])) for row in rows * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ctypes.string_at(reader.memory.address, NBYTES) == pattern(NBYTES)
+    assert len(reader.driver.pinned) <= staged.NUM_BUFFERS
+
+
+@pytest.mark.parametrize("kind", ["pinned"], indirect=True)
+def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader.driver, "pin", _refuse)
+    with pytest.raises(DestinationError):
+        reader.transport.reach(reader.into, holder.descriptor)
+    assert not reader.driver.pinned
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_a_sync_stages_what_cannot_be_pinned_and_says_why(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
+    driver = FakeCuda()
+    with Links({"shm": ShmTransport}) as links:
+        links.add_staged(driver)
+        memory = driver.allocate(NBYTES)
+        handles = links.register_into(memory, {}, is_repeated=True)
+        given = ({"shm": encode(holder.descriptor)},)
+        link = SimpleNamespace(member="p0", map=SimpleNamespace(regions=given), same_host=True, same_process=False)
+        source = SourceRead(link, SimpleNamespace(links=links, handles=lambda region: handles))
+        if not can_pin:
+            monkeypatch.setattr(driver, "pin", _refuse)
+        rows = Rectangles(**{name: np.array([value]) for name, value in COLUMNS.items()})
+        failed, is_touched = source.read(SimpleNamespace(reads=((0, 0, rows),)), stall_s=20.0)
+        if can_pin:
+            assert failed is None
+            assert is_touched
+            assert source.path == "pinned_shm"
+            assert ctypes.string_at(memory.address, NBYTES) == pattern(NBYTES)
+        else:  # staging has nothing to pin either, here
+            assert isinstance(failed, DestinationError)
+            assert source.path == "staged_shm"
+            assert "pinned_shm: no" in source.why
+
+
+@pytest.mark.parametrize(("inner", "same_host"), [("shm", True), ("http", False)])
+def test_it_is_chosen_where_a_keeper_on_the_host_feeds_a_device(inner: str, same_host: bool) -> None:
+    driver, arena = FakeCuda(), Arena.allocate(100)
+    ctypes.memset(arena.address, 7, 100)
+    kept = Memory(address=arena.address, nbytes=100, owner=arena)
+    makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport}
+    with Links({"shm": ShmTransport, "http": HttpTransport}) as keeper, Links(makers) as engine:
+        engine.add_staged(driver)
+        offered = {name: encode(handle.descriptor) for name, handle in keeper.register(kept).items()}
+        memory = driver.allocate(100)
+        ours = engine.register_into(memory, engine.register(memory))
+        transport, descriptor, why = engine.choose(ours, offered, same_host=same_host, same_process=False)
+        assert (transport.name == f"staged_{inner}" and "cuda_ipc: the peer does not offer it" in why) or not same_host
+        transport.wait(transport.post_read(ours[transport.name], descriptor, segments([(0, 0, 100)])), stall_s=20)
+        assert ctypes.string_at(memory.address, 100) == b"\7" * 100
+        # What is read again and again is pinned where it is, on one host.
+        often = engine.register_into(memory, engine.register(memory), is_repeated=True)
+        near, descriptor, _ = engine.choose(often, offered, same_host=same_host, same_process=False)
+        assert near.name == ("pinned_shm" if same_host else "staged_http")
+        # Nothing is offered by it, and it is not used between hosts' memories.
+        assert set(engine.register(memory)) == {"cuda_ipc"}
+        host = engine.register_into(kept, engine.register(kept))
+        assert engine.choose(host, offered, same_host=same_host, same_process=False)[0].name == inner
