@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from penstock.engine.place import HostPlace, Place
+from penstock.engine.place import place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
 from penstock.fleet.line import Line
 from penstock.loader.session import Session
-from penstock.storage.files import FileSource
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
@@ -100,21 +99,11 @@ class StoragePart:
                 self._is_warm = True
                 session.intake.warm(self.uri)
             plan = session.make_plan(asked, [None] * len(flat), pack=False, exact=True)
-            nbytes = plan.slab_nbytes.tolist()
-            place: Place
-            if session.options.device.type == "cpu":
-                place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
-            else:
-                from penstock.engine.place_cuda import CudaPlace
-
-                place = CudaPlace(session.options.device, nbytes, flat)
-            return session.begin(plan, place)
+            return session.begin(plan, place_on(session.options.device, plan.slab_nbytes.tolist(), flat))
 
     def check_unchanged(self) -> None:
-        """Raise if a file was modified, replaced or removed since it was opened."""
-        for source in self._session.weights.sources:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
+        """See `Session.check_unchanged`."""
+        self._session.check_unchanged()
 
     def close(self) -> None:
         """Close the session. Idempotent."""

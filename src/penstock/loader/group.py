@@ -10,8 +10,7 @@ Not here: reading and placing (`session`, `engine`).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +19,12 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.engine.place import HostPlace, Segment
+from penstock.engine.place import HostPlace, Segment, place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Batch, Session
 from penstock.plan.schedule import LoadPlan
+from penstock.transport.collective import GroupWire
 from penstock.types import Box, TensorTable
 
 STATUS_BYTES = 512
@@ -36,13 +36,8 @@ ROUND_BYTES = 32 << 20
 ROUNDS_IN_FLIGHT = 2
 """On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
 
-_POLL_S = 1e-3
-"""Pause between looks at a round: half of what one takes. Each look takes the GIL from the thread that reads."""
-
 _DIGEST_BYTES = 32
-
-# torch 2.13 renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All zeros say that the rank failed."""
 
 
 def exchange(
@@ -84,12 +79,9 @@ def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
 
 def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
     """The slabs, or the error that the other ranks must hear of before this one raises it."""
-    nbytes = plan.slab_nbytes.tolist()
-    if session.options.device.type == "cpu":
-        return HostPlace(nbytes), None
-    from penstock.engine.place_cuda import CudaPlace
-
-    place = CudaPlace(session.options.device, nbytes)
+    place = place_on(session.options.device, plan.slab_nbytes.tolist())
+    if isinstance(place, HostPlace):
+        return place, None
     session.phases.enter("allocate")
     try:
         place.allocate()
@@ -98,15 +90,12 @@ def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]
     return place, None
 
 
-class Wire:
-    """The group's collectives, each with a deadline."""
+class Wire(GroupWire):
+    """The group's collectives, and what its ranks tell each other before they read."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
-        self.group, self.device, self.stall_s = group, device, stall_s
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        if self.rank < 0:
-            raise PlanError("this process is not a rank of the group")
+    poll_s = 1e-3
+    """Half of what a round takes. Each look takes the GIL from the thread that reads."""
+    is_its_own = False
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -114,7 +103,7 @@ class Wire:
         try:
             yield
         except PenstockError:
-            self._digests(bytes(_DIGEST_BYTES))
+            self.gather_words(bytes(_DIGEST_BYTES))
             raise
 
     def agree(self, plan: LoadPlan, revision: str) -> None:
@@ -128,57 +117,13 @@ class Wire:
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
         digest.update("\n".join(plan.table.names).encode())
-        found = self._digests(digest.digest())
+        found = self.gather_words(digest.digest())
         lost = [rank for rank, one in enumerate(found) if not any(one)]
         if lost:
             raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see those ranks' errors")
         odd = [rank for rank, one in enumerate(found) if one != found[0]]
         if odd:
             raise PlanError(f"ranks {odd} see other weights or options than rank 0", hint="give all ranks the same")
-
-    def _digests(self, own: bytes) -> list[bytes]:
-        """Every rank's digest; all zeros says that the rank failed."""
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-        found = torch.empty(self.world_size * _DIGEST_BYTES, dtype=torch.uint8, device=self.device)
-        self.gather(found, mine)
-        return [bytes(row.tolist()) for row in found.cpu().view(self.world_size, -1)]
-
-    def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """all_gather, waited for. PeerLost when a rank fails or is silent for `stall_s`."""
-        self.finish(self.post_gather(into, own))
-
-    def finish(self, work: Any) -> None:
-        """Wait for a posted all_gather, and raise what it met."""
-        self.wait(work.is_completed)
-        try:
-            work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
-
-    def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
-        """Start an all_gather on the current stream; the work handle. PeerLost when the group is broken."""
-        try:
-            return _all_gather(into, own, group=self.group, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
-
-    def wait(self, is_done: Callable[[], bool]) -> None:
-        """Return when done. PeerLost when a rank fails or is silent for `stall_s`."""
-        deadline = time.monotonic() + self.stall_s
-        try:
-            while not is_done():
-                if time.monotonic() > deadline:
-                    raise PeerLost(
-                        f"rank {self.rank}: another rank of the group was silent for {self.stall_s} s",
-                        hint="see the other ranks' errors; make a new process group",
-                    )
-                time.sleep(_POLL_S)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> PeerLost:
-        # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
-        return PeerLost(f"rank {self.rank}: the group's all_gather failed: {error}")
 
 
 class _Rounds:

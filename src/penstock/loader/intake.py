@@ -12,6 +12,7 @@ import threading
 import torch
 
 from penstock.config import Settings
+from penstock.engine.place import registrar_of
 from penstock.errors import BudgetTooSmall
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.storage import is_remote, local_path
@@ -121,9 +122,7 @@ class Intake:
     def warm(self, uri: Uris) -> None:
         """For large local files and a GPU, make the pool now: it is touched and pinned while headers are read."""
         if self._device.type == "cuda" and _local_nbytes(uri) > WARM_ABOVE_BYTES:
-            from penstock.engine.place_cuda import CudaRegistrar
-
-            self.open_pool(CudaRegistrar(self._device)).warm(WARM_THREADS)
+            self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
         """A ring for files in the page cache, the caller's to close; None where it is not wanted or refused."""

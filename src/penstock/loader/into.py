@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.engine.place import HostPlace, Place
+from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import open_session, telling
 from penstock.loader.report import Report
@@ -151,14 +151,7 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> R
         .view(torch.uint8)
         for tensor in held
     ]
-    nbytes = plan.slab_nbytes.tolist()
-    place: Place
-    if session.options.device.type == "cuda":
-        from penstock.engine.place_cuda import CudaPlace
-
-        place = CudaPlace(session.options.device, nbytes, flat)
-    else:
-        place = HostPlace(nbytes, [tensor.numpy() for tensor in flat])
+    place = place_on(session.options.device, plan.slab_nbytes.tolist(), flat)
     checker = session.checker(plan, place)
     with _telling(session):
         run = session.begin(plan, place, checker=checker)

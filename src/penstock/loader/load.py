@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from penstock.config import Settings, parse_bytes
-from penstock.engine.place import HostPlace
+from penstock.engine.place import HostPlace, place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
 from penstock.loader.pause import paused_gc, quick_handover
@@ -290,23 +290,17 @@ def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Cal
     boxes = session.boxes(table)
     place: Any
     sources: Sequence[Source] | None = None
-    if session.options.device.type == "cuda":
-        from penstock.engine.place_cuda import CudaPlace
-
-        plan = session.make_plan(table, boxes, pack=True, exact=False)
-        place = CudaPlace(session.options.device, plan.slab_nbytes.tolist())
+    if session.maps_files(boxes):
+        # What is looked at before the end (by a consumer, to digest it) is brought in step by step, so that a file
+        # cut short meanwhile is an error rather than a signal.
+        mappings = session.open_mappings()
+        is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
+        plan = session.make_plan(table, boxes, pack=True, exact=True, chunk_bytes=READY_BYTES if is_ready else 0)
+        place, sources = mappings.place(plan, is_ready=is_ready)
     else:
-        whole = boxes.count(None) == len(boxes)
-        if session.maps_files(boxes):
-            # What is looked at before the end (by a consumer, to digest it) is brought in step by step, so that a file
-            # cut short meanwhile is an error rather than a signal.
-            mappings = session.open_mappings()
-            is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
-            plan = session.make_plan(table, boxes, pack=True, exact=whole, chunk_bytes=READY_BYTES if is_ready else 0)
-            place, sources = mappings.place(plan, is_ready=is_ready)
-        else:
-            plan = session.make_plan(table, boxes, pack=True, exact=whole)
-            place = HostPlace(plan.slab_nbytes.tolist())
+        is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
+        plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
+        place = place_on(session.options.device, plan.slab_nbytes.tolist())
     checker = session.checker(plan, place)
 
     def begin(window_bytes: int) -> LoadRun:

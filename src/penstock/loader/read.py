@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from penstock.config import Settings
-from penstock.engine.place import HostPlace
+from penstock.engine.place import place_on, registrar_of
 from penstock.engine.run import LoadRun
 from penstock.engine.trace import Trace
 from penstock.loader.intake import Intake
 from penstock.loader.tensor import as_bytes
-from penstock.memory.staging import Registrar
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source, is_remote
 from penstock.types import MIB
@@ -81,16 +80,11 @@ class FileReader:
     def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
         is_cuda = device.type == "cuda"
-        place: Any
         if is_cuda:
-            from penstock.engine.place_cuda import CudaPlace
-
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            place = CudaPlace(device, nbytes)
-        else:
-            place = HostPlace(nbytes)
+        place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
         staged = is_cuda or not bool(plan.covered().all())
-        pool = (self._intake.pool or self._intake.open_pool(self._registrar())) if staged else None
+        pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
         try:
             with LoadRun(
                 plan,
@@ -108,13 +102,6 @@ class FileReader:
             raise
         slabs = map(place.take, range(len(nbytes)))
         return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
-
-    def _registrar(self) -> Registrar | None:
-        if self._device.type != "cuda":
-            return None
-        from penstock.engine.place_cuda import CudaRegistrar
-
-        return CudaRegistrar(self._device)
 
     def close(self) -> None:
         """Free the staging. Idempotent."""

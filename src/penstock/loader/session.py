@@ -307,12 +307,16 @@ class Session:
         why: str = getattr(self.weights.sources[file], "why", "")
         return why
 
-    def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
-        """Check that no source changed meanwhile, end every thread, save the trace, and report."""
-        self.phases.enter("finish")
+    def check_unchanged(self) -> None:
+        """Raise if a file was modified, replaced or removed since it was opened."""
         for source in self.weights.sources:
             if isinstance(source, FileSource):
                 source.check_unchanged()
+
+    def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
+        """Check that no source changed meanwhile, end every thread, save the trace, and report."""
+        self.phases.enter("finish")
+        self.check_unchanged()
         if self._mappings is not None:
             self._mappings.check_unchanged()
         run = self.run

@@ -1,7 +1,7 @@
-"""Regions of one rank's memory broadcast to all ranks of a torch.distributed group, for fleets that start in step.
+"""Ranks of a torch.distributed group in step: its collectives, each with a deadline, and broadcasts of regions by them.
 
 In: tensors of the same bytes on every rank, a root. Out: the root's bytes in all of them, or an error on every rank.
-Not here: one-sided reads (`protocol`, beside which this stands), which rank has what (`fleet`).
+Not here: one-sided reads (`protocol`, beside which this stands), loads by a group (`loader.group`, over `GroupWire`).
 
     agree (all_gather: layout, anyone failed?) -> chunks, in place, a window in flight -> agree again
 
@@ -26,29 +26,80 @@ CHUNK_BYTES = 64 * MIB
 """One broadcast: long beside a collective's fixed cost, short beside a stall."""
 WINDOW = 4
 """Broadcasts in flight."""
-_POLL_S = 5e-5
-_WORD_BYTES = 33
+_DIGEST_BYTES = 32
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class CollectiveTransport:
-    """A group and the device of its memory. Not a `Transport`: every rank takes part in every call, in the same order.
+class GroupWire:
+    """A group's collectives, each with a deadline. Order: every rank makes the same calls, in the same order.
 
     Args:
-        group: of gloo for host memory, of NCCL for devices; used by nobody else meanwhile.
-        device: of the regions.
+        group: of gloo for host memory, of NCCL for devices.
+        device: of what is exchanged.
         stall_s: seconds of silence after which the others count as lost.
     """
 
-    name = "collective"
+    poll_s = 5e-5
+    """Between two looks at a collective."""
+    is_its_own = True
+    """Whether nobody else uses the group: then it is aborted where a rank is lost, so that nothing is left running."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, stall_s: float) -> None:
-        self._group, self._device, self._stall_s = group, device, stall_s
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
+        self.group, self.device, self.stall_s = group, device, stall_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise PlanError("this process is not a rank of the group")
+
+    def gather_words(self, own: bytes) -> list[bytes]:
+        """Every rank's word, all of one length, by rank."""
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        found = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
+        self.finish(self.post_gather(found, mine))
+        return [bytes(row.tolist()) for row in found.cpu().view(self.world_size, -1)]
+
+    def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
+        """As `post`: an all_gather."""
+        return self.post(_all_gather, into, own)
+
+    def post(self, call: Callable[..., Any], *given: Any) -> Any:
+        """Start a collective on the current stream; its work. PeerLost when the group is broken."""
+        try:
+            return call(*given, group=self.group, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(str(error)) from error
+
+    def finish(self, work: Any) -> None:
+        """Wait for a posted collective, and raise what it met."""
+        self.wait(work.is_completed)
+        try:
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(str(error)) from error
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Return when done. PeerLost when a rank fails or is silent for `stall_s`."""
+        deadline = time.monotonic() + self.stall_s
+        try:
+            while not is_done():
+                if time.monotonic() > deadline:
+                    raise self._lost(f"another rank of the group was silent for {self.stall_s} s")
+                time.sleep(self.poll_s)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, why: str) -> PeerLost:
+        # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
+        if self.is_its_own and self.device.type == "cuda":
+            self.group.abort()
+        return PeerLost(f"rank {self.rank}: {why}", hint="see the other ranks' errors; make a new process group")
+
+
+class CollectiveTransport(GroupWire):
+    """See `GroupWire`. Not a `Transport`: every rank takes part in every call. The group is used by nobody else."""
+
+    name = "collective"
 
     def broadcast(
         self,
@@ -89,8 +140,8 @@ class CollectiveTransport:
             raise
 
     def _flat(self, region: torch.Tensor) -> torch.Tensor:
-        if not region.is_contiguous() or region.device.type != self._device.type:
-            raise PlanError(f"a region must be contiguous on {self._device}")
+        if not region.is_contiguous() or region.device.type != self.device.type:
+            raise PlanError(f"a region must be contiguous on {self.device}")
         return region.detach().view(-1).view(torch.uint8) if region.numel() else region.new_empty(0, dtype=torch.uint8)
 
     def _move(
@@ -99,11 +150,11 @@ class CollectiveTransport:
         """Every chunk; what `arrived` raised, which ends nobody's broadcast: the ranks stay in step."""
         flying: list[tuple[Any, int, int]] = []
         failed: PenstockError | None = None
-        source = dist.get_global_rank(self._group, root)
+        source = dist.get_global_rank(self.group, root)
         for index, part in enumerate(flat):
             for start in range(0, part.numel(), CHUNK_BYTES):
                 chunk = part[start : start + CHUNK_BYTES]
-                flying.append((self._post(dist.broadcast, chunk, source), index, start + chunk.numel()))
+                flying.append((self.post(dist.broadcast, chunk, source), index, start + chunk.numel()))
                 if len(flying) >= WINDOW:
                     failed = self._land(flying, arrived, failed)
         while flying:
@@ -117,7 +168,7 @@ class CollectiveTransport:
         failed: PenstockError | None,
     ) -> PenstockError | None:
         work, index, nbytes = flying.pop(0)
-        self._wait(work)
+        self.finish(work)
         if arrived is not None and failed is None:
             try:
                 arrived(index, nbytes)
@@ -127,37 +178,11 @@ class CollectiveTransport:
 
     def _agree(self, nbytes: list[int], root: int, failed: PenstockError | None) -> None:
         """Go on only if all ranks mean the same and none failed."""
-        digest = hashlib.blake2b(repr((root, nbytes)).encode(), digest_size=_WORD_BYTES - 1).digest()
-        mine = torch.frombuffer(bytearray(digest + bytes([failed is not None])), dtype=torch.uint8).to(self._device)
-        found = torch.empty(self.world_size * _WORD_BYTES, dtype=torch.uint8, device=self._device)
-        self._wait(self._post(_all_gather, found, mine))
-        words = [bytes(row.tolist()) for row in found.cpu().view(self.world_size, -1)]
+        digest = hashlib.blake2b(repr((root, nbytes)).encode(), digest_size=_DIGEST_BYTES).digest()
+        words = self.gather_words(digest + bytes([failed is not None]))
         if failed is not None:
             raise failed
         if lost := [rank for rank, word in enumerate(words) if word[-1]]:
             raise PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
         if odd := [rank for rank, word in enumerate(words) if word != words[0]]:
             raise PlanError(f"ranks {odd} have other regions or another root than rank 0", hint="give all the same")
-
-    def _post(self, call: Callable[..., Any], *given: Any) -> Any:
-        try:
-            return call(*given, group=self._group, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(str(error)) from error
-
-    def _wait(self, work: Any) -> None:
-        deadline = time.monotonic() + self._stall_s
-        try:
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise self._lost(f"another rank was silent for {self._stall_s} s")
-                time.sleep(_POLL_S)
-            work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(str(error)) from error
-
-    def _lost(self, why: str) -> PeerLost:
-        """The error, with the group aborted, so that nothing of it is left running on a device."""
-        if self._device.type == "cuda":
-            self._group.abort()
-        return PeerLost(f"rank {self.rank}: {why}", hint="see the other ranks' errors; make a new process group")
