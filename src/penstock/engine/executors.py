@@ -58,6 +58,21 @@ class Step(Protocol):
         ...
 
 
+class Work:
+    """A `Step` but for its `start`: one that hands on nothing at its end, and holds nothing to free."""
+
+    __slots__ = ("name", "nbytes", "priority", "ticket")
+
+    def __init__(self, ticket: Ticket, priority: int, name: str, nbytes: int = 0) -> None:
+        self.ticket, self.priority, self.name, self.nbytes = ticket, priority, name, nbytes
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+
+    def abandon(self) -> None:
+        """See `Step.abandon`."""
+
+
 _POLL_S = 5e-4
 """Pause between looks at a device that is still working while no step waits. Three 8 MiB copies over PCIe 5: more often
 only takes the GIL from the readers."""

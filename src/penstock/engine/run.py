@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.engine.check import Checker
-from penstock.engine.executors import Executor, HostedExecutor, Pending
+from penstock.engine.executors import Executor, HostedExecutor, Pending, Work
 from penstock.engine.fetch_ring import Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
 from penstock.engine.ticket import Ticket
@@ -245,15 +245,15 @@ class LoadRun:
             self._compute.post(_CheckStep(self, self._checker, batch))
 
 
-class _FetchStep:
+class _FetchStep(Work):
     """Read one range into staging (or straight into host slabs)."""
 
-    __slots__ = ("_buffer", "_file", "_offset", "_read", "_run", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_buffer", "_file", "_offset", "_read", "_run")
 
     def __init__(self, run: LoadRun, read: int) -> None:
+        self._file, self._offset, nbytes = run.reads[read]
+        super().__init__(run.ticket, read, f"read {read}", nbytes)
         self._run, self._read = run, read
-        self.priority, self.name, self.ticket = read, f"read {read}", run.ticket
-        self._file, self._offset, self.nbytes = run.reads[read]
         self._buffer: StagingBuffer | None = None
 
     def queue(self) -> Queued | Literal["later"] | None:
@@ -277,6 +277,7 @@ class _FetchStep:
         self._hand_on(self._buffer)
 
     def start(self) -> Pending | None:
+        """See `Step.start`."""
         run, r, file, offset = self._run, self._read, self._file, self._offset
         run.admit(r)
         segments = run.segments(r)
@@ -309,24 +310,21 @@ class _FetchStep:
             views.append(view)
         return views
 
-    def finish(self) -> None:
-        """Nothing left to do: `start` handed the bytes on."""
-
     def abandon(self) -> None:
+        """See `Step.abandon`."""
         if self._buffer is not None and self._run.pool is not None:
             self._run.pool.release(self._buffer)
             self._buffer = None
 
 
-class _PlaceStep:
+class _PlaceStep(Work):
     """Copy a staging buffer's segments into their slabs, then give the buffer back."""
 
-    __slots__ = ("_buffer", "_run", "_segments", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_buffer", "_run", "_segments")
 
     def __init__(self, run: LoadRun, read: int, buffer: StagingBuffer, packed: Sequence[Segment]) -> None:
+        super().__init__(run.ticket, read, f"place {read}", sum(s.run for s in packed))
         self._run, self._buffer, self._segments = run, buffer, packed
-        self.priority, self.name, self.ticket = read, f"place {read}", run.ticket
-        self.nbytes = sum(s.run for s in packed)
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -343,21 +341,20 @@ class _PlaceStep:
         self._run.pool.release(self._buffer)
 
 
-class _CheckStep:
+class _CheckStep(Work):
     """Digest a batch of complete slabs and compare."""
 
-    __slots__ = ("_checker", "_run", "_slabs", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_checker", "_run", "_slabs")
 
     def __init__(self, run: LoadRun, checker: Checker, slabs: list[int]) -> None:
+        nbytes = sum(int(run.plan.slab_nbytes[s]) for s in slabs)
+        super().__init__(run.ticket, slabs[0], f"check {slabs[0]}..{slabs[-1]}", nbytes)
         self._run, self._checker, self._slabs = run, checker, slabs
-        self.priority, self.name, self.ticket = slabs[0], f"check {slabs[0]}..{slabs[-1]}", run.ticket
-        self.nbytes = sum(int(run.plan.slab_nbytes[s]) for s in slabs)
 
     def start(self) -> Pending | None:
+        """See `Step.start`."""
         return self._checker.check(self._slabs)
 
     def finish(self) -> None:
+        """See `Step.finish`."""
         self._run.mark_ready(self._slabs)
-
-    def abandon(self) -> None:
-        """Holds nothing."""

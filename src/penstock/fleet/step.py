@@ -11,35 +11,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.engine.executors import Pending
-from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
+from penstock.engine.executors import Pending, Work
+from penstock.errors import Cancelled, DestinationError, PenstockError
 from penstock.fleet.arrival import Arrival
 from penstock.fleet.part import StoragePart
 from penstock.fleet.upstream import Following
+from penstock.transport.reads import wait_all
 from penstock.types import I64
 
 if TYPE_CHECKING:
     from penstock.fleet.fetch import Fetch
 
-CANNOT_RECALL = frozenset({"cuda_ipc"})
-"""Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
-written over chunks read again and verified, so the fetch ends."""
-
-
 LITTLE = 0.5
 """Part of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
-class PeerStep:
+class PeerStep(Work):
     """Read chunks from an upstream's memory into ours."""
 
-    __slots__ = ("_chunks", "_fetch", "_one", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_chunks", "_fetch", "_one")
 
     def __init__(self, fetch: Fetch, one: Following, chunks: I64) -> None:
+        first = int(chunks[0])
+        super().__init__(fetch.ticket, first, f"{one.path} {first}", fetch.nbytes_of(chunks))
         self._fetch, self._one, self._chunks = fetch, one, chunks
-        self.priority, self.ticket = int(chunks[0]), fetch.ticket
-        self.name = f"{one.path} {self.priority}"
-        self.nbytes = fetch.nbytes_of(chunks)
 
     def start(self) -> Pending | None:
         """See `Step.start`. An upstream's failure is its own, not the fetch's."""
@@ -61,47 +56,30 @@ class PeerStep:
         return None
 
     def _read(self) -> None:
-        """Return once nothing of this is under way, well or not: what is read again must not be written over."""
-        posted, failed = [], None
-        self._fetch.begins()
-        try:
-            for transport, into, descriptor, segments in self._one.reads(self._chunks):
-                posted.append((transport, descriptor, transport.post_read(into, descriptor, segments)))
-        except PenstockError as error:
-            failed = error
-            self._fetch.is_touched |= error.mutated
-        for transport, descriptor, pending in posted:
-            try:
-                transport.wait(pending, stall_s=self._fetch.stall_s)
-                self._one.came_by(transport, descriptor)
-            except SourceStalled as error:
-                if transport.name in CANNOT_RECALL:
-                    raise DestinationError(f"{error.message}, and may still arrive", mutated=True) from error
-                failed = failed or error
-            except PenstockError as error:
-                failed = failed or error
-                self._fetch.is_touched |= error.mutated
-            self._fetch.is_touched |= pending.moved_bytes > 0
+        fetch, reads = self._fetch, self._one.reads(self._chunks)
+        fetch.begins()
+        posting = ((transport, transport.post_read(into, source, rows)) for transport, into, source, rows in reads)
+        failed, is_touched = wait_all(posting, stall_s=fetch.stall_s)
+        fetch.is_touched |= is_touched
         if failed is not None:
             raise failed
-
-    def finish(self) -> None:
-        """Nothing left: the chunks were handed to be verified."""
+        for transport, _, source, _ in reads:
+            self._one.came_by(transport, source)
 
     def abandon(self) -> None:
         """The fetch is over."""
         self._fetch.landed(self._one)
 
 
-class PartStep:
+class PartStep(Work):
     """Read claimed chunks from storage."""
 
-    __slots__ = ("_chunks", "_fetch", "_storage", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_chunks", "_fetch", "_storage")
 
     def __init__(self, fetch: Fetch, storage: StoragePart, chunks: I64) -> None:
+        first = int(chunks[0])
+        super().__init__(fetch.ticket, first, f"storage {first}", fetch.nbytes_of(chunks))
         self._fetch, self._storage, self._chunks = fetch, storage, chunks
-        self.priority, self.ticket = int(chunks[0]), fetch.ticket
-        self.name, self.nbytes = f"storage {self.priority}", fetch.nbytes_of(chunks)
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -125,29 +103,17 @@ class PartStep:
             fetch.claim_is_read()
         return None
 
-    def finish(self) -> None:
-        """Nothing left: the chunks were handed to be verified."""
 
-    def abandon(self) -> None:
-        """The fetch is over."""
-
-
-class VerifyStep:
+class VerifyStep(Work):
     """Digest chunks that arrived, these or others."""
 
-    __slots__ = ("_fetch", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_fetch",)
 
     def __init__(self, fetch: Fetch, first_chunk: int) -> None:
-        self._fetch, self.ticket = fetch, fetch.ticket
-        self.priority, self.name, self.nbytes = first_chunk, f"verify {first_chunk}", 0
+        super().__init__(fetch.ticket, first_chunk, f"verify {first_chunk}")
+        self._fetch = fetch
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
         self.nbytes = self._fetch.verify()
         return None
-
-    def finish(self) -> None:
-        """Nothing left."""
-
-    def abandon(self) -> None:
-        """The fetch is over."""

@@ -1,0 +1,46 @@
+"""Reads posted together, by whatever transports, and waited for: at the end none of them is under way any more.
+
+In: reads as they are posted. Out: what failed first, and whether a byte of our memory may have been written.
+Not here: which reads, and what becomes of a source that failed (`fleet.step`, `sync.source_read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.errors import DestinationError, PenstockError, SourceStalled
+from penstock.transport.protocol import Pending, Transport
+
+CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
+"""Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
+written over bytes that were read again and verified, so it is the end of whoever reads."""
+
+
+def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
+    """Wait for all that is posted, well or not: what is read again must not be written over.
+
+    Args:
+        posting: posts as it is iterated; what it raises ends the posting, and those before are waited for.
+        stall_s: see `Transport.wait`.
+
+    Returns:
+        The first failure, but for a DestinationError, which says that bytes may still arrive; whether any was written.
+    """
+    posted: list[tuple[Transport, Pending]] = []
+    failed: PenstockError | None = None
+    is_touched = False
+    try:
+        for one in posting:
+            posted.append(one)  # one by one: those before one that fails are waited for
+    except PenstockError as error:
+        failed, is_touched = error, error.mutated
+    for transport, pending in posted:
+        try:
+            transport.wait(pending, stall_s=stall_s)
+        except PenstockError as error:
+            is_touched |= error.mutated
+            if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
+                failed, is_touched = DestinationError(f"{error.message}, and may still arrive", mutated=True), True
+            failed = failed or error
+        is_touched |= pending.moved_bytes > 0
+    return failed, is_touched
