@@ -1,6 +1,6 @@
 """What of a job's inputs is in a worker's cache already: so tasks go where their bytes are, and reports say what came.
 
-In: a job; its sources as one process opened them. Out: tasks most of whose input is here; bytes fetched and found.
+In: a job; its sources as one process opened them. Out: tasks most of whose input is here; bytes that came.
 Not here: the cache (`storage.cache`), who is given a task for it (`plan.placement`).
 """
 
@@ -27,9 +27,9 @@ def shared_as(sources: Sequence[WeightSet]) -> str:
 
 
 def came(sources: Sequence[WeightSet]) -> tuple[int, int]:
-    """Bytes that were read from the sources of cached files by this process, and bytes that its cache had."""
+    """Bytes of cached files that this process read from their sources, whole chunks; and bytes that it asked for."""
     stats = [one.stats for one in cached(sources)]
-    return sum(one.miss_bytes for one in stats), sum(one.hit_bytes for one in stats)
+    return sum(one.miss_bytes for one in stats), sum(one.asked_bytes for one in stats)
 
 
 def held_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:

@@ -57,8 +57,8 @@ class CacheStats:
     """Chunks."""
     misses: int = 0
     rotten: int = 0
-    hit_bytes: int = 0
-    """Asked for, and found here."""
+    asked_bytes: int = 0
+    """By readers, found here or not."""
     miss_bytes: int = 0
     """Read from the source, whole chunks."""
 
@@ -117,8 +117,7 @@ class CachedSource:
             with self._around(offset - start, end - offset - taken) as (before, after):
                 views = [view for view in (before, *wanted, after) if view.nbytes]
                 found = self._chunk(start, views)
-            if found is None:
-                self._count(hits=1, hit_bytes=taken)
+            self._count(hits=found is None, asked_bytes=taken)
             path = found or path
             offset += taken
         return path

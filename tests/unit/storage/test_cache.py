@@ -67,7 +67,7 @@ def test_second_reader_reads_nothing(tmp_path: Path) -> None:
     assert (source.stats.hits, source.stats.misses, source.stats.miss_bytes) == (0, 10, NBYTES)
     again = cached(second, tmp_path)
     assert read(again, 0, [NBYTES]) == (DATA, "cache")
-    assert (again.stats.hits, again.stats.misses, again.stats.hit_bytes) == (10, 0, NBYTES)
+    assert (again.stats.hits, again.stats.misses, again.stats.asked_bytes) == (10, 0, NBYTES)
     assert second.reads == []
     assert source.why is None and again.why is None
 
@@ -255,7 +255,7 @@ def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
     assert source.shared_as == cached(CountingSource(uri="s3://b/2"), tmp_path, cache_bytes=1 << 29).shared_as
     assert source.shared_as != again.shared_as
     assert read(source, 20_000, [10]) == (DATA[20_000:20_010], "cache")
-    assert (source.stats.hit_bytes, source.stats.miss_bytes) == (10, 20_000)
+    assert (source.stats.asked_bytes, source.stats.miss_bytes) == (10_010, 20_000)
 
 
 def test_a_failed_fetch_is_nobody_elses(tmp_path: Path) -> None:
