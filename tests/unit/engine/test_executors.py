@@ -179,7 +179,7 @@ def test_post_blocks_at_the_bound_until_there_is_room_or_the_ticket_stops(ticket
     thread.start()
     assert not posted.wait(0.1), "the third must wait"
     ticket.cancel()
-    assert posted.wait(5)
+    assert posted.wait(20)
     gate.set()
     thread.join()
     executor.close()
@@ -242,7 +242,9 @@ def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: Ticket, m
 def test_spans_cover_the_device_work(ticket: Ticket) -> None:
     trace, work = Trace(enabled=True), Work()
     executor = Executor("place", 1, trace=trace, stall_s=30)
-    executor.post(Recorded(ticket, [], run=lambda: work))
+    step = Recorded(ticket, [], run=lambda: work)
+    executor.post(step)
+    until(lambda: bool(step.log))  # it has begun
     threading.Timer(0.05, lambda: setattr(work, "is_done", True)).start()
     executor.close()
     assert trace.busy_s()["place"] >= 0.04
