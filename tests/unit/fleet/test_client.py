@@ -1,10 +1,9 @@
 """A hub's client: certificates of the environment, connections that are gone, and what counts as silence."""
 
-import time
-
 import pytest
 
 from penstock.errors import ConfigError, HubUnavailable
+from penstock.fleet import client
 from penstock.fleet.client import HubClient
 
 httpx = pytest.importorskip("httpx")
@@ -37,6 +36,19 @@ class _Told:
     def close(self) -> None: ...
 
 
+class _Clock:
+    """Time that passes only in sleep: how many questions fit a deadline does not hang on the machine."""
+
+    def __init__(self) -> None:
+        self._now = 100.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
 def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(monkeypatch) -> None:
     """Else the thread that beats would end by httpx' RuntimeError, and the member be forgotten."""
     hub = HubClient(_Told(), timeout_s=0.3)
@@ -54,13 +66,14 @@ def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(mo
 
 def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch) -> None:
     """It would be passed over, and lose what it knows."""
-    line = _Told()
+    line, clock = _Told(), _Clock()
 
     def slow(request: object) -> None:
-        time.sleep(0.05)
+        clock.sleep(0.05)
         kind = httpx.ConnectError if len(line.silent) < 2 else httpx.ReadTimeout
         raise kind("", request=request)
 
+    monkeypatch.setattr(client, "time", clock)
     hub = HubClient(line, timeout_s=0.2)
     monkeypatch.setattr(hub, "_open", lambda url: httpx.Client(transport=httpx.MockTransport(slow), base_url=url))
     with hub, pytest.raises(HubUnavailable):
