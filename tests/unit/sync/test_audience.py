@@ -51,10 +51,10 @@ def test_nobody_to_wait_for_is_no_wait() -> None:
 def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back() -> None:
     one = Audience()
     one.begin(1, ["a", "b"])
-    found, thread = waited(one, 1, stall_s=1.0)
+    found, thread = waited(one, 1, stall_s=2.0)
     for moved in range(8):  # slow, and getting on
         tell(one, "a", 1, moved=moved + 1)
-        time.sleep(0.25)
+        time.sleep(0.3)
     tell(one, "a", 1, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ("b",))
