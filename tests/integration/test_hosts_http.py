@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import ssl
@@ -44,7 +45,7 @@ from penstock.transport.protocol import Memory
 
 if sys.argv[2] == "slow":
     real, http_server.PIECE_BYTES = Wire.send, 64 << 10
-    Wire.send = lambda self, views: (time.sleep(0.002), real(self, views))[1]
+    Wire.send = lambda self, views: (time.sleep(0.01), real(self, views))[1]
 transport = HttpTransport()
 buffer = bytearray(sample(int(sys.argv[1])))
 handle = transport.register(Memory.of_buffer(buffer))
@@ -103,7 +104,7 @@ def test_a_killed_peer_is_lost() -> None:
         with pytest.raises(PeerLost) as caught:
             transport.wait(pending, stall_s=20)
         assert caught.value.mutated
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # it need not have been silent for its 20 s
         with pytest.raises(PeerLost) as caught:
             transport.wait(transport.post_read(into, source, whole(10)), stall_s=20)
         assert not caught.value.mutated
@@ -121,7 +122,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(when: str) -> None:
         began = time.monotonic()
         with pytest.raises(SourceStalled) as caught:
             transport.wait(pending, stall_s=0.6)
-        assert 0.5 < time.monotonic() - began < 4
+        assert 0.5 < time.monotonic() - began < 15
         assert caught.value.mutated == (when == "under way")
         buffer[:] = b"\x55" * NBYTES
         process.send_signal(signal.SIGCONT)
@@ -417,15 +418,16 @@ def request(source: Descriptor, rows, **change) -> bytes:
 
 
 def ask(source: Descriptor, raw: bytes) -> bytes:
-    """All that comes back until the server closes, or has nothing to say for a while."""
+    """The answer as far as its head says it goes, or until the server closes."""
     found = msgspec.msgpack.decode(source.payload)
-    with socket.create_connection((found["host"], found["port"]), timeout=2) as sock:
-        answer = b""
-        with contextlib.suppress(TimeoutError, ConnectionError):
+    with socket.create_connection((found["host"], found["port"]), timeout=20) as sock:
+        answer, nbytes = b"", 1 << 30
+        with contextlib.suppress(ConnectionError):
             sock.sendall(raw)
-            sock.settimeout(0.3)
-            while got := sock.recv(1 << 16):
+            while len(answer) < nbytes and (got := sock.recv(1 << 16)):
                 answer += got
+                said = re.match(rb"(?s).*?Content-Length: (\d+).*?\r\n\r\n", answer)
+                nbytes = said.end() + int(said[1]) if said else nbytes
         return answer
 
 
@@ -489,7 +491,7 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
         found = msgspec.msgpack.decode(source.payload)
         body = request(source, [(0, 50_000_000)])
         where = (found["host"], found["port"])
-        idle, half, greedy, drip = (socket.create_connection(where, timeout=5) for _ in range(4))
+        idle, half, greedy, drip = (socket.create_connection(where, timeout=20) for _ in range(4))
         half.sendall(head(source, 100) + b"x")
         greedy.sendall(head(source, len(body)) + body)
 
@@ -501,10 +503,14 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
 
         thread = threading.Thread(target=dripping)
         thread.start()
-        deadline = time.monotonic() + 5
-        while transport.server._num_open and time.monotonic() < deadline:
+        deadline = time.monotonic() + 20
+        for sock in (idle, half, drip):  # accepted, heard, and let go
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(1 << 16):
+                    pass
+        while transport.server._num_open:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert not transport.server._num_open
         for sock in (idle, half, greedy, drip):
             sock.close()
         thread.join()
@@ -514,7 +520,7 @@ def test_a_full_server_is_asked_again(monkeypatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         found = msgspec.msgpack.decode(handle.descriptor.payload)
-        other = socket.create_connection((found["host"], found["port"]), timeout=5)
+        other = socket.create_connection((found["host"], found["port"]), timeout=20)
         other.sendall(b"POST")
         time.sleep(0.1)
         pending = transport.post_read(into, handle.descriptor, whole(1000))

@@ -51,6 +51,13 @@ for line in sys.stdin:
 """
 
 
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pieces that are looked at seldom: a read takes seconds, and what is done under way is."""
+    monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(nixl_reader, "POLL_S", 0.1)
+
+
 @contextlib.contextmanager
 def holder(nbytes: int = NBYTES):
     words = [sys.executable, "-c", HOLDER, str(nbytes)]
@@ -110,8 +117,7 @@ def test_two_processes() -> None:
 
 
 @needs_nixl
-def test_a_killed_peer_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
+def test_a_killed_peer_is_lost(slow) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, _):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         process.kill()
@@ -119,15 +125,14 @@ def test_a_killed_peer_is_lost(monkeypatch) -> None:
         error = waiting.join()
         assert isinstance(error, PeerLost)
         assert error.mutated
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         with pytest.raises((PeerLost, PenstockError, SourceStalled)) as caught:
             transport.wait(transport.post_read(into, source, segments([(0, 0, 10)])), stall_s=3)
         assert not caught.value.mutated
 
 
 @needs_nixl
-def test_a_stopped_peer_stalls_and_nothing_is_written_after(monkeypatch) -> None:
-    monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
+def test_a_stopped_peer_stalls_and_nothing_is_written_after(slow, monkeypatch) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, buffer):
         monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)
@@ -136,7 +141,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(monkeypatch) -> None
         error = waiting.join()
         assert isinstance(error, SourceStalled)
         assert error.mutated
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         buffer[:] = b"\x55" * NBYTES
         process.send_signal(signal.SIGCONT)
         time.sleep(1)
@@ -147,8 +152,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(monkeypatch) -> None
 
 
 @needs_nixl
-def test_a_fence_under_way_is_seen(monkeypatch) -> None:
-    monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
+def test_a_fence_under_way_is_seen(slow) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, _):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         process.stdin.write("fence\n")
@@ -161,8 +165,7 @@ def test_a_fence_under_way_is_seen(monkeypatch) -> None:
 
 
 @needs_nixl
-def test_memory_released_under_a_read_is_written_no_more(monkeypatch) -> None:
-    monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
+def test_memory_released_under_a_read_is_written_no_more(slow) -> None:
     with holder() as (_, source), reading(NBYTES) as (transport, into, buffer):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         into.close()
@@ -178,7 +181,7 @@ def test_released_memory_is_kept_for_a_while_and_then_let_go(monkeypatch) -> Non
     with reading(1000) as (transport, handle, _):
         handle.close()
         assert [one for _, one in transport._retired] == [handle]
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while transport._retired and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not transport._retired
