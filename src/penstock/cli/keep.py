@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, read_token
+from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile
 from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
+from penstock.fleet.auth import first_token
 
 if TYPE_CHECKING:
     from penstock import api
@@ -78,7 +79,7 @@ def keep(
         disk=disk,
         disk_bytes=bounds[2],
         hub=hub,
-        token=read_token(token_file),
+        token=first_token(token_file),
         listen=listen,
     ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]

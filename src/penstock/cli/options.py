@@ -1,6 +1,6 @@
 """The arguments and options that several commands share, so that each is spelt and explained once.
 
-In / Out: `Annotated` types for typer, a file's token. Not here: options of one command alone, which stand in its file.
+In / Out: `Annotated` types for typer. Not here: options of one command alone, which stand in its file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from penstock.errors import ConfigError
 
 
 class Format(enum.StrEnum):
@@ -65,18 +63,3 @@ Listen = Annotated[
         show_default=False,
     ),
 ]
-
-
-def read_token(path: Path | None) -> str | None:
-    """The first token in a file; None without one. ConfigError: it cannot be read, or is empty."""
-    if path is None:
-        return None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token in {path}: {error}") from error
-    # As the hub reads it: `#` begins a remark, patterns of models may follow a token.
-    words = [word for line in lines for word in line.partition("#")[0].split()[:1]]
-    if not words:
-        raise ConfigError(f"{path} has no token")
-    return words[0]

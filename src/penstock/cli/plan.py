@@ -23,10 +23,10 @@ from penstock.cli.simulate import (
     Receivers,
     SeedOption,
     Shards,
-    Sides,
     Tp,
     Trainers,
     WholeExperts,
+    both_sides,
     read_cluster,
     write_prediction,
 )
@@ -96,16 +96,8 @@ def plan_sync(
     """What each rank of made-up sides would give and take."""
     from penstock.plan import sync
 
-    sides = Sides(
-        model=model,
-        trainers=trainers,
-        receivers=receivers,
-        shards=shards,
-        tp=tp,
-        whole_experts=whole_experts,
-        fp8=fp8,
-    )
-    found = sync.plan_sync(*sides.layouts(), bucket_bytes=parse_bytes(bucket_bytes))
+    sides = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
+    found = sync.plan_sync(*sides, bucket_bytes=parse_bytes(bucket_bytes))
     facts: dict[str, object] = {
         "key": found.key,
         "num_tensors": found.num_tensors,

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, read_token
+from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile
 from penstock.cli.output import plain, write_json, write_lines
 from penstock.errors import ConfigError
+from penstock.fleet.auth import first_token
 
 
 def pull(
@@ -47,7 +48,7 @@ def pull(
     from penstock import api
     from penstock.fleet.pull import pull as fetch
 
-    with api.join(model, hub=hub, token=read_token(token_file), listen=listen, revision=revision) as fleet:
+    with api.join(model, hub=hub, token=first_token(token_file), listen=listen, revision=revision) as fleet:
         report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s)
     if format is Format.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})

@@ -6,7 +6,6 @@ Not here: the simulations (`plan.simulate_*`), measuring rates (`calibrate`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,26 +67,15 @@ Fp8 = Annotated[bool, typer.Option("--fp8", help="Projections go as FP8 in block
 BucketBytes = Annotated[str, typer.Option("--bucket-bytes", metavar="BYTES", help="Most a receiver takes in a bucket.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """Both sides of a sync, as the options describe them."""
+def both_sides(
+    model: str, trainers: int, receivers: int, *, shards: int, tp: int, whole_experts: bool, fp8: bool
+) -> tuple[list[Layout], list[Layout]]:
+    """What each rank of a sync holds, and what each wants, as the options describe them."""
+    from penstock.plan.shapes import receiver_layouts, trainer_layouts
 
-    model: str
-    trainers: int
-    receivers: int
-    shards: int
-    tp: int
-    whole_experts: bool
-    fp8: bool
-
-    def layouts(self) -> tuple[list[Layout], list[Layout]]:
-        """What each rank holds, and what each wants."""
-        from penstock.plan.shapes import receiver_layouts, trainer_layouts
-
-        model = read_shapes(self.model)
-        held = trainer_layouts(model, self.trainers, shards=self.shards, fp8=self.fp8)
-        wanted = receiver_layouts(model, self.receivers, tp=self.tp, whole_experts=self.whole_experts, fp8=self.fp8)
-        return held, wanted
+    shapes = read_shapes(model)
+    held = trainer_layouts(shapes, trainers, shards=shards, fp8=fp8)
+    return held, receiver_layouts(shapes, receivers, tp=tp, whole_experts=whole_experts, fp8=fp8)
 
 
 @app.command("sync")
@@ -117,17 +105,8 @@ def simulate_sync(
     from penstock.plan import simulate_sync as simulation
     from penstock.plan.sync import plan_sync
 
-    sides = Sides(
-        model=model,
-        trainers=trainers,
-        receivers=receivers,
-        shards=shards,
-        tp=tp,
-        whole_experts=whole_experts,
-        fp8=fp8,
-    )
     described, speeds = read_cluster(cluster, rates)
-    held, wanted = sides.layouts()
+    held, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(held, wanted, bucket_bytes=parse_bytes(bucket_bytes))
     found = simulation.simulate_sync(
         plan,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, TokenFile, read_token
+from penstock.cli.options import Format, FormatOption, Hub, TokenFile
 from penstock.cli.output import bytes_text, write_columns, write_json, write_lines
+from penstock.fleet.auth import first_token
 
 if TYPE_CHECKING:
     from penstock.fleet.messages import HoldingState, MemberStatus, Status
@@ -52,7 +53,7 @@ def status(
     """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
     from penstock.fleet.client import HubClient
 
-    with HubClient.connect(hub, read_token(token_file)) as client, contextlib.suppress(KeyboardInterrupt):
+    with HubClient.connect(hub, first_token(token_file)) as client, contextlib.suppress(KeyboardInterrupt):
         while True:
             _show(client.status(model), model, format)
             if watch is None:
@@ -149,7 +150,7 @@ def why(
     from penstock.fleet.client import HubClient
     from penstock.fleet.messages import WhyRequest
 
-    with HubClient.connect(hub, read_token(token_file)) as client:
+    with HubClient.connect(hub, first_token(token_file)) as client:
         found = client.why(WhyRequest(model=model, member=member))
     if format is Format.json:
         write_json(msgspec.to_builtins(found))

@@ -105,6 +105,11 @@ class Auth:
         return found
 
 
+def first_token(path: str | Path | None) -> str | None:
+    """What a caller shows: the first token of a file; None without one. ConfigError: as `Auth.of`."""
+    return None if path is None else read_tokens(Path(path))[0][0].decode()
+
+
 def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
     """See `Auth.of`."""
     try:

@@ -29,6 +29,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import line_of_tensors
 from penstock.fleet.member import Member
+from penstock.fleet.outcome import Outcome
 from penstock.fleet.part import StoragePart
 from penstock.fleet.report import FetchReport, report_of
 from penstock.fleet.stop import until_stopped
@@ -94,29 +95,7 @@ class Fleet:
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
             phases.enter("connect")
-            running = Fetch(
-                self.member,
-                holding,
-                storage=storage,
-                stall_s=self._settings.stall_s,
-                trace=record,
-                on_first=lambda: phases.enter("move"),
-            )
-            try:
-                with running:
-                    outcome = running.run()
-                phases.enter("commit")
-                if not holding.has_manifest:
-                    holding.check_revision()
-                if storage is not None and storage.nbytes and not holding.has_manifest:
-                    storage.check_unchanged()  # with a manifest each byte was compared with what it should be
-            except BaseException as error:
-                self.member.hide(holding, 0.0)
-                if isinstance(error, PenstockError) and made is None:
-                    # Storage writes before it hands chunks on.
-                    is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
-                    error.mutated = error.mutated or is_touched
-                raise
+            outcome = self._fill(holding, storage, phases, record, is_new=made is not None)
             holding.become("whole")
             self.member.beat_now()
             if made is not None:
@@ -126,6 +105,38 @@ class Fleet:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
             return report_of(holding, outcome, storage_bytes=storage_bytes, phases=phases.stop())
+
+    def _fill(
+        self, holding: Holding, storage: StoragePart | None, phases: Phases, record: Trace, *, is_new: bool
+    ) -> Outcome:
+        """Run the fetch of a holding that is shown; one that fails is hidden.
+
+        Raises: as `fetch`; `mutated` where the memory was given (not `is_new`) and touched.
+        """
+        running = Fetch(
+            self.member,
+            holding,
+            storage=storage,
+            stall_s=self._settings.stall_s,
+            trace=record,
+            on_first=lambda: phases.enter("move"),
+        )
+        try:
+            with running:
+                outcome = running.run()
+            phases.enter("commit")
+            if not holding.has_manifest:  # with one, each byte was compared with what it should be
+                holding.check_revision()
+                if storage is not None and storage.nbytes:
+                    storage.check_unchanged()
+        except BaseException as error:
+            self.member.hide(holding, 0.0)
+            if isinstance(error, PenstockError) and not is_new:
+                # Storage writes before it hands chunks on.
+                is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
+                error.mutated = error.mutated or is_touched
+            raise
+        return outcome
 
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
         """Be a source of weights that this process has already: digest them, then let others read.

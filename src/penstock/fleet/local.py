@@ -78,14 +78,14 @@ class LocalLine:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-        where = self._directory / f"hub-{self._generation()}.sock"
+        where = self._directory / f"hub-{_generation(self._directory)}.sock"
         raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
         """Where the hub in force listens, hosted here if nobody else does; None: not yet."""
         if self._closed:
             raise HubUnavailable("this client was closed")
-        number = self._generation()
+        number = _generation(self._directory)
         if self._hosting is not None and self._hosting.number != number:
             self._hosting.stop()  # we were silent, and passed over
             self._hosting = None
@@ -108,7 +108,7 @@ class LocalLine:
             if not silent or self._hosting is not None:
                 return
             with _File(self._directory / "generation.lock") as guard:
-                number = self._generation()
+                number = _generation(self._directory)
                 if url.endswith(f"/hub-{number}.sock") and guard.lock(fcntl.LOCK_EX):
                     new = self._directory / f".generation-{os.getpid()}"
                     new.write_text(f"{number + 1}\n", encoding="ascii")
@@ -129,7 +129,7 @@ class LocalLine:
         """Host hub `number`; None: somebody does."""
         lock = _File(self._directory / f"hub-{number}.lock")
         try:
-            if not lock.lock(fcntl.LOCK_EX) or self._generation() != number:
+            if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
             # Nobody else ever reached a hub: there is nothing to wait for.
@@ -140,11 +140,13 @@ class LocalLine:
             lock.close()
             raise
 
-    def _generation(self) -> int:
-        try:
-            return int((self._directory / "generation").read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
-            return 0
+
+def _generation(directory: Path) -> int:
+    """Number of the hub in force."""
+    try:
+        return int((directory / "generation").read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 def find_hub(directory: Path | None = None) -> str | None:
@@ -157,10 +159,7 @@ def find_hub(directory: Path | None = None) -> str | None:
         ConfigError: as `LocalLine`.
     """
     directory = _private(directory or runtime_dir())
-    try:
-        number = int((directory / "generation").read_text(encoding="ascii"))
-    except (FileNotFoundError, ValueError):
-        number = 0
+    number = _generation(directory)
     path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
     if not path.exists() or not lock.exists():
         return None

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from penstock.engine.ticket import Ticket
 from penstock.errors import (
@@ -52,6 +53,7 @@ from penstock.transport.page import here
 from penstock.types import GB
 
 log = logging.getLogger("penstock.fleet")
+T = TypeVar("T")
 
 
 def host_id() -> str:
@@ -233,35 +235,29 @@ class Member:
         holdings = tuple(holding.status() for holding in self.holdings)
         return Beat(holdings=holdings, syncs=tuple(state() for state in self.syncs))
 
-    def _told(self, call: Callable[[], object]) -> None:
+    def _told(self, call: Callable[[], T]) -> T:
         """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
         try:
-            call()
+            return call()
         except UnknownMember:
             self.welcome = self._greet()
             self._hub.beat(self.id, self._state())
-            call()
+            return call()
 
     def flight(self, holding: Holding, *, can_read_storage: bool) -> FlightReply:
         """Whom to read from. HubUnavailable when it is away."""
-        found: list[FlightReply] = []
         request = FlightRequest(member=self.id, holding=holding.status(), can_read_storage=can_read_storage)
-        self._told(lambda: found.append(self._hub.flight(request)))
-        return found[0]
+        return self._told(lambda: self._hub.flight(request))
 
     def claim(self, holding: Holding, *, ask: bool = True) -> ClaimReply:
         """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""
-        found: list[ClaimReply] = []
         request = ClaimRequest(member=self.id, holding=holding.status(), ask=ask)
-        self._told(lambda: found.append(self._hub.claim(request)))
-        return found[0]
+        return self._told(lambda: self._hub.claim(request))
 
     def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
         """Who takes part in a sync, and the right to ask some of them. HubUnavailable when the hub is away."""
-        found: list[SyncReply] = []
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
-        self._told(lambda: found.append(self._hub.sync(request)))
-        return found[0]
+        return self._told(lambda: self._hub.sync(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> None:
         """Tell the hub that a source could not be used; lost where the hub is away, or does not take it."""

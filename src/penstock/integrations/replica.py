@@ -76,11 +76,9 @@ class FleetOptions:
 
     def token(self) -> str | None:
         """The first token of the file; None without one. ConfigError: it cannot be read, or has none."""
-        if self.token_file is None:
-            return None
-        from penstock.fleet.auth import read_tokens
+        from penstock.fleet.auth import first_token
 
-        return read_tokens(Path(self.token_file))[0][0].decode()
+        return first_token(self.token_file)
 
 
 OPTIONS = ("fleet", "hub", "listen", "token_file", "serve", "max_bytes_per_s", "drain_file")

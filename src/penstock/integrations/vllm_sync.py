@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from penstock import api
 from penstock.errors import ConfigError, PeerLost
+from penstock.fleet.auth import first_token
 from penstock.integrations.vllm_twin import Twin
 
 _logger = logging.getLogger("vllm.penstock")
@@ -119,7 +119,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     init_info.name,
                     twin,
                     hub=init_info.hub,
-                    token=_token(init_info.token_file),
+                    token=first_token(init_info.token_file),
                     mode="direct",  # into the twin: what serves is not touched before it is whole
                     load=self._load,
                     strict=False,  # the twin knows better what must be filled
@@ -266,14 +266,6 @@ def _rank_of(parallel: Any) -> tuple[int, int]:
         parallel.data_parallel_index * parallel.world_size + parallel.rank,
         parallel.data_parallel_size * parallel.world_size,
     )
-
-
-def _token(file: str | None) -> str | None:
-    if file is None:
-        return None
-    from penstock.fleet.auth import read_tokens
-
-    return read_tokens(Path(file))[0][0].decode()
 
 
 def _listen(place: str | None, rank: int) -> str | None:
