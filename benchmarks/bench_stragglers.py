@@ -74,11 +74,10 @@ class Watched(LocalCrew):
 
 def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
     """Seconds from the tenth of the tasks to the last, and those of workers at their own pace."""
-    folder, crew = Path(tempfile.mkdtemp(prefix="ps-stragglers-")), Watched(fate)
-    try:
+    with tempfile.TemporaryDirectory(prefix="ps-stragglers-") as folder, Watched(fate) as crew:
         report = convert(
             source,
-            folder / "out",
+            Path(folder) / "out",
             operations=[{"op": "function", "function": "benchmarks.bench_stragglers:in_milliseconds"}],
             devices="cpu",
             workers=WORKERS,
@@ -86,8 +85,6 @@ def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
             crew=crew,
             on_progress=crew.progress,
         )
-    finally:
-        shutil.rmtree(folder)
     seconds = crew.last - crew.began
     return {
         "seconds": seconds,

@@ -50,10 +50,10 @@ class Hostile(LocalCrew):
 def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tmp_path: Path) -> None:
     told = {"to": "fp8-block128", "operations": [{"op": "rename", "rules": [[r"^model\.", "m."]]}], **SMALL}
     convert(sources[0], tmp_path / "cpu", devices="cpu", workers=4, **told)
-    crew = Hostile()
-    report = convert(
-        sources[0], tmp_path / "gpu", devices=["cuda:0"], workers=2, crew=crew, on_progress=crew.strike, **told
-    )
+    with Hostile() as crew:
+        report = convert(
+            sources[0], tmp_path / "gpu", devices=["cuda:0"], workers=2, crew=crew, on_progress=crew.strike, **told
+        )
     assert crew.is_struck and any("SIGKILL" in one.end for one in report.workers)
     assert files(tmp_path / "gpu") == files(tmp_path / "cpu")
     assert penstock.verify(tmp_path / "gpu").verified

@@ -93,8 +93,8 @@ class Hostile(LocalCrew):
 
 
 def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
-    crew = Hostile([signal.SIGKILL, signal.SIGKILL])
-    report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
+    with Hostile([signal.SIGKILL, signal.SIGKILL]) as crew:
+        report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
     assert crew.sent == 2
     assert files(tmp_path / "out") == expected
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
@@ -102,10 +102,42 @@ def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_pa
 
 def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
-    crew = Hostile([signal.SIGSTOP])
-    run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
+    with Hostile([signal.SIGSTOP]) as crew:
+        run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
     assert crew.sent == 1
     assert files(tmp_path / "out") == expected
+
+
+def test_workers_whose_zygote_is_killed_end_with_it_and_others_come_of_a_new_one(source, expected, tmp_path):
+    crew, killed = LocalCrew(), list[int]()
+
+    def strike(done: int, total: int) -> None:
+        if not killed:
+            assert crew.zygote is not None
+            killed.append(crew.zygote.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    with crew:
+        report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=strike)
+        assert crew.zygote is not None and crew.zygote.pid != killed[0]
+    assert files(tmp_path / "out") == expected
+    assert len(report.workers) == 4
+
+
+COORDINATOR = """
+import sys
+from penstock import api
+api.convert(sys.argv[1:3], sys.argv[3], operations=[{"op": "linear"}], to="cast:F32", workers=2)
+assert "torch" not in sys.modules
+"""
+
+
+def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
+    if penstock.jobs.convert._gpus():
+        pytest.skip("torch is asked for the GPUs")
+    words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
+    subprocess.run(words, check=True, timeout=120)
+    assert read(tmp_path / "out").keys() == read(source).keys()
 
 
 PROGRAM = """

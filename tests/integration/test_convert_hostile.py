@@ -133,16 +133,17 @@ def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, expec
     deadline = time.monotonic() + 60
 
     def workers() -> list[str]:
-        found = []
+        """Children of the command's zygote."""
+        found, parents = [], {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = path.read_bytes().split(b"\0")
-                parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[path.parent.name] = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
             except (OSError, IndexError):
                 continue
-            if b"penstock.jobs.process" in words and parent == process.pid:
+            if b"penstock.jobs.zygote" in words:
                 found.append(path.parent.name)
-        return found
+        return [one for one in found if parents.get(parents[one]) == str(process.pid)]
 
     while len(found := workers()) < 2:
         assert time.monotonic() < deadline

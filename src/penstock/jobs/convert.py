@@ -27,7 +27,7 @@ from penstock.jobs.complete import completed
 from penstock.jobs.crew import Crew, LocalCrew, WorkerStats, rows_of
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal
-from penstock.jobs.messages import Words
+from penstock.jobs.messages import EXECUTORS, Words
 from penstock.jobs.result import (
     METADATA,
     check_unchanged,
@@ -38,7 +38,6 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.run import Coordinator
 from penstock.jobs.words import Word, operation_of
-from penstock.jobs.worker import EXECUTORS
 from penstock.plan.placement import Placement
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
@@ -49,6 +48,9 @@ from penstock.types import GB, MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
 """Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
@@ -264,12 +266,21 @@ def _leave(
 
 def _crew(ray: str | None, stack: ExitStack) -> Crew:
     if ray is None:
-        return LocalCrew()
+        return stack.enter_context(LocalCrew())
     from penstock.jobs.ray_crew import RayCrew
 
     crew = RayCrew(ray)
     stack.callback(crew.close)
     return crew
+
+
+def _gpus() -> list[str]:
+    """Every GPU. Where there is no driver, torch need not be asked: this process plans without it."""
+    if not any(os.path.exists(one) for one in _DRIVERS):
+        return []
+    import torch
+
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
 def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:
@@ -278,9 +289,7 @@ def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:
         raise ConfigError(f"{workers} workers")
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
-        import torch
-
-        named = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+        named = _gpus() or ["cpu"]
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
     return [named[i % len(named)] for i in range(workers or len(named))]

@@ -10,16 +10,16 @@ import contextlib
 import math
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from penstock.engine.trace import Span
 from penstock.errors import PeerLost
+from penstock.jobs.zygote import END_S, Forked, Zygote
 
-END_S = 5.0
-"""A killed process that is not gone by then is stuck in the kernel, where nobody can end it: it is left there."""
+IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
+"""What workers share: all that is large, and nothing that starts a thread or looks for a device."""
 
 
 class Crew(Protocol):
@@ -45,29 +45,33 @@ class Crew(Protocol):
 
 
 class LocalCrew:
-    """Processes of this host. They end with the thread that started them, whatever ends that."""
+    """Processes of this host, forked from one that imported torch for all. They end with the thread that started them,
+    whatever ends that. A context manager: leaving it ends them.
+
+    Attributes:
+        zygote: what they are forked from; None: nobody was started yet.
+    """
 
     listen: str | None = None
 
     def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self.zygote: Zygote | None = None
+        self._processes: dict[str, Forked] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Crew.spawn`. What a user's function prints goes to stderr: stdout is the caller's."""
-        command = [sys.executable, "-m", "penstock.jobs.process", address, worker, device]
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, text=True, start_new_session=True)
-        except OSError as error:
-            raise PeerLost(f"a worker cannot be started: {error.strerror}") from error
-        self._processes[worker] = process
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(secret + "\n")
-            process.stdin.close()
+        if self.zygote is None or not self.zygote.is_alive:
+            self.close()
+            self.zygote = Zygote(IMPORTS)
+        arguments = [address, worker, device, secret]
+        self._processes[worker] = self.zygote.fork("penstock.jobs.process:work", arguments)
 
     def ended(self, worker: str) -> str | None:
         """See `Crew.ended`."""
-        code = self._processes[worker].poll()
+        try:
+            code = self._processes[worker].poll()
+        except PeerLost as error:
+            return error.message
         if code is None:
             return None
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
@@ -75,9 +79,21 @@ class LocalCrew:
     def kill(self, worker: str) -> None:
         """See `Crew.kill`."""
         process = self._processes[worker]
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, PeerLost):
+            process.send_signal(signal.SIGKILL)
             process.wait(END_S)
+
+    def close(self) -> None:
+        """End all. Idempotent."""
+        if self.zygote is not None:
+            self.zygote.close()
+        self.zygote = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(slots=True)
@@ -88,6 +104,10 @@ class WorkerStats:
     device: str
     num_tasks: int = 0
     moved_bytes: int = 0
+    fetched_bytes: int = 0
+    """Read from the sources, as it last said; through a cache whole chunks, headers too."""
+    asked_bytes: int = 0
+    """Read, from there or from a cache."""
     busy_s: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     end: str = "finished"

@@ -13,18 +13,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 from blake3 import blake3
 
 from penstock.digest.leaf import num_leaves
 from penstock.errors import FormatError, IntegrityError, PlanError
 from penstock.jobs.operation import Unchanged, as_it_is, specs_of
-from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.plan.tasks import Input, Output, Recipe, Spec
 from penstock.types import U64, Box, DType, Manifest, TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 FILE = "penstock.delta"
 """Beside a delta's files."""
@@ -148,6 +150,8 @@ class MakeDelta(_Told):
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
+        import torch
+
         return [torch.cat([tensor for tensor in inputs if tensor is not None])]
 
     def files(self) -> Mapping[str, bytes]:
@@ -193,6 +197,10 @@ class ApplyDelta(_Told):
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
+        import torch
+
+        from penstock.loader.tensor import torch_dtype, torch_shape
+
         out, present = recipe.outputs[0], [tensor for tensor in inputs if tensor is not None]
         if out.spec.name not in self._delta.tensors:
             return present

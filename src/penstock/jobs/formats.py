@@ -9,22 +9,29 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operation import all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
-from penstock.transform.fuse import Job as FusedJob
-from penstock.transform.fuse import fuse
 from penstock.transform.geometry import FORMATS, Format, alignment, fault, format_of, outputs
-from penstock.transform.quantize import dequantise, dtype_of, magnitude, quantise, torch_dtype
 from penstock.transform.select import KEEP, Selection, quantization_config, select
 from penstock.types import Box, DType, TensorTable
 
+if TYPE_CHECKING:
+    import torch
+
 _CACHED = 1 << 18
 """Elements made at a time on the CPU. Reason: 1 MiB in FP32, a core's L2 cache."""
+_CONFIG_DTYPES = {
+    DType.F64: "float64",
+    DType.F32: "float32",
+    DType.F16: "float16",
+    DType.BF16: "bfloat16",
+    DType.F8_E4M3: "float8_e4m3fn",
+    DType.F8_E5M2: "float8_e5m2",
+}
+"""What a cast or a dequantisation gives, as `config.json` says it: torch's name."""
 
 
 class Store:
@@ -97,6 +104,12 @@ class Store:
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
+        import torch
+
+        from penstock.transform.fuse import Job as FusedJob
+        from penstock.transform.fuse import fuse
+        from penstock.transform.quantize import dtype_of, torch_dtype
+
         (source,) = inputs
         assert source is not None
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
@@ -119,6 +132,10 @@ class Store:
 
 def _quantise_rows(form: Format, source: torch.Tensor, made: Sequence[torch.Tensor]) -> None:
     """`quantise`, some rows after others: what it makes meanwhile stays in the cache."""
+    import torch
+
+    from penstock.transform.quantize import magnitude, quantise
+
     amax = None
     if form.global_suffix and source.numel():
         amax = torch.stack([magnitude(some.float()).amax() for some in source.split(_rows(source, 1))]).amax()
@@ -144,7 +161,7 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 def _with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     """A model's configuration that names a dtype: under `dtype`, as of transformers 5, or `torch_dtype`, as before."""
     key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: str(torch_dtype(dtype)).removeprefix("torch.")}
+    return {**config, key: _CONFIG_DTYPES[dtype]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +231,10 @@ class Dequantise:
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
+        import torch
+
+        from penstock.transform.quantize import dequantise
+
         present = [tensor for tensor in inputs if tensor is not None]
         if len(present) == 1:
             return present

@@ -14,14 +14,15 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, OperationFailed
 from penstock.jobs.operation import FLOATS, Operation, Unchanged, all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe
 from penstock.types import TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 
 def function_of(function: str, **options: Any) -> Operation:
@@ -83,6 +84,8 @@ class Function(Unchanged):
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
+        import torch
+
         spec = recipe.outputs[0].spec
         (tensor,) = inputs
         assert tensor is not None

@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operation import FLOATS, Unchanged, all_of, as_it_is, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.types import TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 _ROWS = 256
 """Multiplied at once. Reason: a product's bits depend on how many rows it has; those of a task are cut on this, so
@@ -113,7 +114,7 @@ class LoraMerge(Unchanged):
         scale = self._scale(recipe.outputs[0].spec.name.removesuffix(".weight"), a.shape[0])
         if self._is_turned(recipe.inputs[1].spec):
             a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
-        made = torch.empty_like(weight)
+        made = weight.new_empty(weight.shape)
         for at in range(0, len(weight), _ROWS):
             change = (b[at : at + _ROWS] @ a).mul_(scale)
             made[at : at + _ROWS] = change.add_(weight[at : at + _ROWS])

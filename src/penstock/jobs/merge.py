@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operation import FLOATS, Unchanged, all_of, as_it_is, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.types import TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 _SHOWN = 5
 _BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 24
@@ -101,6 +103,8 @@ def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
+    import torch
+
     made = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
     size = min(_BLOCK if made.device.type == "cpu" else _DEVICE_BLOCK, made.numel())
     total, term = (torch.empty(size, dtype=torch.float32, device=made.device) for _ in range(2))
@@ -169,6 +173,8 @@ class Slerp(_Merge):
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""
+        import torch
+
         sums = torch.zeros(3, dtype=torch.float64, device=tensors[0].device)
         for a, b in _blocks(*tensors):
             x, y = a.double(), b.double()
@@ -216,6 +222,8 @@ class Ties(_Merge):
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""
+        import torch
+
         weights = self.weights or (1.0,) * (len(tensors) - 1)
         edges = [self._edge(tensors[0], tensor) for tensor in tensors[1:]]
         for base, *models in _blocks(*tensors):
@@ -250,6 +258,8 @@ class Ties(_Merge):
 
 def _counted(base: torch.Tensor, model: torch.Tensor, bucket: int | None) -> torch.Tensor:
     """How many changes have each value of a magnitude's upper bits; or of its lower ones, in one bucket of those."""
+    import torch
+
     counts = torch.zeros(1 << (_LOW_BITS if bucket is not None else 31 - _LOW_BITS), dtype=torch.int64)
     for one, other in _blocks(base, model):
         bits = _magnitude(other.float() - one.float())
@@ -261,6 +271,8 @@ def _counted(base: torch.Tensor, model: torch.Tensor, bucket: int | None) -> tor
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
     """The bits of |x|: ordered as the numbers are, NaN beyond all."""
+    import torch
+
     return values.view(torch.int32) & 0x7FFFFFFF
 
 

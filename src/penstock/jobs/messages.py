@@ -20,6 +20,8 @@ MAX_FRAME_BYTES = 64 << 20
 """A task's digests are 8 bytes a leaf: this is one of two terabytes."""
 HELLO_BYTES = 4096
 """Of a message of somebody who has not yet said who they are."""
+EXECUTORS = ("fetch", "place", "compute", "send")
+"""Of a worker, in the order of a task's way through them."""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="words"):

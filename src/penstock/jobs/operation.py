@@ -13,13 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import ConfigError, PlanError
 from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
 from penstock.types import Box, DType, TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 """What is computed with."""
@@ -212,7 +213,8 @@ class Chain:
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
         firsts, seconds = self._parts[recipe.outputs[0].spec.name]
-        left, between = iter(inputs), dict[str, torch.Tensor]()
+        left = iter(inputs)
+        between: dict[str, torch.Tensor] = {}
         for part in firsts:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
             found = self.first.run(part, *rows, [next(left) for _ in part.inputs])

@@ -1,16 +1,14 @@
 """A worker as a process of its own: connects to the coordinator, plans the same job, does what it is told.
 
-In: `python -m penstock.jobs.process ADDRESS WORKER DEVICE`, the secret on standard input. Out: an exit code.
+In: the coordinator's address and secret, a name, a device. Out: an exit code.
 Not here: tasks (`worker`), who is told what (`run`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -49,8 +47,6 @@ BEAT_S = 0.5
 """How often a worker says how far it is: a tenth of the shortest stall deadline that makes sense."""
 ALONE = 3
 """Exit code of a worker whose coordinator is gone."""
-_PR_SET_PDEATHSIG = 1
-"""Source: Linux, include/uapi/linux/prctl.h."""
 
 
 def connect(address: str, timeout_s: float) -> Wire:
@@ -199,9 +195,7 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 
 
 def work(address: str, worker: str, device: str, secret: str) -> int:
-    """Be a worker, in a process that is for this alone; its exit code."""
-    # However the coordinator ends, also while this process is stopped or a function holds its interpreter.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    """Be a worker, in a process that is for this alone and ends with its parent; its exit code."""
     where = torch.device(device)
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
@@ -212,8 +206,3 @@ def work(address: str, worker: str, device: str, secret: str) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    _address, _worker, _device = sys.argv[1:4]
-    sys.exit(work(_address, _worker, _device, sys.stdin.readline().strip()))

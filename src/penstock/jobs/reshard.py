@@ -13,14 +13,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.merge import same_everywhere
 from penstock.jobs.operation import Unchanged, all_of, whole
 from penstock.plan.tasks import Input, Output, Recipe, Spec
 from penstock.types import Box, TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUTS = ("directories", "vllm")
 """Of several sets: `rank-00000-of-00002/`, each a weight set; or all in one directory, called as vLLM's loader
@@ -218,6 +220,8 @@ class Reshard(Unchanged):
 
     def _shared(self, recipe: Recipe, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The rows of each output, whose inputs follow each other."""
+        import torch
+
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
         ends = accumulate(given.box.shape[0] for given in recipe.inputs)
         for end, tensor in zip(ends, tensors, strict=True):
@@ -226,6 +230,8 @@ class Reshard(Unchanged):
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        import torch
+
         first = ranks[0].reshape(-1).view(torch.uint8)
         for rank, tensor in enumerate(ranks[1:], 1):
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), first):
@@ -235,6 +241,8 @@ class Reshard(Unchanged):
 
 
 def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], count: int) -> list[torch.Tensor]:
+    import torch
+
     unit = ranks[0].shape[dim] // sum(parts)
     split = [tensor.split([unit * part for part in parts], dim) for tensor in ranks]
     shares = [torch.cat(part, dim).chunk(count, dim) for part in zip(*split, strict=True)]
@@ -243,4 +251,6 @@ def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], coun
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """As bytes where an element is one: not every operator knows the dtypes of eight bits and fewer."""
+    import torch
+
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

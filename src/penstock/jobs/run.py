@@ -154,8 +154,8 @@ class Coordinator:
         trace = WorkerTrace(f"{name} {device}")
         self.stats.append(stats)
         self.traces.append(trace)
-        self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
         self._crew.spawn(name, device, self._address, self._secret)
+        self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
 
     # -- what comes
 

@@ -35,7 +35,6 @@ LOCAL_READS, REMOTE_READS = 4, 16
 """Reads under way at once."""
 MIN_WRITES, MAX_WRITES = 2, 4
 """Threads that write, a core each. Source: benchmarks/results/cpu2_202611/convert-faults.md, "Writing"."""
-EXECUTORS = ("fetch", "place", "compute", "send")
 
 OnBegan = Callable[[int], None]
 """Called from an executor's thread: the operation runs on a task now."""

@@ -21,6 +21,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.jobs.convert import convert
 from penstock.jobs.process import work
+from penstock.jobs.zygote import end_with_parent
 from penstock.types import GIB
 
 
@@ -30,7 +31,7 @@ def _say(**words: object) -> None:
 
 
 class ForkCrew:
-    """Workers in some tens of milliseconds: forked, where `LocalCrew` starts programs that import torch first."""
+    """Workers in some tens of milliseconds: forked from the coordinator, where `LocalCrew` has torch imported first."""
 
     listen: str | None = None
 
@@ -40,8 +41,9 @@ class ForkCrew:
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Crew.spawn`."""
-        pid = os.fork()
+        me, pid = os.getpid(), os.fork()
         if not pid:
+            end_with_parent(me)
             os.closerange(3, 1 << 16)  # the journal's lock and the others' connections are the coordinator's
             try:
                 os._exit(work(address, worker, device, secret))

@@ -1,0 +1,99 @@
+"""Processes forked from one that imported for all: how they end is known, and they end with who had them forked."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import PeerLost
+from penstock.jobs.zygote import Forked, Zygote
+
+ENDED_S = 20.0
+"""A busy machine takes some time to end a process."""
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    with Zygote(["json", "not_installed_anywhere"]) as zygote:
+        yield zygote
+
+
+def sleeping(zygote: Zygote) -> Forked:
+    return zygote.fork("time:sleep", [600])
+
+
+def ends(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], ENDED_S)[0])
+    finally:
+        os.close(fd)
+
+
+def test_its_exit_code_is_the_result(zygote: Zygote) -> None:
+    process = zygote.fork("operator:add", [2, 3])
+    assert process.wait(ENDED_S) == 5
+    assert process.wait(ENDED_S) == process.poll() == 5
+    with pytest.raises(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+
+
+def test_what_it_prints_and_why_it_failed_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with Zygote([]) as zygote:
+        assert zygote.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
+        assert zygote.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
+    found = capfd.readouterr()
+    assert "hello" in found.err and "ZeroDivisionError" in found.err and not found.out
+
+
+def test_its_arguments_are_nobodys(zygote: Zygote) -> None:
+    process = zygote.fork("time:sleep", [600.125])
+    for name in ("cmdline", "environ"):
+        assert b"600.125" not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+
+
+def test_one_that_is_stopped_is_killed(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(ENDED_S) == -signal.SIGKILL
+
+
+def test_they_end_with_it(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    process.send_signal(signal.SIGSTOP)
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert ends(process.pid)
+    with pytest.raises(PeerLost):
+        process.wait(ENDED_S)
+    with pytest.raises(PeerLost):
+        sleeping(zygote)
+    assert not zygote.is_alive
+
+
+def test_it_ends_with_the_thread_that_started_it() -> None:
+    found = list[tuple[Zygote, Forked]]()
+
+    def start() -> None:
+        zygote = Zygote([])
+        found.append((zygote, sleeping(zygote)))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    ((zygote, process),) = found
+    assert ends(process.pid) and ends(zygote.pid)
+    zygote.close()
