@@ -55,7 +55,7 @@ def hubs(redis, tmp_path, request):
     beat_s = getattr(request, "param", BEAT_S)
     for number in range(2):
         stores.append(RedisStore(redis.url))
-        directory = Directory(stores[-1], fresh=number == 0, beat_s=BEAT_S, ttl_s=10.0)
+        directory = Directory(stores[-1], fresh=number == 0, beat_s=beat_s, ttl_s=10.0)
         running.append(HubThread(directory, bind(f"unix://{tmp_path}/hub{number}.sock", Auth())))
         running[-1].start()
         clients.append(Lives(running[-1].url))

@@ -106,11 +106,11 @@ class StoreTests:
         """And is absent then; a write renews it, or makes it stay."""
         with self.store() as (store, at):
             for name in "abc":
-                store.write(at + name, b"1", ttl_s=0.15)
+                store.write(at + name, b"1", ttl_s=1.0)
             store.write(f"{at}b", b"2")
             store.write(f"{at}c", b"2", ttl_s=60)
             assert store.read(f"{at}a") is not None
-            time.sleep(0.25)
+            time.sleep(1.1)
             assert store.read(f"{at}a") is None
             assert set(store.scan(at)) == {"b", "c"}
             assert store.write(f"{at}a", b"3", expected=ABSENT)
