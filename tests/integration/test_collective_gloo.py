@@ -26,7 +26,7 @@ def regions(rank: int, root: int) -> list[torch.Tensor]:
 
 def body(rank: int, world_size: int, fault: str) -> object:
     collective.CHUNK_BYTES = 100_000
-    wire = CollectiveTransport(dist.group.WORLD, torch.device("cpu"), stall_s=2.0)
+    wire = CollectiveTransport(dist.group.WORLD, torch.device("cpu"), stall_s=5.0)
     made, seen = regions(rank, 1), []
     root, failed = 1, None
     if rank == 2 and fault == "fails":
@@ -52,7 +52,7 @@ def body(rank: int, world_size: int, fault: str) -> object:
     try:
         wire.broadcast(made, root=root, arrived=arrived, failed=failed)
     finally:
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 20
     assert seen[-2:] == [(2, 5), (3, 154)]
     return all(bool((one == want).all()) for one, want in zip(made, regions(1, 1), strict=True))
 
@@ -83,6 +83,6 @@ def test_ranks_that_mean_something_else(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_a_lost_rank_ends_the_others(fault: str) -> None:
-    found = run_ranks(body, 3, fault, timeout_s=15)
+    found = run_ranks(body, 3, fault, timeout_s=25)
     assert [one.error for one in found[:2]] == ["PeerLost", "PeerLost"]
     assert found[2].ended in {"died", "hung"}
