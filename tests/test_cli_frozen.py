@@ -15,8 +15,8 @@ COMMANDS = {
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
     "--drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
-    "convert": "PLACES --to --op --devices --workers --memory-bytes --task-bytes --shard-bytes --spool --trace --ray "
-    "--dry-run --format",
+    "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
+    "--spool --trace --ray --rates --dry-run --format",
     "hub": "--listen --redis --token-file --cert --key --client-ca --audit",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from penstock.fleet.join import Fleet, join
     from penstock.fleet.keeper import Keeper
     from penstock.fleet.report import FetchReport
-    from penstock.jobs.convert import ConvertReport, convert
+    from penstock.jobs.convert import convert
+    from penstock.jobs.report import ConvertReport
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import Report
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "AttachReport": "fleet.attach",
     "Attached": "fleet.attach",
-    "ConvertReport": "jobs.convert",
+    "ConvertReport": "jobs.report",
     "FetchReport": "fleet.report",
     "Fleet": "fleet.join",
     "Hooks": "sync.receive",

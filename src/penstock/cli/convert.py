@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, MemoryBytes
+from penstock.cli.options import Format, FormatOption, MemoryBytes, Operations, TaskBytes, To, Verify
 from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
+from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.jobs.report import ConvertReport
 
 
 def word_of(text: str) -> dict[str, Any]:
@@ -56,40 +60,39 @@ def _value(text: str) -> object:
     return {"true": True, "false": False}.get(text, text)
 
 
+Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)]
+ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
+Spool = Annotated[
+    Path | None,
+    typer.Option("--spool", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of all workers.", show_default=False),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
+]
+
+
 def convert(
     places: Annotated[
         list[str], typer.Argument(metavar="SRC... DST", help="What is read, and where the result appears.")
     ],
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="cast:BF16, fp8-block128, mxfp8, ...", show_default=False),
-    ] = None,
-    op: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--op",
-            metavar="OP",
-            help="average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    devices: Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")] = "all",
-    workers: Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)] = None,
+    to: To = None,
+    op: Operations = None,
+    verify: Verify = None,
+    devices: Devices = "all",
+    workers: Workers = None,
     memory_bytes: MemoryBytes = None,
-    task_bytes: Annotated[str, typer.Option("--task-bytes", help="Bytes in and out of one task.")] = "64M",
-    shard_bytes: Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")] = "5000000000",
-    spool: Annotated[
-        Path | None,
-        typer.Option("--spool", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of all workers.", show_default=False),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
-    ] = None,
+    task_bytes: TaskBytes = "64M",
+    shard_bytes: ShardBytes = "5000000000",
+    spool: Spool = None,
+    trace: Trace = None,
+    ray: Ray = None,
+    rates: RatesOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
@@ -98,7 +101,7 @@ def convert(
         raise ConfigError("a conversion needs sources and a destination")
     words = [word_of(one) for one in op or ()]
     if dry_run:
-        _write_plan(places[:-1], words, to, task_bytes, shard_bytes, format)
+        _write_plan(places[:-1], words, to, verify, task_bytes, shard_bytes, format)
         return
     from penstock import api
 
@@ -107,6 +110,7 @@ def convert(
         places[-1],
         to=to,
         operations=words,
+        verify=verify,
         devices=devices.split(","),
         workers=workers,
         memory_bytes=memory_bytes,
@@ -115,19 +119,28 @@ def convert(
         spool=spool,
         trace=trace,
         ray=ray,
+        rates=None if rates is None else read_rates(rates),
         on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
     )
+    _write_report(report, format)
+
+
+def _write_report(report: ConvertReport, format: Format) -> None:
     if format is Format.json:
-        write_json({**plain(report), "gb_per_s": report.gb_per_s, "utilisation": report.utilisation})
+        derived = {"gb_per_s": report.gb_per_s, "utilisation": report.utilisation, "off_by": report.off_by}
+        write_json({**plain(report), **derived})
         return
     write_lines(f"{report.uri}  {report.revision}")
     write_fields(
         {
             "operation": report.operation,
             "tensors": f"{report.num_tensors}, {bytes_text(report.nbytes)}",
+            "sources": f"{'verified' if report.verified else 'not verified'}: {report.why}; "
+            f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
             "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
             f"{report.num_twice} run twice",
             "time": f"{report.wall_s:.2f} s, {report.gb_per_s:.2f} GB/s read",
+            "moving": _moving(report),
             "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
             + f" threads of each of {report.num_workers} workers",
             "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
@@ -140,6 +153,13 @@ def convert(
     write_columns(["worker", "device", "tasks", *(f"{name} s" for name in _EXECUTORS), "end"], rows)
 
 
+def _moving(report: ConvertReport) -> str:
+    if report.predicted_s is None or report.off_by is None:
+        return f"took {report.moving_s:.2f} s, not predicted: {report.predicted_by}"
+    off = f"{abs(report.off_by):.0%} {'over' if report.off_by >= 0 else 'under'}".replace("%", " %")
+    return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), by {report.predicted_by}"
+
+
 _EXECUTORS = ("fetch", "place", "compute", "send")
 
 
@@ -148,20 +168,26 @@ def _say(done: int, total: int) -> None:
 
 
 def _write_plan(
-    sources: list[str], words: list[dict[str, Any]], to: str | None, task_bytes: str, shard_bytes: str, format: Format
+    sources: list[str],
+    words: list[dict[str, Any]],
+    to: str | None,
+    verify: bool | None,
+    task_bytes: str,
+    shard_bytes: str,
+    format: Format,
 ) -> None:
     from penstock.jobs.convert import plan
 
-    job = plan(sources, to=to, operations=words, task_bytes=task_bytes, shard_bytes=shard_bytes)
+    job = plan(sources, to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shard_bytes)
     facts: dict[str, int | str] = {
         "operation": job.operation.name,
         "job": job.key,
         "tensors": len(job.files.table),
         "files": len(job.files.body_nbytes),
         "bytes": int(job.files.table.nbytes.sum()),
-        "read_bytes": int(job.tasks.in_bytes.sum()),
+        "read_bytes": int(job.read_bytes.sum()),
         "tasks": len(job.tasks),
-        "largest_task_bytes": int(job.tasks.cost.max()) if len(job.tasks) else 0,
+        "largest_task_bytes": int(job.memory_bytes.max(initial=0)),
     }
     if format is Format.json:
         write_json(facts)

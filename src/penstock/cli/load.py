@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri
+from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri, Verify
 from penstock.cli.output import bytes_text, plain, write_fields, write_json, write_lines
 from penstock.config import Settings, parse_bytes
 from penstock.types import MIB
@@ -27,10 +27,7 @@ def load(
     device: Device = "cpu",
     names: Names = None,
     memory_bytes: MemoryBytes = None,
-    verify: Annotated[
-        bool | None,
-        typer.Option("--verify/--no-verify", help="Check digests; default: where there are any.", show_default=False),
-    ] = None,
+    verify: Verify = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (for Perfetto).", show_default=False),

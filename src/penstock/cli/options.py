@@ -39,6 +39,24 @@ MemoryBytes = Annotated[
     str | None,
     typer.Option("--memory-bytes", metavar="BYTES", help="Host staging: 268435456, 256M, 1.5G.", show_default=False),
 ]
+Verify = Annotated[
+    bool | None,
+    typer.Option("--verify/--no-verify", help="Check digests; default: where there are any.", show_default=False),
+]
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="FORMAT", help="cast:BF16, fp8-block128, mxfp8, ...", show_default=False),
+]
+Operations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--op",
+        metavar="OP",
+        help="average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated.",
+        show_default=False,
+    ),
+]
+TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Bytes in and out of one task.")]
 Hub = Annotated[
     str | None,
     typer.Option(

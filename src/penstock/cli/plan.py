@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from penstock.cli.options import Format, FormatOption, MemoryBytes, Names, Uri
+from penstock.cli.options import Format, FormatOption, MemoryBytes, Names, Operations, TaskBytes, To, Uri
 from penstock.cli.output import bytes_text, write_fields, write_json, write_lines
 from penstock.cli.simulate import (
     BucketBytes,
@@ -119,14 +119,9 @@ def plan_sync(
 @app.command("convert")
 def plan_convert(
     sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="What is read.")],
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="cast:BF16, fp8-block128, mxfp8, ...", show_default=False),
-    ] = None,
-    op: Annotated[
-        list[str] | None, typer.Option("--op", metavar="OP", help="As of `convert`.", show_default=False)
-    ] = None,
-    task_bytes: Annotated[str, typer.Option("--task-bytes", help="Bytes in and out of one task.")] = "64M",
+    to: To = None,
+    op: Operations = None,
+    task_bytes: TaskBytes = "64M",
     workers: Annotated[int, typer.Option("--workers", min=1, help="One a GPU; they fill nodes of the cluster.")] = 1,
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
@@ -145,7 +140,7 @@ def plan_convert(
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
     else:
         described = described.with_gpus(workers)
-    found = simulate_convert(job.tasks.in_bytes, job.tasks.out_bytes, described, speeds, seed=seed)
+    found = simulate_convert(job.read_bytes.sum(axis=1), job.tasks.out_bytes, described, speeds, seed=seed)
     write_prediction(found, described.name, format, picture)
 
 

@@ -187,9 +187,14 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     described.check()
     if rates is None:
         return described, known[1] if known else CLUSTERS["h200"][1]
-    speeds = from_json(_read(rates), Rates)
+    return described, read_rates(rates)
+
+
+def read_rates(path: Path) -> Rates:
+    """The rates of a machine's stages from a file. ConfigError: they cannot be read."""
+    speeds = from_json(_read(path), Rates)
     speeds.check()
-    return described, speeds
+    return speeds
 
 
 def _read(path: Path) -> bytes:

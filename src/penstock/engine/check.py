@@ -1,6 +1,6 @@
-"""Checking slabs against the manifest's leaf digests, on the CPU.
+"""Checking bytes in host memory against the manifest's leaf digests.
 
-In: complete slabs in host memory. Out: nothing, or an IntegrityError that names tensor and range.
+In: complete slabs of a load; leaves of a tensor. Out: nothing, or an IntegrityError that names tensor and range.
 Not here: the device's digests (`check_cuda`), how a leaf is digested (`digest`).
 """
 
@@ -16,7 +16,7 @@ from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.executors import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
-from penstock.types import I64, U64
+from penstock.types import I64, U64, Manifest
 
 
 class Checker(Protocol):
@@ -63,11 +63,7 @@ class Expected:
         """The error for a leaf (counted within its row) that differs."""
         start = leaf * self.leaf_bytes
         stop = min(start + self.leaf_bytes, int(self.plan.table.nbytes[row]))
-        return IntegrityError(
-            f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
-            tensor=self.plan.table.names[row],
-            hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
-        )
+        return _fault(self.plan.table.names[row], start, stop)
 
 
 class HostChecker:
@@ -93,3 +89,42 @@ class HostChecker:
                 if len(wrong):
                     raise expected.fault(row, int(wrong[0]))
         return None
+
+
+class TensorChecker:
+    """Checks parts of tensors, in any order, with the xxhash library. Any thread.
+
+    Args:
+        manifest: with leaves.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        assert manifest.leaves is not None
+        self._leaves, self._leaf_bytes, self._table = manifest.leaves, manifest.leaf_bytes, manifest.tensors
+        counts = num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes)
+        self._first: I64 = np.cumsum(counts) - counts
+
+    def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
+        """Check a row's bytes from `start` on, as they came from the file `uri`: whole leaves, but for the row's last.
+
+        Raises:
+            IntegrityError: a leaf differs.
+        """
+        got = np.empty(-(-data.nbytes // self._leaf_bytes), np.uint64)
+        leaf_digests(data, self._leaf_bytes, got)
+        first = int(self._first[row]) + start // self._leaf_bytes
+        wrong = np.flatnonzero(got != self._leaves[first : first + len(got)])
+        if len(wrong):
+            start += int(wrong[0]) * self._leaf_bytes
+            stop = min(start + self._leaf_bytes, int(self._table.nbytes[row]))
+            fault, offset = _fault(self._table.names[row], start, stop), int(self._table.offset[row])
+            fault.uri, fault.byte_range = uri, (offset + start, offset + stop)
+            raise fault
+
+
+def _fault(tensor: str, start: int, stop: int) -> IntegrityError:
+    return IntegrityError(
+        f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
+        tensor=tensor,
+        hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+    )

@@ -3,7 +3,7 @@
 In: URIs and words. Out: a checkpoint where there was none, and a `ConvertReport`.
 Not here: the plan (`job`), the workers (`run`), what operations do, what became of earlier runs (`result`).
 
-    open sources --> plan_job --> OutputSet + Journal (resumed?) --> Coordinator --> leaves, manifest --> publish
+    _open: sources, plan_job --> _grow: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from penstock.config import Settings, parse_bytes
 from penstock.engine.trace import save_spans
-from penstock.errors import ConfigError, SourceChanged
+from penstock.errors import ConfigError, IntegrityError, SourceChanged
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.complete import completed
-from penstock.jobs.crew import Crew, LocalCrew, WorkerStats, rows_of
+from penstock.jobs.crew import Crew, LocalCrew, rows_of
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal
 from penstock.jobs.messages import EXECUTORS, Words
+from penstock.jobs.predict import Predicted, predict
+from penstock.jobs.report import ConvertReport
 from penstock.jobs.result import (
     METADATA,
     check_unchanged,
@@ -38,13 +41,13 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.run import Coordinator
 from penstock.jobs.words import Word, operation_of
-from penstock.plan.placement import Placement
+from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
 from penstock.storage.manifest import Uris, WeightSet, open_weights
 from penstock.storage.output import OutputSet, require_free
 from penstock.storage.upload import publish_remote, require_none
-from penstock.types import GB, MIB
+from penstock.types import MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
 """Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
@@ -56,52 +59,13 @@ Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport:
-    """What a conversion did."""
-
-    uri: str
-    """Where the result is."""
-    revision: str
-    operation: str
-    num_tensors: int
-    nbytes: int
-    """Of the result's tensors."""
-    read_bytes: int
-    """Of the tasks done in this run, as planned."""
-    num_tasks: int
-    num_resumed: int
-    """Tasks that an earlier run had done."""
-    num_stolen: int
-    num_twice: int
-    num_workers: int
-    """That were to run at once."""
-    wall_s: float
-    busy_s: Mapping[str, float]
-    """Per executor, summed over workers and their threads."""
-    workers: tuple[WorkerStats, ...]
-    peak_bytes: int
-    """Most host memory that any worker's tasks held at once."""
-    verified: bool = True
-    """The manifest's digests are of the bytes as they were made."""
-
-    @property
-    def gb_per_s(self) -> float:
-        """Bytes read a second."""
-        return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def utilisation(self) -> dict[str, float]:
-        """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
-        return {name: busy_s / (self.wall_s * self.num_workers) for name, busy_s in self.busy_s.items()}
-
-
 def convert(
     sources: Uris,
     destination: str | os.PathLike[str],
     *,
     to: str | None = None,
     operations: Sequence[Word] = (),
+    verify: bool | None = None,
     devices: str | Sequence[str] = "all",
     workers: int | None = None,
     memory_bytes: int | str | None = None,
@@ -112,6 +76,7 @@ def convert(
     trace: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     crew: Crew | None = None,
+    rates: Rates | None = None,
     on_progress: Progress | None = None,
 ) -> ConvertReport:
     """Convert one or several checkpoints to one.
@@ -121,16 +86,17 @@ def convert(
         destination: a directory that is not there yet, or a prefix of an object store.
         to: a format (`cast:BF16`, `fp8-block128`, ...) that what the operations give is stored in.
         operations: one after the other, each `{"op": name, ...}`; none: a copy.
+        verify: hold what is read to the leaf digests of each source that has them; True: of all, or fail; False: none.
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
         workers: how many, taking `devices` in turn; None: one for each.
         memory_bytes: host memory of each worker's tasks.
-        task_bytes: see `plan.tasks.cut`.
-        shard_bytes: files of at most so many bytes.
+        task_bytes, shard_bytes: see `plan.tasks.cut`; files of at most so many bytes.
         storage_options: see `load`; of sources and destination.
         spool: where files grow that go to an object store; None: the system's temporary directory.
         trace: a file for one Chrome trace of all workers.
         ray: put the workers on the Ray cluster at this address; source, destination and spool must be the same there.
         crew: who starts workers; None: processes of this host, or Ray's.
+        rates: of this machine, to predict by; None: those that are known of its GPUs.
         on_progress: see `Progress`.
 
     Returns:
@@ -140,68 +106,18 @@ def convert(
         ConfigError: something is at the destination, or words that mean nothing.
         PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
         OperationFailed: an operation raised, hung, or gave what it had not said.
-        SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
+        IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
         After all of these the destination is untouched, and the same call goes on where this one ended.
     """
-    began, settings = time.monotonic(), Settings.read()
-    into, options = os.fspath(destination), dict(storage_options or {})
-    words, where = _words(to, operations), _devices(devices, workers)
+    began, where = time.monotonic(), _devices(devices, workers)
     with ExitStack() as stack:
-        sizes = parse_bytes(task_bytes), parse_bytes(shard_bytes)
-        opened, words, job = _open(sources, words, settings, options, *sizes, stack)
-        budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-        job.check_budget(budget, "one task")
-        growing = _growing(job, into, spool)
-        journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
-        stack.callback(journal.close)
-        out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
-        stack.callback(out.close)
-        stack.push(partial(_leave, journal, out))
-        if revision := published(job, journal, into, settings, options):
-            journal.kept = frozenset(journal.done)
-            journal.remove()
-            out.remove()
-            return _report(into, revision, job, journal, (), Placement((), done=()), len(where), began)
-        if is_remote(into):
-            require_none(into, settings=settings, storage_options=options)
-        else:
-            require_free(Path(local_path(into)))
-        out.create()
-        out.open()
-        forget_what_did_not_last(job, journal, out)
-        told = Words(
-            sources=tuple(_uris(sources)),
-            operation=tuple(dict(word) for word in words),
-            key=job.key,
-            directory=str(out.directory),
-            task_bytes=parse_bytes(task_bytes),
-            shard_bytes=parse_bytes(shard_bytes),
-            leaf_bytes=job.leaf_bytes,
-            memory_bytes=budget,
-            stall_s=settings.stall_s,
-            storage_options=options,
-            trace=trace is not None,
-        )
-        coordinator = Coordinator(
-            job, told, journal, crew or _crew(ray, stack), where, stall_s=settings.stall_s, on_progress=on_progress
-        )
-        origin = time.perf_counter()
-        with coordinator:
-            coordinator.run()
-        if trace is not None:
-            save_spans(trace, rows_of(coordinator.traces, EXECUTORS), origin)
-        for one in opened:
-            check_unchanged(one)
-        manifest = manifest_of(job, journal, out)
-        kept = small_files(opened[small_from(job)].uri, job.operation.config, settings, options)
-        small = beside(job, manifest, kept)
-        if is_remote(into):
-            publish_remote(out, into, small, settings=settings, storage_options=options)
-        else:
-            out.publish(Path(local_path(into)), small)
-        journal.remove()
-    stats = tuple(coordinator.stats)
-    return _report(into, manifest.revision, job, journal, stats, coordinator.placement, len(where), began)
+        asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
+        grown = _grow(asked, os.fspath(destination), memory_bytes, spool, stack)
+        ran: _Ran | None = None
+        if (revision := _begin(grown)) is None:
+            ran = _run(grown, where, crew or _crew(ray, stack), rates, trace, on_progress)
+            revision = _publish(grown)
+    return _report(grown, revision, ran, len(where), began)
 
 
 def plan(
@@ -209,33 +125,160 @@ def plan(
     *,
     to: str | None = None,
     operations: Sequence[Word] = (),
+    verify: bool | None = None,
     task_bytes: int | str = TASK_BYTES,
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
 ) -> Job:
     """What `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
-    settings, options = Settings.read(), dict(storage_options or {})
-    sizes = parse_bytes(task_bytes), parse_bytes(shard_bytes)
     with ExitStack() as stack:
-        return _open(sources, _words(to, operations), settings, options, *sizes, stack)[2]
+        return _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack).job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is to be made, and of what."""
+
+    settings: Settings
+    opened: Sequence[WeightSet]
+    job: Job
+    words: Words
+    """The job for workers, but for where they write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grown(_Asked):
+    """And where it grows until it is published."""
+
+    into: str
+    out: OutputSet
+    journal: Journal
+
+
+_Ran = tuple[Coordinator, Predicted]
+"""Who ran it, and how long it was to take."""
 
 
 def _open(
     sources: Uris,
     words: Sequence[Word],
-    settings: Settings,
-    options: Mapping[str, str],
-    task_bytes: int,
-    shard_bytes: int,
+    task_bytes: int | str,
+    shard_bytes: int | str,
+    storage_options: Mapping[str, str] | None,
+    verify: bool | None,
     stack: ExitStack,
-) -> tuple[list[WeightSet], list[Word], Job]:
-    """The sources, opened until the stack ends, the words completed by them, and the job on them."""
+) -> _Asked:
+    """Open the sources until the stack ends, complete the words by them, plan the job."""
+    settings, options = Settings.read(), dict(storage_options or {})
     opened = [
         stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in _uris(sources)
     ]
-    manifests, words = [one.manifest for one in opened], completed(words, opened, settings, options)
-    job = plan_job(operation_of(words), manifests, task_bytes=task_bytes, shard_bytes=shard_bytes)
-    return opened, words, job
+    if verify and (why := next((one.why_unverified for one in opened if one.why_unverified), None)):
+        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
+    words = completed(words, opened, settings, options)
+    job = plan_job(
+        operation_of(words),
+        [one.manifest for one in opened],
+        task_bytes=parse_bytes(task_bytes),
+        shard_bytes=parse_bytes(shard_bytes),
+        verify=verify is not False,
+    )
+    told = Words(
+        sources=tuple(_uris(sources)),
+        operation=tuple(dict(word) for word in words),
+        key=job.key,
+        directory="",
+        task_bytes=parse_bytes(task_bytes),
+        shard_bytes=parse_bytes(shard_bytes),
+        leaf_bytes=job.leaf_bytes,
+        memory_bytes=WORKER_MEMORY_BYTES,
+        stall_s=settings.stall_s,
+        storage_options=options,
+        verify=verify is not False,
+    )
+    return _Asked(settings=settings, opened=opened, job=job, words=told)
+
+
+def _grow(
+    asked: _Asked,
+    into: str,
+    memory_bytes: int | str | None,
+    spool: str | os.PathLike[str] | None,
+    stack: ExitStack,
+) -> _Grown:
+    """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
+    job = asked.job
+    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
+    job.check_budget(budget, "one task")
+    growing = _growing(job, into, spool)
+    journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
+    stack.callback(journal.close)
+    out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    stack.callback(out.close)
+    stack.push(partial(_leave, journal, out))
+    words = msgspec.structs.replace(asked.words, directory=str(growing), memory_bytes=budget)
+    return _Grown(
+        settings=asked.settings, opened=asked.opened, job=job, words=words, into=into, out=out, journal=journal
+    )
+
+
+def _begin(grown: _Grown) -> str | None:
+    """The revision, if the result is published already; else there is room for it, and the journal is true."""
+    job, journal, into, out = grown.job, grown.journal, grown.into, grown.out
+    settings, options = grown.settings, grown.words.storage_options
+    if revision := published(job, journal, into, settings, options):
+        journal.kept = frozenset(journal.done)
+        journal.remove()
+        out.remove()
+        return revision
+    if is_remote(into):
+        require_none(into, settings=settings, storage_options=options)
+    else:
+        require_free(Path(local_path(into)))
+    out.create()
+    out.open()
+    forget_what_did_not_last(job, journal, out)
+    return None
+
+
+def _run(
+    grown: _Grown,
+    devices: Sequence[str],
+    crew: Crew,
+    rates: Rates | None,
+    trace: str | os.PathLike[str] | None,
+    on_progress: Progress | None,
+) -> _Ran:
+    """Have every task done that earlier runs did not do."""
+    job, journal = grown.job, grown.journal
+    uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
+    predicted = predict(job, journal.kept, uris, devices if crew.listen is None else (), rates)
+    words = msgspec.structs.replace(grown.words, trace=trace is not None)
+    coordinator = Coordinator(job, words, journal, crew, devices, stall_s=words.stall_s, on_progress=on_progress)
+    origin = time.perf_counter()
+    with coordinator:
+        coordinator.run()
+    if trace is not None:
+        save_spans(trace, rows_of(coordinator.traces, EXECUTORS), origin)
+    return coordinator, predicted
+
+
+def _publish(grown: _Grown) -> str:
+    """Let the result appear, whole, if no source changed meanwhile: its revision."""
+    job, out, into, settings = grown.job, grown.out, grown.into, grown.settings
+    options = grown.words.storage_options
+    for one in grown.opened:
+        check_unchanged(one)
+    manifest = manifest_of(job, grown.journal, out)
+    small = beside(
+        job, manifest, small_files(grown.opened[small_from(job)].uri, job.operation.config, settings, options)
+    )
+    if is_remote(into):
+        publish_remote(out, into, small, settings=settings, storage_options=options)
+    else:
+        out.publish(Path(local_path(into)), small)
+    grown.journal.remove()
+    return manifest.revision
 
 
 def _uris(sources: Uris) -> list[str]:
@@ -258,8 +301,8 @@ def _growing(job: Job, into: str, spool: str | os.PathLike[str] | None) -> Path:
 def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Leave nothing behind that no later call can go on with: nothing was done, or it was of sources that changed."""
-    if kind is not None and (not journal.done or issubclass(kind, SourceChanged)):
+    """Leave nothing behind that no later call can go on with: nothing was done, or the sources must be others first."""
+    if kind is not None and (not journal.done or issubclass(kind, SourceChanged | IntegrityError)):
         out.remove()
         journal.remove()
 
@@ -295,32 +338,40 @@ def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:
     return [named[i % len(named)] for i in range(workers or len(named))]
 
 
-def _report(
-    into: str,
-    revision: str,
-    job: Job,
-    journal: Journal,
-    stats: Sequence[WorkerStats],
-    placement: Placement,
-    num_workers: int,
-    began: float,
-) -> ConvertReport:
-    total = len(job.tasks)
-    ran = np.setdiff1d(np.arange(total), np.fromiter(journal.kept, np.int64, len(journal.kept)))
+def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, began: float) -> ConvertReport:
+    job, kept = grown.job, grown.journal.kept
+    coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
+    stats = () if coordinator is None else tuple(coordinator.stats)
+    read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in kept]].sum(axis=0)
     return ConvertReport(
-        uri=into,
+        uri=grown.into,
         revision=revision,
         operation=job.operation.name,
         num_tensors=len(job.files.table),
         nbytes=int(job.files.table.nbytes.sum()),
-        read_bytes=int(job.tasks.in_bytes[ran].sum()),
-        num_tasks=total,
-        num_resumed=len(journal.kept),
-        num_stolen=placement.num_stolen,
-        num_twice=placement.num_twice,
+        read_bytes=int(read_bytes.sum()),
+        verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
+        num_tasks=len(job.tasks),
+        num_resumed=len(kept),
+        num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,
+        num_twice=0 if coordinator is None else coordinator.placement.num_twice,
         num_workers=num_workers,
         wall_s=time.monotonic() - began,
+        moving_s=0.0 if coordinator is None else coordinator.moving_s,
+        predicted_s=predicted_s,
+        predicted_by=predicted_by,
         busy_s={name: sum(one.busy_s.get(name, 0.0) for one in stats) for name in EXECUTORS},
-        workers=tuple(stats),
+        workers=stats,
         peak_bytes=max((one.peak_bytes for one in stats), default=0),
+        verified=all(job.held_to),
+        why=_how_verified(grown),
     )
+
+
+def _how_verified(grown: _Grown) -> str:
+    bare = [one.why_unverified for one in grown.opened if one.why_unverified is not None]
+    if not grown.words.verify:
+        return "verify=False"
+    if bare:
+        return f"{len(bare)} of {len(grown.opened)} sources was not: {bare[0]}"
+    return "leaf digests compared where they were read"

@@ -17,7 +17,7 @@ from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall
 from penstock.jobs.operation import Operation
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, spread
-from penstock.types import GB, Manifest
+from penstock.types import GB, I64, Manifest
 
 SHARD_BYTES = 5 * GB
 """Of a file of the output. Source: transformers' `max_shard_size` default until 4.x, which every hub is used to."""
@@ -48,9 +48,16 @@ class Job:
     tasks: Tasks
     leaf_bytes: int
     key: str
-    """32 hex digits: of the operation, the sources' revisions, and all that decides the output's bytes."""
+    """32 hex digits: of the operation, the sources' revisions, and all that decides the output's bytes; and of what
+    these are held to, so that no job goes on with what another did not verify."""
     row_of: dict[str, int]
     """Row of the output's table by path."""
+    held_to: tuple[int, ...]
+    """Per source: bytes of the leaves to whose digests all that is read of it is held; 0: to none."""
+    read_bytes: I64
+    """[num_tasks, num_sources] what each task reads of each source, out to the ends of leaves."""
+    memory_bytes: I64
+    """Of each task: what it reads, and what it gives."""
 
     def written(self, task: int) -> Iterator[Written]:
         """What a task writes, output after output."""
@@ -67,8 +74,8 @@ class Job:
         """BudgetTooSmall where the largest task needs more than `memory_bytes`."""
         if not len(self.tasks):
             return
-        largest = int(self.tasks.cost.argmax())
-        need = int(self.tasks.cost[largest])
+        largest = int(self.memory_bytes.argmax())
+        need = int(self.memory_bytes[largest])
         if need > memory_bytes:
             recipe = self.recipes[next(self.tasks.entries(largest))[0]]
             raise BudgetTooSmall(
@@ -84,6 +91,7 @@ def plan_job(
     task_bytes: int = TASK_BYTES,
     shard_bytes: int = SHARD_BYTES,
     leaf_bytes: int = LEAF_BYTES,
+    verify: bool = True,
 ) -> Job:
     """Decide all of a conversion.
 
@@ -93,6 +101,7 @@ def plan_job(
         task_bytes: see `plan.tasks.cut`.
         shard_bytes: files of at most so many bytes.
         leaf_bytes: of the output's digests.
+        verify: hold what is read to the sources' digests, where they have any.
 
     Raises:
         PlanError: see `Operation.recipes`.
@@ -100,23 +109,38 @@ def plan_job(
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     files = lay_out(specs, shard_bytes=shard_bytes)
-    told = [operation.name, str(task_bytes), str(shard_bytes), str(leaf_bytes)]
+    held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)
+    told = [operation.name, str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
     for manifest in sources:
         told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    digest = blake3(b"penstock job 2\0")
+    digest = blake3(b"penstock job 3\0")
     for word in told:
         digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     digest.update(canonical(files.table, name_order(files.table)))
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
     row_of = {name: row for row, name in enumerate(files.table.names)}
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
-    tasks = cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes)
+    tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
+    read_bytes = _read_bytes(recipes, tasks, held_to)
     return Job(
         operation=operation,
         recipes=recipes,
         files=files,
-        tasks=spread(tasks, file_of, task_bytes=task_bytes),
+        tasks=tasks,
         leaf_bytes=leaf_bytes,
         key=digest.hexdigest(length=16),
         row_of=row_of,
+        held_to=held_to,
+        read_bytes=read_bytes,
+        memory_bytes=read_bytes.sum(axis=1) + tasks.out_bytes,
     )
+
+
+def _read_bytes(recipes: Sequence[Recipe], tasks: Tasks, held_to: Sequence[int]) -> I64:
+    found = np.zeros((len(tasks), len(held_to)), np.int64)
+    for task in range(len(tasks)):
+        for index, start, stop in tasks.entries(task):
+            for one in recipes[index].inputs:
+                first, last = one.leaf_range(start, stop, held_to[one.source])
+                found[task, one.source] += last - first
+    return found

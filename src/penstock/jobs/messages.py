@@ -40,6 +40,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of one worker."""
     stall_s: float
     storage_options: dict[str, str] = {}
+    verify: bool = True
+    """Whether what is read is held to the digests that the sources have."""
     trace: bool = False
     """Whether beats are to bring spans."""
 
@@ -96,6 +98,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     message: str
     hint: str = ""
     uri: str = ""
+    byte_range: tuple[int, int] | None = None
     tensor: str = ""
     task: int = -1
     """Where one task is at fault."""

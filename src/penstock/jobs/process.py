@@ -99,6 +99,7 @@ def failure_of(error: PenstockError) -> Failure:
         message=error.message,
         hint=error.hint or "",
         uri=error.uri or "",
+        byte_range=error.byte_range,
         tensor=error.tensor or "",
         minimum_bytes=error.minimum_bytes if isinstance(error, BudgetTooSmall) else 0,
     )
@@ -116,6 +117,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
         task_bytes=words.task_bytes,
         shard_bytes=words.shard_bytes,
         leaf_bytes=words.leaf_bytes,
+        verify=words.verify,
     )
     if job.key != words.key:
         raise PlanError("this worker does not plan the same job: a source changed, or its Penstock is another version")

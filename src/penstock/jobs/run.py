@@ -10,6 +10,7 @@ Not here: which task to whom (`plan.placement`), the work (`worker`), publishing
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import selectors
 import socket
@@ -113,6 +114,8 @@ class Coordinator:
         self._strikes: dict[int, int] = {}
         self._secret = secrets.token_hex(16)
         self._numbers = 0
+        self._began, self.moving_s = math.inf, 0.0
+        """When the first worker was ready, and seconds from then to the last task's end."""
         self._unknown: dict[Wire, float] = {}
         """Connections that have not said who they are, and when they came."""
         self._looked = time.monotonic()
@@ -146,6 +149,7 @@ class Coordinator:
             if not self._places:
                 ends = "; ".join(dict.fromkeys(one.end for one in self.stats))
                 raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
+        self.moving_s = time.monotonic() - self._began
 
     def _spawn(self, device: str, respawns: int) -> None:
         name = f"w{self._numbers}"
@@ -225,6 +229,7 @@ class Coordinator:
             place.note(message)
         elif isinstance(message, Ready):
             place.is_ready, place.spoke = True, now
+            self._began = min(self._began, now)
             self.placement.join(name, now)
         elif isinstance(message, Failure):
             raise _error_of(message)
@@ -380,6 +385,10 @@ def _error_of(failure: Failure) -> PenstockError:
     if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
         kind = PenstockError
     found: PenstockError = kind(
-        failure.message, uri=failure.uri or None, tensor=failure.tensor or None, hint=failure.hint or None
+        failure.message,
+        uri=failure.uri or None,
+        tensor=failure.tensor or None,
+        byte_range=failure.byte_range,
+        hint=failure.hint or None,
     )
     return found

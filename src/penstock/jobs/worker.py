@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.engine.check import TensorChecker
 from penstock.engine.executors import Executor, Pending
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import OperationFailed, PenstockError
-from penstock.jobs.buffers import cut, packed
+from penstock.jobs.buffers import ALIGN_BYTES, cut, packed
 from penstock.jobs.job import Job
 from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_view
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
@@ -78,6 +79,8 @@ class Worker:
         self.lane: Lane = HostLane(memory_bytes) if device.type == "cpu" else CudaLane(memory_bytes, device)
         self.buffers = self.lane.buffers
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
+        both = zip(sources, job.held_to, strict=True)
+        self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(one.uri) for source in sources for one in source.sources)
         cores = len(os.sched_getaffinity(0))
         reads = REMOTE_READS if remote else min(LOCAL_READS, max(2, cores))
@@ -89,7 +92,7 @@ class Worker:
         self.fetch, self.place = executor("fetch", reads), executor("place", 1)
         self.compute, self.send = executor("compute", 1), executor("send", min(MAX_WRITES, max(MIN_WRITES, cores)))
         self._executors = (self.fetch, self.place, self.compute, self.send)
-        self.ticket = Ticket(int(job.tasks.cost.sum()), lambda: any(one.is_busy() for one in self._executors))
+        self.ticket = Ticket(int(job.memory_bytes.sum()), lambda: any(one.is_busy() for one in self._executors))
         self.trace = trace
         self._moving = threading.Lock()
         self._revoked: set[int] = set()
@@ -98,7 +101,7 @@ class Worker:
         """Begin a task once there is memory for it. One thread calls it. Raises what stopped the worker."""
         if self.is_revoked(task):
             return
-        self.buffers.reserve(int(self.job.tasks.cost[task]), lambda: self.ticket.stopped)
+        self.buffers.reserve(int(self.job.memory_bytes[task]), lambda: self.ticket.stopped)
         self.ticket.check()
         _TaskRun(self, task).begin()
 
@@ -120,11 +123,13 @@ class Worker:
             self.ticket.moved_bytes += nbytes
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with a tensor's bytes from `offset` on."""
+        """Fill `into` with a tensor's bytes from `offset` on. IntegrityError where a leaf of them differs."""
         table = self._sources[source].manifest.tensors
         row = self._rows[source][name]
-        at = int(table.offset[row]) + offset
-        self._sources[source].sources[int(table.file_index[row])].readv(at, [into])
+        file = self._sources[source].sources[int(table.file_index[row])]
+        file.readv(int(table.offset[row]) + offset, [into])
+        if (checker := self._checkers[source]) is not None:
+            checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes)
 
     def close(self) -> None:
@@ -152,6 +157,7 @@ class _TaskRun:
         self.written = list(job.written(task))
         self.name = self.entries[0][0].outputs[0].spec.name
         self.sizes: list[int] = []
+        self.wanted: list[tuple[int, int]] = []
         self.buffer: torch.Tensor | None = None
         self.placed: list[torch.Tensor] = []
         self.made: Made | None = None
@@ -159,16 +165,22 @@ class _TaskRun:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Post the reads of all inputs, into one buffer."""
+        """Post the reads of all inputs, out to the ends of leaves, into one buffer; what is wanted is aligned."""
         given = [(one, start, stop) for recipe, start, stop in self.entries for one in recipe.inputs]
-        self.sizes = [one.read_nbytes(start, stop) for one, start, stop in given]
+        held_to = self.worker.job.held_to
+        ranges = [one.leaf_range(start, stop, held_to[one.source]) for one, start, stop in given]
+        for (one, start, stop), (low, high) in zip(given, ranges, strict=True):
+            first, last = one.byte_range(start, stop)
+            at = -(-(first - low) // ALIGN_BYTES) * ALIGN_BYTES
+            self.wanted.append((at, at + last - first))
+            self.sizes.append(at + high - first)
         self.buffer = self.worker.buffers.get(packed(self.sizes)[-1])
         steps: list[_Step] = []
-        for (one, start, stop), raw in zip(given, cut(self.buffer, self.sizes), strict=True):
-            offset, view = one.offset_of(one.read_rows(start, stop)[0]), as_view(raw)
-            for at in range(0, len(view), READ_BYTES):
-                part = view[at : at + READ_BYTES]
-                steps.append(_Fetch(self, one.source, one.spec.name, offset + at, part))
+        for (one, _, _), (low, high), raw in zip(given, ranges, cut(self.buffer, self.sizes), strict=True):
+            view, leaf_bytes = as_view(raw)[len(raw) - (high - low) :], held_to[one.source] or 1
+            step = max(READ_BYTES // leaf_bytes, 1) * leaf_bytes
+            for at in range(0, len(view), step):
+                steps.append(_Fetch(self, one.source, one.spec.name, low + at, view[at : at + step]))
         self._left = len(steps)
         if steps:
             self.worker.fetch.post(*steps)
@@ -243,7 +255,7 @@ class _TaskRun:
         if self.made is not None and self.made.buffer is not None:
             self.worker.buffers.put(self.made.buffer)
         self.made = None
-        self.worker.buffers.unreserve(int(self.worker.job.tasks.cost[self.task]))
+        self.worker.buffers.unreserve(int(self.worker.job.memory_bytes[self.task]))
 
 
 class _Step:
@@ -291,7 +303,8 @@ class _PlaceIn(_Step):
 
     def start(self) -> Pending | None:
         assert self.run.buffer is not None
-        self.run.placed, pending = self.run.worker.lane.place(self.run.buffer, self.run.sizes)
+        placed, pending = self.run.worker.lane.place(self.run.buffer, self.run.sizes)
+        self.run.placed = [raw[start:stop] for raw, (start, stop) in zip(placed, self.run.wanted, strict=True)]
         self.nbytes = sum(self.run.sizes)
         return pending
 

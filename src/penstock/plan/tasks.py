@@ -64,19 +64,19 @@ class Input:
     box: Box
     at: int | None = 0
 
-    def read_rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows of the tensor that are read for these rows of the recipe, in their full width."""
+    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes of the tensor that are read for these rows of the recipe: its rows in their full width."""
         box = self.taken(start, stop)
-        return (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
+        first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
+        row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits
+        return first * row_bits // 8, last * row_bits // 8
 
-    def read_nbytes(self, start: int, stop: int) -> int:
-        """Bytes of these."""
-        first, last = self.read_rows(start, stop)
-        return self.offset_of(last) - self.offset_of(first)
-
-    def offset_of(self, row: int) -> int:
-        """Bytes before a row of the tensor."""
-        return row * math.prod(self.spec.shape[1:]) * self.spec.dtype.bits // 8
+    def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
+        """`byte_range` out to the ends of the tensor's leaves, where there are any: `leaf_bytes` above 0."""
+        first, last = self.byte_range(start, stop)
+        if not leaf_bytes or first == last:
+            return first, last
+        return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
         """The box that these rows of the recipe need; None: nothing of it."""
@@ -128,8 +128,9 @@ class Recipe:
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
         """Bytes that are read for these rows, and that they give."""
+        taken = (one.byte_range(start, stop) for one in self.inputs)
         given = (out.byte_range(start, stop) for out in self.outputs)
-        return sum(one.read_nbytes(start, stop) for one in self.inputs), sum(last - first for first, last in given)
+        return sum(last - first for first, last in taken), sum(last - first for first, last in given)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -104,6 +104,21 @@ def test_rows_of_an_input_that_lies_further_down():
     assert Input(source=1, spec=source, box=one.box, at=None).taken(5, 6) == one.box
 
 
+def test_what_is_read_goes_out_to_the_ends_of_leaves():
+    one = Input(source=0, spec=spec("t", (100, 8)), box=Box.full((100, 8)))  # 16 bytes a row
+    assert one.byte_range(10, 20) == (160, 320)
+    assert one.leaf_range(10, 20, 0) == (160, 320)
+    assert one.leaf_range(10, 20, 100) == (100, 400)
+    assert one.leaf_range(10, 20, 160) == (160, 320)
+    assert one.leaf_range(95, 100, 1000) == (1000, 1600)  # the tensor's last leaf is short
+    assert one.leaf_range(0, 1, 1 << 30) == (0, 1600)
+    part = Input(source=0, spec=one.spec, box=Box(start=(2, 3), stop=(8, 5)), at=50)
+    assert part.byte_range(0, 52) == (32, 64)  # rows in their full width
+    assert part.leaf_range(0, 50, 100) == (0, 0)  # nothing of it: of no leaf
+    scalar = spec("s", (), DType.F32)
+    assert Input(source=0, spec=scalar, box=Box.full(())).leaf_range(0, 1, 3) == (0, 4)
+
+
 def test_scales_are_rows_of_blocks():
     out = block("w", (300, 256)).outputs[1]
     assert out.rows(0, 128) == (0, 1)

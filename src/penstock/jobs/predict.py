@@ -1,0 +1,81 @@
+"""How long the tasks of a job should take on the machine at hand.
+
+In: tasks, the devices of workers, rates. Out: seconds by the simulation, and what they rest on; or why there are none.
+Not here: the simulation (`plan.simulate_convert`), measuring rates (`penstock doctor --calibrate`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.jobs.job import Job
+from penstock.plan.cluster import CLUSTERS, Cluster, Rates
+from penstock.plan.simulate_convert import simulate_convert
+from penstock.storage import is_remote
+
+_MODELS = {"H200": "h200", "H100": "h100"}
+"""What a GPU's name holds, and the cluster whose GPUs are such."""
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A directory for each GPU. Source: README of NVIDIA's Linux driver, "The /proc Interface"."""
+
+
+Predicted = tuple[float | None, str]
+"""Seconds, from the first worker's readiness to the last task's end, and what they rest on; or why there are none."""
+
+
+def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str], rates: Rates | None) -> Predicted:
+    """Predict a run.
+
+    Args:
+        job: what tasks are of.
+        kept: tasks that are done already.
+        uris: what is read, and what is written.
+        devices: of each worker, where they are of this host; else none.
+        rates: of this machine's stages; None: those known of its GPUs.
+    """
+    rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
+    if not len(rows):
+        return None, "nothing was left to do"
+    if away := next((uri for uri in uris if is_remote(uri)), None):
+        return None, f"no rate is known of {away}"
+    found = _machine(devices, rates) if devices else "no rates are known of other hosts"
+    if isinstance(found, str):
+        return None, found
+    made = simulate_convert(job.read_bytes[rows].sum(axis=1), job.tasks.out_bytes[rows], *found)
+    return made.predicted_s, f"the rates of {found[1].name}, a disk that keeps up"
+
+
+def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
+    """This host as a cluster of a worker each, and the rates of its stages; or why that is not known."""
+    count = len(devices)
+    if all(device == "cpu" for device in devices):
+        if rates is None:
+            return "no rates are known of this processor: measure it with `penstock doctor --calibrate FILE`"
+        # Bytes are copied out of the page cache and into it; workers beyond the cores share them.
+        share = min(1.0, len(os.sched_getaffinity(0)) / count)
+        alone = msgspec.structs.replace(rates, quantise_gb_per_s=rates.quantise_gb_per_s * share)
+        return _host(CLUSTERS["cpu-pair"][0], count, rates.device_copy_gb_per_s * share), alone
+    models = _gpus()
+    known = {cluster for part, cluster in _MODELS.items() for model in models if part in model}
+    if len(models) != 1 or len(known) != 1 or "cpu" in devices:
+        return f"no rates are known of {', '.join(sorted(models)) or 'these devices'}"
+    cluster, built_in = CLUSTERS[known.pop()]
+    return _host(cluster, count, cluster.pcie_gb_per_s * len(set(devices)) / count), rates or built_in
+
+
+def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
+    return msgspec.structs.replace(cluster, num_nodes=1, gpus_per_node=num_workers, pcie_gb_per_s=pcie_gb_per_s)
+
+
+def _gpus() -> set[str]:
+    """Models of this host's NVIDIA GPUs, as the driver says them: CUDA is not woken for it."""
+    found = set()
+    for path in GPUS.glob("*/information"):
+        facts = dict(line.partition(":")[::2] for line in path.read_text(encoding="utf-8").splitlines())
+        found.add(facts.get("Model", "").strip())
+    return found

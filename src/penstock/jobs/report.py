@@ -1,0 +1,68 @@
+"""What a conversion did: bytes read and verified, tasks, seconds beside those predicted, each worker.
+
+In: measurements of a run. Out: a frozen value.
+Not here: the run (`convert`), how it is printed (`cli.convert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.jobs.crew import WorkerStats
+from penstock.types import GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What a conversion did."""
+
+    uri: str
+    """Where the result is."""
+    revision: str
+    operation: str
+    num_tensors: int
+    nbytes: int
+    """Of the result's tensors."""
+    read_bytes: int
+    """Of the tasks done in this run, as planned; where they are verified, out to the ends of leaves."""
+    verified_bytes: int
+    """Of these, those that were held to the digests of their source's manifest."""
+    num_tasks: int
+    num_resumed: int
+    """Tasks that an earlier run had done."""
+    num_stolen: int
+    num_twice: int
+    num_workers: int
+    """That were to run at once."""
+    wall_s: float
+    moving_s: float
+    """Of these, from the first worker's readiness to the last task's end."""
+    predicted_s: float | None
+    """What the simulation says that they take."""
+    predicted_by: str
+    """What it goes by, or why there is no prediction."""
+    busy_s: Mapping[str, float]
+    """Per executor, summed over workers and their threads."""
+    workers: tuple[WorkerStats, ...]
+    peak_bytes: int
+    """Most host memory that any worker's tasks held at once."""
+    verified: bool
+    """All that was read of the sources, in this run and those before, was held to digests."""
+    why: str
+    """How it was verified, or why not. The result's own digests are always of the bytes as they were made."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes read a second."""
+        return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def off_by(self) -> float | None:
+        """How much longer it took than was predicted, as a share: 0.1 is a tenth. None where nothing was."""
+        return self.moving_s / self.predicted_s - 1.0 if self.predicted_s and self.moving_s else None
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
+        return {name: busy_s / (self.wall_s * self.num_workers) for name, busy_s in self.busy_s.items()}

@@ -1,0 +1,77 @@
+"""Inputs of conversions held to their manifests by real workers: what is wrong is named, and nothing is published."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.cli.manifest import manifest
+from penstock.errors import IntegrityError
+from penstock.jobs.convert import convert
+from penstock.testing.checkpoints import write_llama
+
+TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of one model: `bare`, and `sealed`, which has a manifest."""
+    made = tmp_path_factory.mktemp("sources")
+    for seed, name in enumerate(("bare", "sealed")):
+        write_llama(made / name, total_bytes=6_000_000, fp8=False, seed=seed)
+    manifest(str(made / "sealed"))
+    return made
+
+
+def damaged(source: Path, into: Path) -> Path:
+    """A copy, one bit of whose last shard is another."""
+    shutil.copytree(source, into)
+    path = sorted(into.glob("*.safetensors"))[-1]
+    raw = bytearray(path.read_bytes())
+    raw[-100_000] ^= 1
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["sealed"], {"to": "fp8-block128"}),
+        (["sealed", "sealed"], {"operations": [{"op": "slerp", "t": 0.5}]}),
+        (["bare", "sealed"], {"operations": [{"op": "average"}]}),
+    ],
+)
+def test_a_flipped_bit_ends_the_job(names: list[str], told: Mapping[str, Any], sources: Path, tmp_path: Path) -> None:
+    path = damaged(sources / names[-1], tmp_path / "damaged")
+    places = [*(sources / name for name in names[:-1]), path.parent]
+    with pytest.raises(IntegrityError) as caught:
+        convert(places, tmp_path / "out", **told, **TOLD)
+    error, at = caught.value, path.stat().st_size - 100_000
+    assert error.uri == str(path) and error.tensor and not error.mutated
+    assert error.byte_range is not None and error.byte_range[0] <= at < error.byte_range[1]
+    assert [one.name for one in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_the_report_says_what_was_verified(sources: Path, tmp_path: Path) -> None:
+    nbytes = sum(one.stat().st_size for one in (sources / "sealed").glob("*.safetensors"))
+    report = convert(sources / "sealed", tmp_path / "one", **TOLD)
+    assert report.verified and 0.9 * nbytes < report.verified_bytes == report.read_bytes
+    report = convert([sources / "bare", sources / "sealed"], tmp_path / "two", operations=[{"op": "average"}], **TOLD)
+    assert not report.verified and 0.9 * nbytes < report.verified_bytes < report.read_bytes
+    assert report.why == f"1 of 2 sources was not: no manifest at {sources / 'bare' / 'penstock.manifest'}"
+    assert penstock.verify(tmp_path / "two").verified
+
+
+def test_what_is_not_to_be_verified_is_not(sources: Path, tmp_path: Path) -> None:
+    path = damaged(sources / "sealed", tmp_path / "damaged")
+    report = convert(path.parent, tmp_path / "out", verify=False, **TOLD)
+    assert (report.verified, report.verified_bytes, report.why) == (False, 0, "verify=False")
+    with pytest.raises(IntegrityError, match="verify=True, but no manifest at ") as caught:
+        convert([path.parent, sources / "bare"], tmp_path / "two", operations=[{"op": "average"}], verify=True, **TOLD)
+    assert caught.value.hint == "write one with `penstock manifest URI`"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]

@@ -1,0 +1,82 @@
+"""Predictions of a job on the machine at hand: what they rest on, and why there are none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.jobs import predict as module
+from penstock.jobs.job import Job, plan_job
+from penstock.jobs.predict import predict
+from penstock.jobs.words import operation_of
+from penstock.plan.cluster import CPU_RATES, Rates
+from penstock.plan.tasks import Spec, lay_out
+from penstock.types import GB, MIB, DType, Manifest
+
+RATES: Rates = msgspec.structs.replace(CPU_RATES, name="here", quantise_gb_per_s=2.0, device_copy_gb_per_s=10.0)
+URIS = ["/weights/model.safetensors", "/out"]
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """A copy of 4 GB."""
+    table = lay_out([Spec(name=f"t{i}", dtype=DType.U8, shape=(1000, MIB)) for i in range(4)], shard_bytes=8 * GB).table
+    source = Manifest(files=(), tensors=table, leaf_bytes=1, leaves=None, revision="h1-")
+    return plan_job(operation_of([]), [source])
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def test_measured_rates_say_how_long_the_slowest_stage_takes(job: Job) -> None:
+    seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
+    assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
+    assert why == "the rates of here, a disk that keeps up"
+
+
+def test_workers_share_the_work_and_the_cores(job: Job) -> None:
+    one, two, four = (predict(job, frozenset(), URIS, ["cpu"] * count, RATES)[0] for count in (1, 2, 4))
+    assert one is not None and two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(two, rel=0.1)
+
+
+def test_what_is_done_is_not_counted(job: Job) -> None:
+    half = frozenset(range(len(job.tasks) // 2))
+    whole, left = (predict(job, kept, URIS, ["cpu"], RATES)[0] for kept in (frozenset[int](), half))
+    assert whole is not None and left == pytest.approx(whole / 2, rel=0.05)
+    assert predict(job, set(range(len(job.tasks))), URIS, ["cpu"], RATES) == (None, "nothing was left to do")
+
+
+@pytest.mark.parametrize(
+    ("uris", "devices", "why"),
+    [
+        (URIS, ["cpu"], "no rates are known of this processor: measure it with `penstock doctor --calibrate FILE`"),
+        (["s3://b/m.safetensors", "/out"], ["cpu"], "no rate is known of s3://b/m.safetensors"),
+        (URIS, [], "no rates are known of other hosts"),
+        (URIS, ["cuda:0"], "no rates are known of NVIDIA A10"),
+    ],
+)
+def test_where_nothing_is_known_that_is_said(
+    job: Job, uris: list[str], devices: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_gpus", lambda: {"NVIDIA A10"})
+    assert predict(job, frozenset(), uris, devices, None) == (None, why)
+
+
+def test_gpus_are_known_by_what_the_driver_calls_them(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(2):
+        (tmp_path / f"0000:{i}").mkdir()
+        (tmp_path / f"0000:{i}" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\n")
+    monkeypatch.setattr(module, "GPUS", tmp_path)
+    one, shared, two = (
+        predict(job, frozenset(), URIS, devices, None)[0]
+        for devices in (["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"])
+    )
+    assert one == pytest.approx(int(job.read_bytes.sum()) / GB / 55.5, rel=0.1)
+    assert shared == pytest.approx(one, rel=0.1) and two == pytest.approx(one / 2, rel=0.1)
