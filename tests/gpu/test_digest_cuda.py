@@ -35,8 +35,12 @@ class Bytes:
         return cuda.plan_leaves(self.device.data_ptr() + offsets, nbytes, DEVICE, tuning=cuda.Tuning(**tuning))
 
     def check(self, offsets: I64, nbytes: I64, **tuning: int) -> None:
-        wrong = cuda.mismatched_rows(self.plan(offsets, nbytes, **tuning).digest(), self.expected(offsets, nbytes))
-        assert wrong.size == 0, [(int(offsets[i]), int(nbytes[i])) for i in wrong[:8]]
+        wrong = differing(self.plan(offsets, nbytes, **tuning).digest(), self.expected(offsets, nbytes))
+        assert not wrong, [(int(offsets[i]), int(nbytes[i])) for i in wrong[:8]]
+
+
+def differing(got: torch.Tensor, expected: U64) -> list[int]:
+    return np.flatnonzero(got.cpu().numpy().view(np.uint64) != expected).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +89,7 @@ def test_60_000_leaves_of_an_expert_checkpoint(data: Bytes) -> None:
     offsets = np.arange(600, dtype=np.int64) * 65536
     expected = np.tile(data.expected(offsets, distinct), 100)
     got = data.plan(np.tile(offsets, 100), np.tile(distinct, 100)).digest()
-    assert cuda.mismatched_rows(got, expected).size == 0
+    assert not differing(got, expected)
 
 
 def test_one_flipped_bit_is_found_in_its_row() -> None:
@@ -99,8 +103,7 @@ def test_one_flipped_bit_is_found_in_its_row() -> None:
         at = int(offsets[row] + rng.integers(0, nbytes[row]))
         data.device[at] ^= 1 << int(rng.integers(0, 8))
         after = table.digest()
-        assert cuda.mismatched_rows(after, before).tolist() == [row]
-        assert int(cuda.count_mismatches(after, before)) == 1
+        assert torch.nonzero(after != before).flatten().tolist() == [row]
         before = after
 
 
@@ -111,8 +114,8 @@ def test_on_a_stream_of_its_own_into_a_given_tensor(data: Bytes) -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         assert data.plan(offsets, nbytes).digest(out=out) is out
-        wrong = cuda.mismatched_rows(out, data.expected(offsets, nbytes))
-    assert wrong.size == 0
+        wrong = differing(out, data.expected(offsets, nbytes))
+    assert not wrong
 
 
 def test_no_leaves_and_bad_columns() -> None:

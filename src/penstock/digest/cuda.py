@@ -15,7 +15,7 @@ import torch
 
 from penstock.digest import xxh3_constants
 from penstock.digest.kernel_store import launch
-from penstock.types import I64, U64
+from penstock.types import I64
 
 _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
@@ -220,33 +220,6 @@ def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torc
     Ownership: the leaves' memory must live, unchanged, until the stream has passed.
     """
     return plan_leaves(addresses, nbytes, device).digest()
-
-
-def count_mismatches(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Rows which differ, as an int64 scalar on the device; asynchronous.
-
-    Args:
-        got: [num_leaves] int64, from `leaf_digests_cuda`.
-        expected: [num_leaves] int64 on the same device, the manifest's leaves bit for bit.
-    """
-    return (got != expected).sum()
-
-
-def mismatched_rows(got: torch.Tensor, expected: U64 | torch.Tensor) -> I64:
-    """Indices of the rows which differ, ascending.
-
-    Args:
-        got: [num_leaves] int64, from `leaf_digests_cuda`.
-        expected: the manifest's leaves for these rows: uint64 in host memory, or int64 on the device.
-
-    Cost: waits for the current stream; copies 8 bytes to the host, and the rows only when there are any.
-    """
-    if isinstance(expected, np.ndarray):
-        expected = torch.from_numpy(expected.view(np.int64)).to(got.device)
-    if int(count_mismatches(got, expected)) == 0:
-        return np.empty(0, dtype=np.int64)
-    rows: I64 = torch.nonzero(got != expected).flatten().cpu().numpy()
-    return rows
 
 
 def warm_up(device: torch.device) -> None:

@@ -63,6 +63,8 @@ def exchange(
     mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
     session.phases.enter("move")
+    is_ours = np.repeat(turns == wire.rank, np.diff(plan.seg_first))
+    session.group_bytes = int((plan.seg_run * plan.seg_rows)[~is_ours].sum())
     _Rounds(run, place, wire, per_round, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)
     region = dict(zip(table.names, boxes, strict=True))

@@ -21,7 +21,7 @@ from penstock.config import Settings
 from penstock.engine.check import Checker, Expected, HostChecker
 from penstock.engine.place import Place
 from penstock.engine.run import LoadRun
-from penstock.engine.trace import Trace
+from penstock.engine.trace import open_trace
 from penstock.errors import ConfigError, IntegrityError, PlanError
 from penstock.loader.intake import PAGE_BYTES, Intake
 from penstock.loader.mapping import Mappings
@@ -70,6 +70,9 @@ class Session:
         uri, options, settings: what, how, within which bounds.
         in_group: others may bring the bytes: staging is made when a read needs it.
         local_world_size: processes that read on this host at the same time, as part of the same load.
+
+    Attributes:
+        group_bytes: that came from other ranks.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Session:
     ) -> None:
         self.options, self.settings = options, settings
         self.phases = Phases()
-        self.trace = Trace(enabled=options.trace is not None)
+        self.trace = open_trace(options.trace)
         self.intake = Intake(settings, options.device, local_world_size)
         if not in_group:
             self.intake.warm(uri)
@@ -94,6 +97,7 @@ class Session:
         self._mappings: Mappings | None = None
         self.verified = False
         self.why = ""
+        self.group_bytes = 0
 
     @property
     def manifest(self) -> Manifest:
@@ -313,7 +317,7 @@ class Session:
             if isinstance(source, FileSource):
                 source.check_unchanged()
 
-    def finish(self, *, num_tensors: int, nbytes: int, num_group_bytes: int = 0) -> Report:
+    def finish(self, *, num_tensors: int, nbytes: int) -> Report:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
         self.phases.enter("finish")
         self.check_unchanged()
@@ -334,8 +338,8 @@ class Session:
             )
             for (file, path), nbytes_read in sorted(paths.items())
         ]
-        if num_group_bytes:
-            files.append(FilePath(uri=self.weights.uri, nbytes=num_group_bytes, path="group", why=""))
+        if self.group_bytes:
+            files.append(FilePath(uri=self.weights.uri, nbytes=self.group_bytes, path="group", why=""))
         cuda = self.options.device.type == "cuda"
         phases = self.phases.stop()
         return Report(

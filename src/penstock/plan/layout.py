@@ -108,14 +108,6 @@ def shard_box(shape: tuple[int, ...], dim: int, rank: int, world_size: int) -> B
     return Box(start=start, stop=stop)
 
 
-def box_nbytes(box: Box, bits: int) -> int:
-    """Bytes of the box's elements packed row-major; PlanError unless they fill whole bytes."""
-    total = math.prod(box.shape) * bits
-    if total % 8:
-        raise PlanError(f"box [{box.start}, {box.stop}) of {bits}-bit elements does not fill whole bytes")
-    return total // 8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How a box of some tensor lies in memory: everything about a row of a layout but its name and its place.

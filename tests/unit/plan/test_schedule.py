@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.plan import schedule
-from penstock.plan.layout import box_nbytes, box_runs, shard_box
+from penstock.plan.layout import box_runs, shard_box
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.types import Box, DType, TensorTable
 
@@ -150,8 +150,6 @@ def test_a_box_outside_its_tensor_is_a_plan_error() -> None:
         box_runs((4, 4), Box(start=(0, 1), stop=(4, 2)), 4)
     with pytest.raises(PlanError, match="multiple"):
         plan_load(_empty(), file_nbytes=[], chunk_bytes=5, align_bytes=2)
-    with pytest.raises(PlanError, match="whole bytes"):
-        box_nbytes(Box(start=(0,), stop=(3,)), 4)
 
 
 def test_shard_box_splits_a_dim_evenly_or_refuses() -> None:
