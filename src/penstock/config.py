@@ -21,14 +21,19 @@ _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 
 def parse_bytes(text: str | int) -> int:
     """`"256M"`, `"1.5GiB"`, `"4096"` or an int as bytes; suffixes are powers of 1024. ConfigError if it is none."""
-    if isinstance(text, int):
-        return text
-    raw = text.strip().upper().removesuffix("IB").removesuffix("B")
-    suffix = raw[-1:] if raw[-1:] in _SUFFIXES else ""
     try:
-        return int(float(raw.removesuffix(suffix)) * _SUFFIXES[suffix])
-    except ValueError as error:
+        found = text if isinstance(text, int) else _bytes_of(text.strip().upper())
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text!r} is not a number of bytes", hint="write it as 268435456, 256M or 1.5G") from error
+    if found < 0:
+        raise ConfigError(f"{text!r} is below 0 bytes")
+    return found
+
+
+def _bytes_of(text: str) -> int:
+    raw = text.removesuffix("IB").removesuffix("B")
+    suffix = raw[-1:] if raw[-1:] in _SUFFIXES else ""
+    return int(float(raw.removesuffix(suffix)) * _SUFFIXES[suffix])
 
 
 def _flag(text: str) -> bool:

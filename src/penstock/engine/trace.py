@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.errors import ConfigError, DestinationError
+
 Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
 
@@ -53,8 +55,26 @@ class Trace:
         save_spans(path, rows, self.origin)
 
 
+def open_trace(path: str | os.PathLike[str] | None) -> Trace:
+    """A trace to be saved at `path`; None: busy seconds only.
+
+    Raises:
+        ConfigError: no file can be written there. Said now, not when all has been moved.
+    """
+    if path is not None:
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"the trace cannot be written: {error.strerror}", uri=os.fspath(path)) from error
+    return Trace(enabled=path is not None)
+
+
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
-    """Write Chrome-trace JSON: complete events, microseconds since `origin`, one process row for each of `rows`."""
+    """Write Chrome-trace JSON: complete events, microseconds since `origin`, one process row for each of `rows`.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
     events: list[dict[str, object]] = []
     for pid, (row, spans) in enumerate(rows.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": row}})
@@ -70,4 +90,8 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
             }
             for _, name, thread, start, stop, nbytes in spans
         )
-    Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+    raw = msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+    try:
+        Path(path).write_bytes(raw)
+    except OSError as error:
+        raise DestinationError(f"the trace cannot be written: {error.strerror}", uri=os.fspath(path)) from error

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from penstock.config import Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
-from penstock.engine.trace import Trace
+from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.discover import Discovery, Target
@@ -82,7 +82,7 @@ class Fleet:
         Ownership: the tensors are the caller's, and must not change while this process serves them: see `fence`.
         """
         phases = Phases(_name="discover")
-        record = Trace(enabled=trace is not None)
+        record = open_trace(trace)
         is_over = threading.Event()
         with ExitStack() as stack:
             stack.callback(is_over.set)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.trace import Trace
+from penstock.engine.trace import Trace, open_trace
+from penstock.errors import ConfigError, DestinationError
 
 
 def test_spans_become_complete_events_of_named_rows(tmp_path: Path) -> None:
@@ -40,3 +41,12 @@ def test_disabled_it_keeps_busy_seconds_only(tmp_path: Path) -> None:
     assert trace.busy_s() == {"fetch": 2.0}
     trace.save(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"] == []
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_moves(tmp_path: Path) -> None:
+    assert not open_trace(None).enabled
+    assert open_trace(tmp_path / "t.json").enabled
+    with pytest.raises(ConfigError, match="the trace cannot be written"):
+        open_trace(tmp_path / "nowhere" / "t.json")
+    with pytest.raises(DestinationError, match="the trace cannot be written"):
+        Trace(enabled=True).save(tmp_path)
