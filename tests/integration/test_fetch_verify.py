@@ -57,6 +57,21 @@ def test_a_flipped_bit_in_storage_is_seen_by_who_reads_it(host: Host, sealed: Pa
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
+def test_storage_that_changes_while_it_is_fetched_gives_nothing(
+    host: Host, made: Path, sealed: Path, tmp_path: Path, has_manifest: bool
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sealed if has_manifest else made, copy)
+    worker = host.start(fallback=str(copy), storage_pause_s=0.1)
+    worker.say_until("joined")
+    host.wait_for(lambda held: any(one.have for one in held))
+    flip(copy)
+    failed = worker.say_until("failed")
+    assert failed["error"] in ({"SourceChanged", "IntegrityError"} if has_manifest else {"SourceChanged"}), failed
+    assert not failed["num_tensors"] and not any(one.state == "whole" for one in host.held())
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("has_storage", [True, False])
 def test_a_holder_whose_memory_is_bad_is_named(
     host: Host, made: Path, sealed: Path, truth, has_manifest: bool, has_storage: bool
