@@ -75,7 +75,7 @@ def test_sigterm_leaves_cleanly(host: Host, made: Path, truth) -> None:
 
 
 def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth) -> None:
-    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
     check(holder, truth)
     reader = host.start()
     reader.say_until("joined")

@@ -168,9 +168,11 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
         if self is not reads[0]:
             raise SourceUnavailable("the disk is gone")
         for some in read(self, chunks):
-            time.sleep(0.05)
             yield some
+            while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
+                time.sleep(0.01)
 
+    deadline = time.monotonic() + 60
     monkeypatch.setattr(part.StoragePart, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,20 @@ def test_several_models_and_a_draft_beside_its_target(host: Host, made: Path, tr
             weights = {}
             late.fetch(weights)
             assert digests(weights) == digests(truth)
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+def test_a_host_is_the_same_whatever_it_is_called(host: Host, made: Path, monkeypatch, same_name: bool) -> None:
+    """Names are for people: containers of many hosts are all called alike, and one host may be called two ways."""
+    names = itertools.count()
+    monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
+    if same_name:
+        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: f"host {next(names)}")
+    with ps.join("m", listen="localhost:0") as holder, ps.join("m", listen="127.0.0.1:0") as reader:
+        holder.fetch({}, fallback=made)
+        report = reader.fetch({})
+        path = "http" if same_name else "shm"
+        assert list(report.nbytes_by_path) == [f"{path} <- {holder.member.id[:8]}"]
 
 
 def test_what_is_offered_is_fetched(host: Host) -> None:
