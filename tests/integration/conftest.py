@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import tempfile
 import time
@@ -60,6 +62,24 @@ def sealed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def truth(made: Path) -> dict[str, torch.Tensor]:
     return by_safetensors(made)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes."""
+    libc, mounted = ctypes.CDLL(None, use_errno=True), list[Path]()
+
+    def mount(nbytes: int) -> Path:
+        where = tmp_path / f"disk{len(mounted)}"
+        where.mkdir()
+        if libc.mount(b"none", str(where).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
+            pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        libc.umount2(str(where).encode(), 2)
 
 
 class Host:

@@ -135,6 +135,19 @@ def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted,
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
 
+def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted, small_disk, caplog) -> None:
+    with ps.Keeper(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # as far as it knows there is room
+        keeper.keep("a", models["a"])
+        keeper.keep("b", models["b"])
+        assert tiers(keeper) == {"a": "source", "b": "host"}
+        assert "from host to disk: cannot write: No space left" in caplog.text
+        for name in ("a", "b"):
+            assert_same(ps.attach(name, verify=True, wait_s=20.0), wanted[name])
+            gc.collect()
+            until(lambda: not any(one.num_attached for one in keeper.models()))
+        assert keeper.stats().tiers["disk"].used_bytes == 0
+
+
 def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
