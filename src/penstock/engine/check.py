@@ -16,7 +16,7 @@ from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.executors import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
-from penstock.types import I64, U64, Manifest
+from penstock.types import I64, U64, Manifest, TensorTable
 
 
 class Checker(Protocol):
@@ -43,10 +43,11 @@ class Expected:
         plan: its boxed rows are passed over; a region of a tensor has no leaves of its own.
         leaves: of the plan's rows, row after row.
         leaf_bytes: bytes of a leaf.
+        uris: of the plan's files.
     """
 
-    def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int) -> None:
-        self.plan, self.leaves, self.leaf_bytes = plan, leaves, leaf_bytes
+    def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int, uris: Sequence[str]) -> None:
+        self.plan, self.leaves, self.leaf_bytes, self._uris = plan, leaves, leaf_bytes, uris
         self.counts: I64 = num_leaves(plan.table.nbytes, leaf_bytes)
         self.first: I64 = np.cumsum(self.counts) - self.counts
         is_boxed = plan.boxes.count(None) < len(plan.boxes)
@@ -61,9 +62,8 @@ class Expected:
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
         """The error for a leaf (counted within its row) that differs."""
-        start = leaf * self.leaf_bytes
-        stop = min(start + self.leaf_bytes, int(self.plan.table.nbytes[row]))
-        return _fault(self.plan.table.names[row], start, stop)
+        table, start = self.plan.table, leaf * self.leaf_bytes
+        return _fault(table, row, start, self.leaf_bytes, self._uris[int(table.file_index[row])])
 
 
 class HostChecker:
@@ -115,16 +115,16 @@ class TensorChecker:
         first = int(self._first[row]) + start // self._leaf_bytes
         wrong = np.flatnonzero(got != self._leaves[first : first + len(got)])
         if len(wrong):
-            start += int(wrong[0]) * self._leaf_bytes
-            stop = min(start + self._leaf_bytes, int(self._table.nbytes[row]))
-            fault, offset = _fault(self._table.names[row], start, stop), int(self._table.offset[row])
-            fault.uri, fault.byte_range = uri, (offset + start, offset + stop)
-            raise fault
+            raise _fault(self._table, row, start + int(wrong[0]) * self._leaf_bytes, self._leaf_bytes, uri)
 
 
-def _fault(tensor: str, start: int, stop: int) -> IntegrityError:
+def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) -> IntegrityError:
+    """The error for a leaf that begins `start` bytes into a row's tensor."""
+    stop, offset = min(start + leaf_bytes, int(table.nbytes[row])), int(table.offset[row])
     return IntegrityError(
         f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
-        tensor=tensor,
+        uri=uri,
+        tensor=table.names[row],
+        byte_range=(offset + start, offset + stop),
         hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
     )

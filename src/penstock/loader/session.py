@@ -238,7 +238,7 @@ class Session:
         rows = np.fromiter(map(row_of.__getitem__, plan.table.names), np.int64, len(plan.table))
         leaves = leaves_of(manifest, rows)
         assert leaves is not None
-        expected = Expected(plan, leaves, manifest.leaf_bytes)
+        expected = Expected(plan, leaves, manifest.leaf_bytes, [source.uri for source in self.weights.sources])
         where = "CPU" if self.options.device.type == "cpu" else "device"
         self.verified = regions == 0
         self.why = f"{len(leaves)} leaf digests compared on the {where}"

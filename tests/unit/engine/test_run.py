@@ -167,7 +167,7 @@ def leaves_of(bench: Bench) -> tuple[Expected, HostChecker]:
     for slab, count in enumerate(counts.tolist()):
         leaf_digests(memoryview(bytearray(bench.wanted(slab))), CHUNK, leaves[at : at + count])
         at += count
-    expected = Expected(bench.plan, leaves, CHUNK)
+    expected = Expected(bench.plan, leaves, CHUNK, [bench.source.uri])
     return expected, HostChecker(expected, lambda slab: memoryview(bench.place.slab(slab)))
 
 

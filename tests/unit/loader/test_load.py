@@ -323,6 +323,9 @@ def test_a_flipped_bit_anywhere_is_caught(sharded: Path, tmp_path: Path, copy: b
         with pytest.raises(penstock.IntegrityError) as caught:
             penstock.load(tmp_path, copy=copy)
         assert caught.value.tensor is not None and not caught.value.mutated
+        assert caught.value.uri == str(shard)
+        start, stop = caught.value.byte_range or (0, 0)
+        assert start <= at < stop
         assert not penstock.load(tmp_path, copy=copy, verify=False).report.verified
         flip_a_bit(shard, at)
     assert penstock.load(tmp_path, copy=copy).report.verified
