@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from tests.integration.test_sync import step
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.errors import PenstockError
 from penstock.testing.sync import SyncWorker, truth
 
 
@@ -58,10 +60,9 @@ def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
     got, zero = step(publishers, subscribers[:1], 1)
     holds(subscribers[0], got, 1)
     assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:]))
-    begun = time.monotonic()
     got, zero = step(publishers, subscribers[:1], 2)
     holds(subscribers[0], got, 2)
-    assert time.monotonic() - begun < 5.0, "the late one was waited for again"
+    assert not zero["late"], "the late one was waited for again"
     subscribers[1].kill(signal.SIGCONT)
     said = subscribers[1].ask("update")  # the trainer is over it: of the other receiver
     holds(subscribers[1], said, 2)
@@ -142,11 +143,79 @@ def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
         publishers = host.start_ranks("publisher", world_size)
         assert publishers[0].said["joined"]["latest"] == (version - 1 or -1)
         publishers[0].ask("subscribers 2")
+        if version > 1:
+            said = publishers[0].ask(f"publish {version - 1}")
+            assert said["error"] == "ConfigError" and f"not above {version - 1}" in said["message"], said
         got = step(publishers, subscribers, version)[:2]
         for worker, said in zip(subscribers, got, strict=True):
             holds(worker, said, version)
         for one in publishers:
             one.kill()
+
+
+def test_inference_scales_up_and_down_and_to_another_size_while_versions_flow(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    running = host.start_ranks("subscriber", 2, dim=1)
+    gone = set[str]()
+    publishers[0].ask("subscribers 2")
+    step(publishers, running, 1)
+    for version, world_size in enumerate((4, 1, 3), start=2):
+        for one in publishers:
+            one.send(f"publish {version}")  # while they come
+        more = [host.start_rank("subscriber", rank=rank, world_size=world_size, dim=1) for rank in range(world_size)]
+        for one in (*running, *more):
+            one.send(f"wait {version}")
+            one.send("update")
+        for one in (*running, *more):
+            holds(one, one.result("update"), version)
+        for one in publishers:
+            said = one.result(f"publish {version}")
+            assert "error" not in said and set(said["failed"]) <= gone, said
+        gone |= members(running)
+        for one in running:
+            if version == 2:
+                one.kill()
+            else:
+                assert one.leave() == 0
+        running = more
+    publishers[0].ask("subscribers 3")
+    *got, zero, _ = step(publishers, running, 5)
+    for worker, said in zip(running, got, strict=True):
+        holds(worker, said, 5)
+    assert members(running) <= set(zero["committed"])
+
+
+def test_a_publisher_rank_that_gives_up_fails_the_version_and_spoils_none(host: Host) -> None:
+    """Its trainer raised between two steps, and it left: nobody waits for it until a deadline."""
+    publishers = host.start_ranks("publisher", 2)
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("subscribers 1")
+    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    publishers[0].send("publish 2")
+    subscriber.send("wait 2")
+    subscriber.send("update")
+    subscriber.result("wait 2")
+    assert publishers[1].leave() == 0
+    said = subscriber.result("update")
+    assert said["error"] in ("PeerLost", "StaleDescriptor") and not said["mutated"], said
+    holds(subscriber, subscriber.ask("digests"), 1)
+    said = publishers[0].result("publish 2")
+    assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
+
+
+def test_of_two_groups_that_start_at_once_one_publishes(host: Host) -> None:
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    pair = [host.start_rank("publisher", mode="snapshot") for _ in range(2)]
+    for one in pair:
+        one.send("publish 1")
+    said = []
+    for one in pair:
+        with contextlib.suppress(PenstockError):
+            said.append(one.result("publish 1"))
+        assert "failed" not in one.said or one.said["failed"]["error"] == "ConfigError", one.said
+    done = [one for one in said if "error" not in one]
+    assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in said), said
+    holds(subscriber, subscriber.ask("update"), 1)
 
 
 def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: Host) -> None:
@@ -219,7 +288,7 @@ def test_stage_on_all_ranks_then_commit(host: Host) -> None:
 def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
     nbytes = 6 * 64 * 96 * 2
     one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
-    assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"].replace(str(nbytes + 0), str(nbytes))
+    assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"]
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     publisher.ask("publish 1")
     subscriber = host.start_ranks("subscriber", 1, options={"memory_bytes": 1 << 10})[0]

@@ -214,9 +214,6 @@ def _update(
     if word == "spoil":
         next(iter(shards.values())).tensor.view(-1)[0] += 1
         return {}
-    if word == "spoil":
-        next(iter(shards.values())).tensor.view(-1)[0] += 1
-        return {}
     if word == "digests":
         return _state(subscriber, shards)
     found = subscriber.commit() if word == "commit" else subscriber.update(number)
