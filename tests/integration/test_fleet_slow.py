@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -43,6 +42,17 @@ def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made
     assert any(one.state == "filling" for one in host.held())  # it is far from done still
 
 
+def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, made: Path, truth) -> None:
+    check(host.start(fallback=str(made)), truth)
+    at_once = {"penstock.fleet.upstream.JUDGED_AFTER_S": 0.0}
+    report = check(host.start(at_once, fallback=str(made), join={"min_gb_per_s": 1e6}), truth)
+    assert report["storage_bytes"] > 0
+    assert any("below the floor" in fault for fault in report["faults"]), report["faults"]
+    stall = {"PENSTOCK_STALL_S": "2"}
+    alone = host.start(at_once, join={"min_gb_per_s": 1e6}, environ=stall).say_until("failed")
+    assert "below the floor" in alone["message"] and not alone["num_tensors"]
+
+
 def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> None:
     holder = host.start(
         {"penstock.fleet.door.LEASE_TTL_S": 2.0},
@@ -60,12 +70,9 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
 
 
 def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, made: Path, truth) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     keeps = host.start(fallback=str(made))  # and hosts the hub
     check(keeps, truth)
-    first = host.start(join={"listen": listen, "transports": ["http"]})
+    first = host.start(join={"listen": "127.0.0.1:0", "transports": ["http"]})
     check(first, truth)
     with HubClient.connect(host.hub_url()) as hub, ps.join("m") as reader:
         held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
@@ -74,6 +81,7 @@ def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, ma
         dead = reader.member.hub.flight(
             FlightRequest(member=reader.member.id, holding=asked, source=held.member)
         ).upstreams[0]
+        listen = next(door for door in dead.doors if not door.startswith("unix")).removeprefix("http://")
         first.kill()
         first.process.wait()
         second = host.start(fallback=str(made), join={"listen": listen, "transports": ["http"]})
