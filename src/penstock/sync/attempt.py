@@ -76,6 +76,23 @@ class Staged:
         return self.part is None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a target is filled; see `subscriber`."""
+
+    staged: bool
+    load: Load | None
+    strict: bool
+    transforms: str | Sequence[str] | None
+    serve: bool
+    memory_bytes: int | None
+
+    @property
+    def watermark_bytes(self) -> int:
+        """Most bytes read and not yet verified."""
+        return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
+
+
 class Attempts:
     """See the module. One thread at a time takes; the door's threads ask what is held.
 
@@ -85,29 +102,12 @@ class Attempts:
 
     Args:
         roster: who takes part.
-        target, load, strict, transforms: see `subscriber`.
-        staged: whether to receive beside the target.
-        serve: whether others are to read it between updates.
-        memory_bytes: see `subscriber`.
+        target, options: what is filled, and how.
         stall_s: deadline by progress.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        target: Target,
-        *,
-        load: Load | None,
-        strict: bool,
-        transforms: str | Sequence[str] | None,
-        staged: bool,
-        serve: bool,
-        memory_bytes: int | None,
-        stall_s: float,
-    ) -> None:
-        self._roster, self._target, self._load, self._strict = roster, target, load, strict
-        self._transforms = transforms
-        self._serve, self._is_staged, self._memory_bytes, self._stall_s = serve, staged, memory_bytes, stall_s
+    def __init__(self, roster: Roster, target: Target, options: Options, *, stall_s: float) -> None:
+        self._roster, self._target, self._options, self._stall_s = roster, target, options, stall_s
         self._landing: Landing | None = None
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._run = ""
@@ -236,16 +236,17 @@ class Attempts:
         if self._landing is not None and self._run == planner.state.run:
             return self._landing
         told = self._roster.ask(planner.member, lambda talk: talk.checkpoint())
-        seen = shown(told, self._transforms, self._target if isinstance(self._target, torch.nn.Module) else None)
+        how, model = self._options, self._target if isinstance(self._target, torch.nn.Module) else None
+        seen = shown(told, how.transforms, model)
         key = layout_digest(seen.table), seen.tags
         if self._landing is None or key != self._table:
             if self._landing is not None:
                 self._landing.close()
                 self._landing = None
-            made = wanted_of(self._target, seen.table, self._load, strict=self._strict, tags=seen.tags)
+            made = wanted_of(self._target, seen.table, how.load, strict=how.strict, tags=seen.tags)
             links, member = self._roster.member.links, self._roster.member.id
             self._landing = Landing(
-                made, member, links, staged=self._is_staged, serve=self._serve, memory_bytes=self._memory_bytes
+                made, member, links, staged=how.staged, serve=how.serve, memory_bytes=how.memory_bytes
             )
             self._take = None
         self._table, self._run, self.told = key, planner.state.run, told
@@ -273,8 +274,7 @@ class Attempts:
             raise NotFound(reply.not_yet or "the planner does not take our layout")
         if reply.part is not None:
             part = decode(reply.part, Part)
-            watermark = WATERMARK_BYTES if self._is_staged or self._memory_bytes is None else self._memory_bytes
-            names = landing.layout.names
+            names, watermark = landing.layout.names, self._options.watermark_bytes
             self._take = Take(
                 part, landing.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s, delta=Delta()
             )
@@ -292,12 +292,12 @@ class Attempts:
             try:
                 found = take.run(links, lambda bucket: None)
             except PenstockError as error:
-                self.is_touched |= error.mutated and not self._is_staged
+                self.is_touched |= error.mutated and not self._options.staged
                 error.mutated = False
                 if take.lost is not None:
                     raise SourceFailed(take.lost, error) from error
                 raise
-        self.is_touched |= not self._is_staged
+        self.is_touched |= not self._options.staged
         return Staged(
             version=reply.version,
             run=reply.run,
@@ -348,7 +348,7 @@ class Attempts:
     def reopen(self, version: int) -> bool:
         """Let others read what we hold, if we hold a version."""
         held = self.held
-        if held is None or version < 0 or not self._serve:
+        if held is None or version < 0 or not self._options.serve:
             return False
         if held.version is not None:
             held.fence()

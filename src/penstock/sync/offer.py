@@ -37,7 +37,7 @@ class Offer:
         transforms: see `publisher`; None: everything is shown as it is alone.
         keep_plain: show as it is also what is tagged.
         world_size: ranks.
-        snapshot, host: whether `memories` are copied, and whether to host memory.
+        copies: where `memories` are copied to: `device` or `cpu`; None: nowhere.
         memory_bytes: bound of all that.
 
     Raises:
@@ -53,8 +53,7 @@ class Offer:
         *,
         keep_plain: bool,
         world_size: int,
-        snapshot: bool,
-        host: bool,
+        copies: str | None,
         memory_bytes: int | None,
     ) -> None:
         chosen = () if transforms is None else choose(transforms, rows)
@@ -64,8 +63,8 @@ class Offer:
         self.kept = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.kept)
         nbytes, seam_bytes = room(chosen)
-        self.is_copied = snapshot and host and any(one.row.tensor.device.type != "cpu" for one in chosen)
-        copied = (sum(memory.nbytes for memory in self.memories) if snapshot else 0) + nbytes * self.is_copied
+        self.is_copied = copies == "cpu" and any(one.row.tensor.device.type != "cpu" for one in chosen)
+        copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + seam_bytes
         if memory_bytes is not None and needed > memory_bytes:
             message = (

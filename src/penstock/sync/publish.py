@@ -19,9 +19,8 @@ from types import TracebackType
 
 import torch
 
-from penstock.config import Settings, parse_bytes
+from penstock.config import parse_bytes
 from penstock.errors import Cancelled, ConfigError, SourceStalled
-from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
 from penstock.fleet.sync_messages import Decision
@@ -35,7 +34,7 @@ from penstock.sync.offer import Offer
 from penstock.sync.planner import Planner
 from penstock.sync.replica import Replica
 from penstock.sync.report import PublishMode, PublishReport
-from penstock.sync.roster import Roster
+from penstock.sync.roster import Roster, joined
 from penstock.sync.target import to_arenas
 from penstock.sync.transformed import Transforms
 
@@ -271,8 +270,7 @@ def publisher(
     Args:
         name: of the sync; one group of ranks publishes it.
         params: a module, or tensors by name: whole ones, DTensors, `Shard`s: only what this rank holds.
-        hub: `http(s)://host:port`, `unix:///path`; None: this host's own.
-        token: of hub and doors, where they ask for one.
+        hub, token, rack, listen, transports: see `join`.
         mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
             copy, and `publish` waits for the copy alone.
         transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.geometry`), for
@@ -282,9 +280,6 @@ def publisher(
         replica: where a snapshot's copy is: `device`, beside the parameters, or `cpu`, in pinned memory.
         arena: first move the parameters into one arena a device (`memory.rehome`), so that peers reach them by one
             registration; host memory is reached by `shm` only there.
-        listen: `host:port` where other hosts reach this one; None: this host only.
-        rack: a word near hosts share.
-        transports: names allowed; None: all that work here.
         memory_bytes: bound of a snapshot's copy and of transformed tensors; None: as large as it must be.
         stall_s: deadline by progress; None: `PENSTOCK_STALL_S`.
 
@@ -296,39 +291,44 @@ def publisher(
     Ownership: the parameters' memory stays registered until `close`.
     Order: all ranks are made at the same time, and publish the same versions.
     """
-    if mode not in ("live", "snapshot") or replica not in ("device", "cpu") or not name:
-        raise ConfigError(f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}")
+    copies = _copies(name, mode, replica)
     rank, world_size = _place(rank, world_size)
-    settings = Settings.read(stall_s=stall_s)
+    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if arena:
         to_arenas(params)
     offer = Offer(
-        declared(params),
-        transforms,
-        keep_plain=keep_plain,
-        world_size=world_size,
-        snapshot=mode == "snapshot",
-        host=replica == "cpu",
-        memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes),
+        declared(params), transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget
     )
-    memories = (*offer.memories, *offer.filled)
     with contextlib.ExitStack() as stack:
-        client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
-        member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
-        stack.callback(member.leave, 0.0)
-        layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
-        copy = None
-        if mode == "snapshot":
-            copy = Replica(
-                layout, offer.memories, member.links, address=address, on_host=replica == "cpu", filled=offer.filled
-            )
-            stack.callback(copy.close)
-        held = Held(replace(layout, address=address), memories, member.links) if copy is None else copy.held
-        stack.callback(held.close)
-        stack.callback(offer.close)
-        made = Publisher(name, member, held, copy, offer, rank=rank, world_size=world_size, stall_s=settings.stall_s)
+        member, wait_s = joined(stack, hub, token, rack=rack, listen=listen, transports=transports, stall_s=stall_s)
+        held, copy = _shown(stack, offer, member, copies)
+        made = Publisher(name, member, held, copy, offer, rank=rank, world_size=world_size, stall_s=wait_s)
         stack.pop_all()
     return made
+
+
+def _copies(name: str, mode: str, replica: str) -> str | None:
+    """Where versions are copied to; None: nowhere."""
+    if mode not in ("live", "snapshot") or replica not in ("device", "cpu") or not name:
+        raise ConfigError(f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}")
+    return replica if mode == "snapshot" else None
+
+
+def _shown(
+    stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None
+) -> tuple[Held, Replica | None]:
+    """What readers see of the offer, registered until the stack is left: its own memory, or a copy."""
+    memories = (*offer.memories, *offer.filled)
+    layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
+    copy = None
+    if copies is not None:
+        on_host = copies == "cpu"
+        copy = Replica(layout, offer.memories, member.links, address=address, on_host=on_host, filled=offer.filled)
+        stack.callback(copy.close)
+    held = Held(replace(layout, address=address), memories, member.links) if copy is None else copy.held
+    stack.callback(held.close)
+    stack.callback(offer.close)
+    return held, copy
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

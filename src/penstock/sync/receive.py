@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,10 +25,9 @@ from penstock.errors import (
 )
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
-from penstock.sync.attempt import Attempts, Staged
+from penstock.sync.attempt import Attempts, Options, Staged
 from penstock.sync.board import Board
 from penstock.sync.desk import Desk
-from penstock.sync.layout import Load
 from penstock.sync.planner import Planner
 from penstock.sync.report import UpdateMode, UpdateReport, path_of
 from penstock.sync.roster import Roster
@@ -69,34 +68,20 @@ class Subscriber:
         name: str,
         target: Target,
         member: Member,
+        options: Options,
         *,
-        mode: UpdateMode,
-        load: Load | None,
-        strict: bool,
-        transforms: str | Sequence[str] | None,
         rank: int,
         world_size: int,
         hooks: Hooks,
-        serve: bool,
-        memory_bytes: int | None,
         stall_s: float,
     ) -> None:
-        self.name, self.mode, self.member = name, mode, member
+        self.name, self.member = name, member
+        self.mode: UpdateMode = "staged" if options.staged else "direct"
         self.version, self.is_dirty = -1, False
         self._rank, self._world_size, self._hooks, self._stall_s = rank, world_size, hooks, stall_s
         self._run = self._path = ""
         self._board, self._roster = Board(), Roster(member, name, stall_s)
-        self._attempts = Attempts(
-            self._roster,
-            target,
-            load=load,
-            strict=strict,
-            transforms=transforms,
-            staged=mode == "staged",
-            serve=serve,
-            memory_bytes=memory_bytes,
-            stall_s=stall_s,
-        )
+        self._attempts = Attempts(self._roster, target, options, stall_s=stall_s)
         landing = self._attempts
         self.planner = Planner(self._roster, self._board, lambda: landing.layout, told=lambda: landing.told)
         desk = Desk(

@@ -10,10 +10,12 @@ import contextlib
 import http.client
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from penstock.config import Settings
 from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, PermissionDenied, SourceStalled
+from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.member import Member
 from penstock.fleet.sync_messages import SyncMember, sync_key
 from penstock.sync.talk import Talk
@@ -21,6 +23,24 @@ from penstock.sync.talk import Talk
 T = TypeVar("T")
 ALIVE_S = 2.0
 """A door that takes longer to say that it lives may be stopped; only one that nobody listens at is gone."""
+
+
+def joined(
+    stack: contextlib.ExitStack,
+    hub: str | None,
+    token: str | None,
+    *,
+    rack: str,
+    listen: str | None,
+    transports: Sequence[str] | None,
+    stall_s: float | None,
+) -> tuple[Member, float]:
+    """This process as a member, which leaves with the stack, and its stall deadline; see `publisher`."""
+    deadline_s = Settings.read(stall_s=stall_s).stall_s
+    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, deadline_s / 3))
+    member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=deadline_s)
+    stack.callback(member.leave, 0.0)
+    return member, deadline_s
 
 
 class Roster:
@@ -105,7 +125,7 @@ class Roster:
                 raise NotFound("the hub is new, and has not heard of this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
-        talk = self._make(known)
+        talk = self._make(known, self.stall_s)
         try:
             session = talk.open(session)
         except BaseException:
@@ -119,15 +139,15 @@ class Roster:
             talk.close()  # another thread was first
         return kept
 
-    def _make(self, other: SyncMember) -> Talk:
-        near = other.host == self.member.host
+    def _make(self, other: SyncMember, stall_s: float) -> Talk:
         return Talk(
             other,
             member=self.member.id,
             key=self.key,
-            same_host=near,
-            stall_s=self.stall_s,
+            same_host=other.host == self.member.host,
+            stall_s=stall_s,
             token=self.member.token,
+            trust=self.member.trust,
             room=self._room,
         )
 
@@ -139,17 +159,14 @@ class Roster:
 
     def is_gone(self, other: SyncMember) -> bool:
         """Whether nobody listens at its doors any more; a process that is stopped, or that we cannot reach, is not."""
-        near = other.host == self.member.host
-        with contextlib.closing(
-            Talk(other, member=self.member.id, key=self.key, same_host=near, stall_s=ALIVE_S, token=self.member.token)
-        ) as talk:
+        with contextlib.closing(self._make(other, ALIVE_S)) as talk:
             try:
                 talk.alive()
             except SourceStalled:
                 return False
             except PeerLost as error:
                 refused = (ConnectionError, FileNotFoundError, http.client.RemoteDisconnected)
-                return near or isinstance(error.__cause__, refused)
+                return talk.same_host or isinstance(error.__cause__, refused)
             except PenstockError:
                 return False
         return False

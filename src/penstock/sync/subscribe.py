@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from penstock.config import Settings, parse_bytes
+from penstock.config import parse_bytes
 from penstock.errors import BudgetTooSmall, ConfigError
-from penstock.fleet.client import TIMEOUT_S, HubClient
-from penstock.fleet.member import Member
+from penstock.sync.attempt import Options
 from penstock.sync.layout import Load
 from penstock.sync.receive import Hooks, Subscriber
 from penstock.sync.report import UpdateMode
+from penstock.sync.roster import joined
 from penstock.sync.take import LEAST_BYTES
 from penstock.sync.target import Target, to_arenas
 
@@ -65,30 +65,17 @@ def subscriber(
     """
     if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
         raise ConfigError(f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}")
-    settings = Settings.read(stall_s=stall_s)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
+    options = Options(
+        staged=mode == "staged", load=load, strict=strict, transforms=transforms, serve=serve, memory_bytes=budget
+    )
     if arena:
         to_arenas(target)
-    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3))
     with contextlib.ExitStack() as stack:
-        member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=settings.stall_s)
-        stack.callback(member.leave, 0.0)
-        made = Subscriber(
-            name,
-            target,
-            member,
-            mode=mode,
-            load=load,
-            strict=strict,
-            transforms=transforms,
-            rank=rank,
-            world_size=world_size,
-            hooks=hooks or Hooks(),
-            serve=serve,
-            memory_bytes=budget,
-            stall_s=settings.stall_s,
-        )
+        member, wait_s = joined(stack, hub, token, rack=rack, listen=listen, transports=transports, stall_s=stall_s)
+        hooks = hooks or Hooks()
+        made = Subscriber(name, target, member, options, rank=rank, world_size=world_size, hooks=hooks, stall_s=wait_s)
         stack.pop_all()
     return made

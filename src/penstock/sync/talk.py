@@ -6,6 +6,7 @@ Not here: the other side (`desk`), who is asked (`roster`), reading bytes (`take
 
 from __future__ import annotations
 
+import ssl
 import threading
 from typing import TypeVar
 
@@ -48,6 +49,7 @@ class Talk(Peer):
         stall_s: deadline of every answer.
         room: of its door.
         token: for doors on TCP.
+        trust: see `Peer`.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Talk(Peer):
         same_host: bool,
         stall_s: float,
         token: str | None = None,
+        trust: ssl.SSLContext | None = None,
         room: str = "sync",
     ) -> None:
         upstream = Upstream(
@@ -70,7 +73,9 @@ class Talk(Peer):
             num_have=0,
             grant=other.grant,
         )
-        super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, token=token)
+        super().__init__(
+            upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, token=token, trust=trust
+        )
         self.same_host, self._room = same_host, room
         self._asking = threading.Lock()
         self._session = ""

@@ -138,7 +138,7 @@ def test_several_formats_and_patterns() -> None:
 
 
 def offer(rows: Sequence[Row], **options: object) -> Offer:
-    given = {"keep_plain": True, "world_size": 1, "snapshot": False, "host": False, "memory_bytes": None} | options
+    given = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
     return Offer(rows, given.pop("transforms", "fp8-block128"), **given)  # type: ignore[arg-type]
 
 
@@ -153,11 +153,11 @@ def test_memory_is_bounded_and_said() -> None:
     assert caught.value.minimum_bytes == nbytes + seam_bytes
     copied = sum(memory.nbytes for memory in made.memories)
     with pytest.raises(BudgetTooSmall) as caught:
-        offer(rows, memory_bytes=1, snapshot=True)
+        offer(rows, memory_bytes=1, copies="device")
     assert caught.value.minimum_bytes == nbytes + seam_bytes + copied
     # Only the tagged form is offered: there is no copy of what it was made of.
     with pytest.raises(BudgetTooSmall) as caught:
-        offer(rows, memory_bytes=1, snapshot=True, keep_plain=False)
+        offer(rows, memory_bytes=1, copies="device", keep_plain=False)
     assert caught.value.minimum_bytes == nbytes + seam_bytes
     with pytest.raises(PlanError, match="no tensor can be had"):
         offer(rows, transforms={"fp8-block128": ["nothing"]})
