@@ -6,6 +6,7 @@ Not here: the simulations (`plan.simulate_*`), measuring rates (`calibrate`).
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,9 @@ import typer
 from penstock.cli.options import Format, FormatOption
 from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
 from penstock.config import parse_bytes
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
+from penstock.types import MIB
 
 if TYPE_CHECKING:
     from penstock.plan.layout import Layout
@@ -43,7 +45,7 @@ RatesOption = Annotated[
         "--rates", metavar="FILE", help="Of the stages, as `doctor --calibrate` writes them.", show_default=False
     ),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of who is slow, who fails, who comes first.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of who is slow, who fails, who comes first.")]
 PictureOption = Annotated[
     Path | None,
     typer.Option(
@@ -105,6 +107,9 @@ def simulate_sync(
     from penstock.plan import simulate_sync as simulation
     from penstock.plan.sync import plan_sync
 
+    watermark = parse_bytes(watermark_bytes)
+    if watermark < MIB:
+        raise ConfigError(f"--watermark-bytes {watermark_bytes}: a receiver asks for 1 MiB at least")
     described, speeds = read_cluster(cluster, rates)
     held, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(held, wanted, bucket_bytes=parse_bytes(bucket_bytes))
@@ -113,7 +118,7 @@ def simulate_sync(
         described,
         speeds,
         transformed=simulation.transformed_bytes(plan, held, wanted),
-        watermark_bytes=parse_bytes(watermark_bytes),
+        watermark_bytes=watermark,
         staged=not direct,
         one_node=one_node,
         seed=seed,
@@ -169,11 +174,13 @@ def simulate_convert(
 
     from penstock.plan import simulate_convert as simulation
 
-    if shrink <= 0:
-        raise ConfigError(f"--shrink {shrink}: bytes in for one out are above 0")
+    if not 0 < shrink < math.inf:
+        raise ConfigError(f"--shrink {shrink}: bytes in for one out are a number above 0")
     described, speeds = read_cluster(cluster, rates)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     whole = parse_bytes(task_bytes)
+    if whole < 2:
+        raise ConfigError(f"--task-bytes {task_bytes}: a task has a byte in and one out")
     size = np.random.default_rng(seed).integers(max(1, whole // 2), whole, num_tasks, endpoint=True)
     given = np.maximum(1, size / (1 + shrink)).astype(np.int64)
     found = simulation.simulate_convert(size - given, given, described, speeds, seed=seed)
@@ -183,7 +190,8 @@ def simulate_convert(
 def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     """A described cluster by name or from a file, and the rates of its stages. ConfigError: neither."""
     known = CLUSTERS.get(cluster)
-    described = known[0] if known else from_json(_read(Path(cluster)), Cluster)
+    hint = f"names known: {', '.join(CLUSTERS)}"
+    described = known[0] if known else from_json(_read(Path(cluster), hint), Cluster)
     described.check()
     if rates is None:
         return described, known[1] if known else CLUSTERS["h200"][1]
@@ -192,16 +200,15 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
 
 def read_rates(path: Path) -> Rates:
     """The rates of a machine's stages from a file. ConfigError: they cannot be read."""
-    speeds = from_json(_read(path), Rates)
+    speeds = from_json(_read(path, "penstock doctor --calibrate FILE writes it"), Rates)
     speeds.check()
     return speeds
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, hint: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        hint = f"names known: {', '.join(CLUSTERS)}"
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from error
 
 
@@ -222,7 +229,10 @@ def write_prediction(found: Prediction, cluster: str, format: Format, picture: P
     if picture is not None:
         from penstock.plan.picture import svg
 
-        picture.write_text(svg(found), encoding="utf-8")
+        try:
+            picture.write_text(svg(found), encoding="utf-8")
+        except OSError as error:
+            raise DestinationError(f"the picture cannot be written: {error.strerror}", uri=str(picture)) from error
     if format is Format.json:
         write_json({**plain(found), "of_limit": found.of_limit, "cluster": cluster})
         return

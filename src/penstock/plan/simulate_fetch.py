@@ -59,7 +59,9 @@ def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 
     """
     cluster.check()
     rates.check()
-    if fleet.parts < 1 or cluster.num_gpus % fleet.parts or fleet.nbytes < 1:
+    if fleet.nbytes < 1:
+        raise PlanError(f"weights of {fleet.nbytes} bytes")
+    if fleet.parts < 1 or cluster.num_gpus % fleet.parts:
         raise PlanError(f"{cluster.num_gpus} GPUs are not replicas of {fleet.parts}")
     if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
         raise PlanError(f"{fleet.holders} holders among {cluster.num_gpus // fleet.parts} replicas")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json
 from penstock.testing.checkpoints import write_llama
 
@@ -78,3 +78,23 @@ def test_plans_are_shown_and_explained(llama: str) -> None:
     assert "engine-0: " in run("plan", "sync", llama, *SMALL, "--explain")
     facts = json.loads(run("plan", "sync", llama, *SMALL, "--format", "json", "--explain"))
     assert facts["num_sources"] == 4 and "explain" in facts
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "--shrink", "nan"),
+        ("convert", "--shrink", "inf"),
+        ("convert", "--task-bytes", "0"),
+        ("sync", "kimi-k2", "--watermark-bytes", "1K"),
+    ],
+)
+def test_what_no_simulation_can_be_of_is_a_config_error(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=arguments[-2]):
+        CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+
+
+def test_a_picture_that_cannot_be_written_is_the_destinations_fault(tmp_path: Path) -> None:
+    command = ["simulate", "fetch", "--bytes", "1G", "--picture", str(tmp_path)]
+    with pytest.raises(DestinationError, match="picture"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
