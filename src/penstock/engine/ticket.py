@@ -12,6 +12,10 @@ from collections.abc import Callable
 
 from penstock.errors import Cancelled, PenstockError, SourceStalled
 
+LOOK_S = 1.0
+"""Longest pause between two looks at what moved, and the most of it that counts as silence: a process that was stopped
+itself, or did not get the processor, has waited for nobody meanwhile."""
+
 
 class Ticket:
     """The state of one posted piece of work.
@@ -20,6 +24,7 @@ class Ticket:
         nbytes: bytes the work is to move.
         moved_bytes: bytes at their destination so far.
         is_busy: whether a step is inside an executor now; while one is, its own deadline holds, not the ticket's.
+        silent_s: see `look`.
     """
 
     def __init__(self, nbytes: int, is_busy: Callable[[], bool]) -> None:
@@ -27,6 +32,8 @@ class Ticket:
         self.moved_bytes = 0
         self.is_busy = is_busy
         self.changed = threading.Condition()
+        self.silent_s = 0.0
+        self._seen, self._looked = -1, time.monotonic()
         self._error: BaseException | None = None
         self._stopped = self._done = False
 
@@ -67,6 +74,15 @@ class Ticket:
             self._done = True
             self.changed.notify_all()
 
+    def look(self) -> float:
+        """Seconds since a byte arrived or a step ran, as whoever waits lived them. Order: while waiting."""
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, LOOK_S), now
+        self.silent_s += passed_s
+        if self.moved_bytes != self._seen or self.is_busy():
+            self._seen, self.silent_s = self.moved_bytes, 0.0
+        return self.silent_s
+
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
         """Return once `reached()`, which is asked with `changed` held, whenever something changed.
 
@@ -78,15 +94,14 @@ class Ticket:
             PenstockError: whatever stopped the work; `mutated` as the engine set it.
             SourceStalled: see `stall_s`.
         """
-        last, since = -1, time.monotonic()
         with self.changed:
+            self._seen = -1  # nobody waited before
             while not reached() and not self._stopped:
-                if self.moved_bytes != last or self.is_busy():
-                    last, since = self.moved_bytes, time.monotonic()
-                elif time.monotonic() - since > stall_s:
-                    self.fail(SourceStalled(f"no progress for {stall_s} s at {last} of {self.nbytes} bytes"))
+                if self.look() > stall_s:
+                    where = f"{self.moved_bytes} of {self.nbytes} bytes"
+                    self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
-                self.changed.wait(min(stall_s, 1.0))
+                self.changed.wait(min(stall_s, LOOK_S))
         self.check()
 
     def wait(self, *, stall_s: float) -> None:

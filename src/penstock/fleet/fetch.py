@@ -88,7 +88,6 @@ class Fetch:
         self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_says = "not asked yet"
-        self._silent_s = 0.0
         self._is_alone = False
         self._threads: list[threading.Thread] = []
 
@@ -105,18 +104,12 @@ class Fetch:
         self._start(self._ask_for_upstreams, "penstock-flight")
         if self._storage is not None:
             self._start(self._ask_for_claims, "penstock-claims")
-        moved, looked = -1, time.monotonic()
         while not self.ticket.done:
             pause_s = self.assign()
             with self.ticket.changed:
                 if not self.ticket.done:
                     self.ticket.changed.wait(pause_s)
-            before, looked = looked, time.monotonic()
-            # A process that was stopped itself, or did not get the processor, has not waited for anybody meanwhile.
-            self._silent_s += min(looked - before, 10 * TURN_S)
-            if self.ticket.moved_bytes != moved or self.ticket.is_busy():
-                moved, self._silent_s = self.ticket.moved_bytes, 0.0
-            elif self._silent_s > self.stall_s:
+            if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._following else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._holding.have).sum())} chunks missing"
                 asked = "storage" if self._storage is not None else "no fallback was given; the hub"
@@ -216,7 +209,7 @@ class Fetch:
 
         The hub is away, or a member that was given what is missing lives and does not get on with it.
         """
-        if not self._is_alone and self._silent_s > self.stall_s / 2:
+        if not self._is_alone and self.ticket.silent_s > self.stall_s / 2:
             self._is_alone = True
             self.outcome.faults.append(f"hub: {self._hub_says}; storage is read without a claim")
         return self._is_alone

@@ -6,9 +6,11 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.engine import ticket as ticket_module
 from penstock.engine.ticket import Ticket
 from penstock.errors import Cancelled, IntegrityError, SourceStalled, SourceUnavailable
 
@@ -92,6 +94,15 @@ def test_progress_puts_the_deadline_off() -> None:
     threading.Thread(target=move).start()
     ticket.wait(stall_s=1.5)  # a busy machine may be that late, and less than all of it
     assert ticket.moved_bytes == 10
+
+
+def test_a_process_that_was_stopped_itself_has_waited_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.5, 61.5, 62.0, 62.25])
+    monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    ticket = Ticket(10, idle)
+    assert [ticket.look() for _ in range(4)] == [0.0, 0.5, 0.5 + ticket_module.LOOK_S, 2.0]
+    ticket.moved_bytes = 1
+    assert ticket.look() == ticket.silent_s == 0.0
 
 
 def test_a_busy_step_has_its_own_deadline() -> None:
