@@ -139,6 +139,7 @@ def _write_report(report: ConvertReport, format: Format) -> None:
             f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
             "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
             f"{report.num_twice} run twice",
+            "read": f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches",
             "time": f"{report.wall_s:.2f} s, {report.gb_per_s:.2f} GB/s read",
             "moving": _moving(report),
             "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())

@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, IntegrityError, SourceChanged
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.complete import completed
 from penstock.jobs.crew import Crew, LocalCrew, rows_of
+from penstock.jobs.held import came
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal
 from penstock.jobs.messages import EXECUTORS, Words
@@ -342,6 +343,9 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, be
     job, kept = grown.job, grown.journal.kept
     coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
     stats = () if coordinator is None else tuple(coordinator.stats)
+    came_here = came(grown.opened)
+    fetched_bytes = came_here[0] + sum(one.fetched_bytes for one in stats)
+    asked_bytes = came_here[1] + sum(one.asked_bytes for one in stats)
     read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in kept]].sum(axis=0)
     return ConvertReport(
         uri=grown.into,
@@ -351,6 +355,8 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, be
         nbytes=int(job.files.table.nbytes.sum()),
         read_bytes=int(read_bytes.sum()),
         verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
+        fetched_bytes=fetched_bytes,
+        held_bytes=max(0, asked_bytes - fetched_bytes),
         num_tasks=len(job.tasks),
         num_resumed=len(kept),
         num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,

@@ -44,6 +44,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whether what is read is held to the digests that the sources have."""
     trace: bool = False
     """Whether beats are to bring spans."""
+    asks_held: bool = False
+    """Whether workers are to say what their caches hold: they may be on several hosts."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
@@ -59,6 +61,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """It has planned the job, and can work."""
 
     key: str
+    at: str = ""
+    """What it shares with workers that read through the same cache; empty: it reads through none."""
+    holds: list[int] = []
+    """Tasks most of whose input is in that."""
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="began"):
@@ -80,6 +86,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     moved_bytes: int
     """Read and written so far."""
+    fetched_bytes: int = 0
+    """Read from the sources; through a cache whole chunks, headers too."""
+    asked_bytes: int = 0
+    """Read, from there or from a cache."""
     busy_s: dict[str, float]
     """Per executor."""
     peak_bytes: int = 0

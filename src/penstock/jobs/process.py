@@ -21,6 +21,7 @@ import torch
 from penstock.config import Settings
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, PeerLost, PenstockError, PlanError
+from penstock.jobs.held import held_tasks, shared_as
 from penstock.jobs.job import plan_job
 from penstock.jobs.messages import (
     Beat,
@@ -151,7 +152,8 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
     poster.start()
     stack.callback(todo.put, None)
-    wire.send(Ready(key=job.key))
+    holds = held_tasks(job, sources) if words.asks_held else []
+    wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()
     wire.send(_beat(worker))
@@ -178,8 +180,11 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 
 def _beat(worker: Worker) -> Beat:
+    fetched_bytes, asked_bytes = worker.came()
     return Beat(
         moved_bytes=worker.ticket.moved_bytes,
+        fetched_bytes=fetched_bytes,
+        asked_bytes=asked_bytes,
         busy_s=worker.trace.busy_s(),
         peak_bytes=worker.buffers.peak_bytes,
         spans=worker.trace.take(),

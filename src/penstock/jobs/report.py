@@ -28,6 +28,10 @@ class ConvertReport:
     """Of the tasks done in this run, as planned; where they are verified, out to the ends of leaves."""
     verified_bytes: int
     """Of these, those that were held to the digests of their source's manifest."""
+    fetched_bytes: int
+    """Read from the sources by this process and its workers; through a cache whole chunks, headers too."""
+    held_bytes: int
+    """What else was read: from the caches of their hosts."""
     num_tasks: int
     num_resumed: int
     """Tasks that an earlier run had done."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from penstock import errors
@@ -77,6 +78,7 @@ class _Place:
     def note(self, beat: Beat) -> None:
         """Take over what it says of itself."""
         self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
+        self.stats.fetched_bytes, self.stats.asked_bytes = beat.fetched_bytes, beat.asked_bytes
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
         self.trace.spans += beat.spans
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
@@ -105,7 +107,8 @@ class Coordinator:
         stall_s: float,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._job, self._words, self._journal, self._crew = job, words, journal, crew
+        self._job, self._journal, self._crew = job, journal, crew
+        self._words = msgspec.structs.replace(words, asks_held=crew.listen is not None)
         self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
         self.placement = Placement(job.tasks.cost.tolist(), done=journal.done)
         self.stats: list[WorkerStats] = []
@@ -230,7 +233,8 @@ class Coordinator:
         elif isinstance(message, Ready):
             place.is_ready, place.spoke = True, now
             self._began = min(self._began, now)
-            self.placement.join(name, now)
+            holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
+            self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, Failure):
             raise _error_of(message)
 

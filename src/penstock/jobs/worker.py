@@ -21,11 +21,13 @@ from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import OperationFailed, PenstockError
 from penstock.jobs.buffers import ALIGN_BYTES, cut, packed
+from penstock.jobs.held import came
 from penstock.jobs.job import Job
 from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_view
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.plan.tasks import Output
 from penstock.storage import is_remote
+from penstock.storage.cache import CachedSource
 from penstock.storage.manifest import WeightSet
 from penstock.storage.output import OutputSet
 from penstock.types import MIB, U64
@@ -94,7 +96,7 @@ class Worker:
         self._executors = (self.fetch, self.place, self.compute, self.send)
         self.ticket = Ticket(int(job.memory_bytes.sum()), lambda: any(one.is_busy() for one in self._executors))
         self.trace = trace
-        self._moving = threading.Lock()
+        self._moving, self._fetched_bytes = threading.Lock(), 0
         self._revoked: set[int] = set()
 
     def post(self, task: int) -> None:
@@ -117,10 +119,16 @@ class Worker:
         """Whether nobody waits for it any more."""
         return task in self._revoked
 
-    def moved(self, nbytes: int) -> None:
-        """Note bytes read or written."""
+    def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
+        """Note bytes read or written; `is_fetched`: from a source, past any cache, which counts for itself."""
         with self._moving:
             self.ticket.moved_bytes += nbytes
+            self._fetched_bytes += nbytes if is_fetched else 0
+
+    def came(self) -> tuple[int, int]:
+        """Bytes that came from the sources, and that were read, from there or from a cache."""
+        fetched_bytes, asked_bytes = came(self._sources)
+        return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with a tensor's bytes from `offset` on. IntegrityError where a leaf of them differs."""
@@ -130,7 +138,7 @@ class Worker:
         file.readv(int(table.offset[row]) + offset, [into])
         if (checker := self._checkers[source]) is not None:
             checker.check(row, offset, into, uri=file.uri)
-        self.moved(into.nbytes)
+        self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
 
     def close(self) -> None:
         """Drain what runs, end the threads. Idempotent."""
