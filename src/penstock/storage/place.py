@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied
-from penstock.storage import is_remote, list_uris, local_path, read_small
+from penstock.storage import REMOTE_SCHEMES, is_remote, list_uris, local_path, read_small
 from penstock.storage.safetensors import parse_index
 
 SIDECAR = "penstock.manifest"
@@ -83,9 +83,11 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
         if not is_remote(place):
             raise
         return _as_published(place, prefix, settings, options)
-    except NotFound:
+    except NotFound as error:
+        if not is_remote(place):
+            raise _nothing_at(place) from error
         # An object may be called anything; only its listing tells it from a prefix.
-        if not is_remote(place) or list_uris(place, settings=settings, storage_options=options) != [place]:
+        if list_uris(place, settings=settings, storage_options=options) != [place]:
             raise
         return _of_files(place, [place], _beside(place))
     index = _choose_index(prefix, found)
@@ -93,6 +95,15 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
     if index is not None and raw is not None:
         return _of_index(place, index, raw, prefix)
     return _of_files(place, _weights(found, place, prefix), f"{prefix}{SIDECAR}")
+
+
+def _nothing_at(path: str) -> NotFound:
+    """What is said of a local path with no file in it, or that is not there."""
+    if os.path.isdir(path):
+        return NotFound(f"no *{SUFFIX} there", uri=path)
+    scheme, _, rest = path.partition(":/")
+    hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in REMOTE_SCHEMES else None
+    return NotFound("no such file or directory", uri=path, hint=hint)
 
 
 def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:

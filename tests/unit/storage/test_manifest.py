@@ -221,6 +221,22 @@ def test_a_file_that_went_away_is_not_found(tmp_path: Path) -> None:
         open_weights([tmp_path / "x.safetensors", tmp_path / "y.safetensors"], settings=SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"), [("no", "no such file"), ("empty", "no \\*.safetensors"), ("", "no \\*.saf")]
+)
+def test_what_is_not_there_is_told_by_the_name_it_was_given(tmp_path: Path, path: str, said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match=said) as caught:
+        open_weights(tmp_path / path, settings=SETTINGS)
+    assert caught.value.uri == str(tmp_path / path)
+
+
+def test_a_slash_too_few_is_told() -> None:
+    with pytest.raises(NotFound) as caught:
+        open_weights("s3:/bucket/llama", settings=SETTINGS)
+    assert caught.value.hint == "two slashes: s3://bucket/llama"
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "readme").write_text("")
     for uri in (tmp_path, tmp_path / "no", f"{tmp_path}/*.safetensors", tmp_path / "x.safetensors.index.json"):
