@@ -44,6 +44,8 @@ MAX_GAP_BYTES = 64 << 10
 MAX_GAP_REMOTE_BYTES = MIB
 """The same for an object store, where a request costs a round trip."""
 
+_DEVICES = 'use "cpu", "cuda" or "cuda:N"'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -370,9 +372,9 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} is not a device: {error}") from error
+        raise ConfigError(f"{device!r} is not a device", hint=_DEVICES) from error
     if found.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device {found} is not supported", hint='use "cpu", "cuda" or "cuda:N"')
+        raise ConfigError(f"device {found} is not supported", hint=_DEVICES)
     if found.type == "cuda":
         if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
