@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from tests.engines.test_sync_record import CONFIGS, assert_same, make, saved, table_of  # noqa: E402 - after what it needs
-from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402
-from tests.unit.sync.moved import move, spoil  # noqa: E402
+from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402 - after what it needs
+from tests.unit.sync.moved import move, same, spoil  # noqa: E402
+from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
+from tests.unit.sync.toy import table_of  # noqa: E402
 
 from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
 from penstock.sync.declare import declared  # noqa: E402
@@ -75,6 +76,6 @@ def test_after_a_step_the_receiver_is_what_the_trainer_would_save(
     move([heard(rank[which][0]) for rank in ranks], [want.rows])
     want.install()
     want.finish()
-    assert_same(model, true)
+    same(model, true)
     assert not want.unrecorded
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), stepped.parameters(), strict=True))

@@ -1,0 +1,146 @@
+"""Models of transformers, cut by its own FSDP2, tensor and expert parallelism, synced into others that it cut
+otherwise: each equals what its own loader made of the checkpoint, bit for bit.
+
+Every rank is this process in turn, in a group that says its numbers and moves nothing: its loader reads slices alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.toy import table_of
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from tests.unit.sync.small_models import CONFIGS, make, saved, shuffled  # noqa: E402 - after what it needs
+
+from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
+from penstock.sync.declare import Row, declared  # noqa: E402
+from penstock.sync.layout import fill  # noqa: E402
+from penstock.sync.record import record  # noqa: E402
+
+TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]
+"""FSDP, tensor and expert parallelism; experts are spread over the ranks that share the other tensors."""
+ENGINES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)]
+"""Tensor and expert parallelism."""
+EXPERTS = ("qwen3-moe", "deepseek-v3")
+
+
+def fits(which: str, fsdp: int, tp: int, ep: int) -> bool:
+    """Whether transformers loads it so: each rank must have one of the four experts."""
+    return fsdp != 3 if which in EXPERTS else ep == 1
+
+
+PAIRS = [(which, engine) for which in CONFIGS for engine in ENGINES if fits(which, 1, *engine)]
+
+
+@contextmanager
+def numbered(rank: int, world_size: int) -> Iterator[None]:
+    """This process as a rank."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _clear_sharding_prop_cache()  # it has meshes as the rank before saw them
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Models:
+    """Ranks of models as transformers loads them, each made once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._made: dict[tuple[str, str, int, int, int], list[tuple[Any, tuple[Row, ...]]]] = {}
+
+    @functools.cached_property
+    def checkpoints(self) -> dict[str, Path]:
+        found = {}
+        for which, config in CONFIGS.items():
+            saved(make(config()), self._directory / which)
+            found[which] = self._directory / which
+        return found
+
+    def ranks(self, side: str, which: str, fsdp: int, tp: int, ep: int) -> list[tuple[Any, tuple[Row, ...]]]:
+        """The model of each rank of a side, and what it declares."""
+        key = side, which, fsdp, tp, ep
+        if key not in self._made:
+            self._made[key] = [self._rank(rank, which, fsdp, tp, ep) for rank in range(fsdp * tp)]
+        return self._made[key]
+
+    def _rank(self, rank: int, which: str, fsdp: int, tp: int, ep: int) -> tuple[Any, tuple[Row, ...]]:
+        with numbered(rank, fsdp * tp):
+            model = self._loaded(which, fsdp, tp, ep)
+            return model, declared(checkpoint_shards(model, str(self.checkpoints[which])))
+
+    def _loaded(self, which: str, fsdp: int, tp: int, ep: int) -> Any:
+        from transformers.distributed import DistributedConfig
+
+        cut = DistributedConfig(fsdp_size=fsdp, tp_size=tp, ep_size=ep)
+        given = {} if fsdp * tp == 1 else {"distributed_config": cut}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoints[which], **given)
+
+
+def memory(model: Any) -> dict[str, torch.Tensor]:
+    """What this rank has of each tensor."""
+    return {name: getattr(one, "_local_tensor", one) for name, one in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(("which", "engine"), PAIRS, ids=str)
+def test_an_engine_is_what_its_own_loader_makes_of_the_checkpoint(
+    models: Models, which: str, engine: tuple[int, int]
+) -> None:
+    tp, ep = engine
+    made = models.ranks("engine", which, 1, tp, ep)
+    true = [{name: one.clone() for name, one in memory(model).items()} for model, _ in made]
+    for trainer in (one for one in TRAINERS if fits(which, *one)):
+        held = models.ranks("trainer", which, *trainer)
+        for model, _ in made:
+            spoil(memory(model).values())
+        move([rows for _, rows in held], [rows for _, rows in made])
+        for (model, _), wanted in zip(made, true, strict=True):
+            for name, one in memory(model).items():
+                assert torch.equal(one, wanted[name]), (trainer, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", CONFIGS)
+def test_what_is_recorded_of_its_loader_fills_a_model_as_the_loader_does(
+    which: str, dtype: str, tmp_path: Path
+) -> None:
+    made = make(CONFIGS[which]())
+    tensors = saved(made, tmp_path)
+    true = type(made).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    live = shuffled(copy.deepcopy(true))
+    before = {name: (t.data_ptr(), t.clone()) for name, t in live.state_dict().items()}
+    recording = record(live, table_of(tensors), load=weights_loader(live))
+    for name, t in live.state_dict().items():
+        assert t.data_ptr() == before[name][0]
+        assert torch.equal(t, before[name][1]), name
+    assert not recording.unrecorded
+    assert not recording.unfilled
+    assert not recording.unused
+    fill(recording, tensors, live)
+    same(live, true)
+    again = shuffled(copy.deepcopy(live))
+    weights_loader(again)(iter(tensors.items()))
+    same(again, true)
