@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 import penstock
 from penstock.errors import BudgetTooSmall, ConfigError, SourceChanged
-from penstock.jobs.convert import convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.convert import convert, plan
+from penstock.jobs.crew import LocalCrew, gpus
+from penstock.jobs.journal import Journal
 from penstock.testing.checkpoints import write_llama
 
 RULES = [{"op": "rename", "rules": [[r"^model\.", "m."]]}]
@@ -133,7 +134,7 @@ assert "torch" not in sys.modules
 
 
 def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
-    if penstock.jobs.convert._gpus():
+    if gpus():
         pytest.skip("torch is asked for the GPUs")
     words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
     subprocess.run(words, check=True, timeout=120)
@@ -141,51 +142,52 @@ def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
 
 
 PROGRAM = """
-import sys
+import json, signal, sys
 from penstock.jobs.convert import convert
 def said(done, total):
-    print(done, flush=True)
-convert(sys.argv[1], sys.argv[2], operations=[{"op": "rename", "rules": [["^model[.]", "m."]]}], devices="cpu",
-        workers=1, task_bytes="1M", shard_bytes=10_000_000, on_progress=said)
+    if done == 6:
+        print("six", flush=True)
+        signal.pause()
+convert(sys.argv[1], sys.argv[2], on_progress=said, workers=1, **json.loads(sys.argv[3]))
 """
+TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes": 10_000_000}
 
 
-def test_a_job_that_was_killed_goes_on_where_it_was(source, tmp_path):
+def damage(source: Path, growing: Path) -> None:
+    """Change a byte of the first task that was done; six were."""
+    job = plan(source, operations=RULES, task_bytes="1M", shard_bytes=10_000_000)
+    journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
+    assert len(journal.done) == 6
+    made = next(job.written(min(journal.done)))
+    journal.close()
+    file = int(job.files.table.file_index[made.row])
+    with open(sorted(growing.glob("*.safetensors"))[file], "r+b") as body:
+        at = 8 + int.from_bytes(body.read(8), "little")
+        body.seek(at + int(job.files.table.offset[made.row]) + made.start)
+        byte = body.read(1)[0]
+        body.seek(-1, os.SEEK_CUR)
+        body.write(bytes([byte ^ 1]))
+
+
+def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path):
     into = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(source), str(into)],
+        [sys.executable, "-c", PROGRAM, str(source), str(into), json.dumps(TOLD)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) >= 6:
-            break
+    assert process.stdout.readline() == "six\n"
     process.kill()
     process.wait()
     process.stdout.close()
     assert not into.exists()
-    growing = [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert len(growing) == 1
-    # One of the tasks it had done is damaged meanwhile: its bytes are read back, so it is done again.
-    with open(next(growing[0].glob("*00001*.safetensors")), "r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        file.write(b"damage")
-    time.sleep(0.5)  # its worker notices that nobody is there
-    report = convert(
-        source,
-        into,
-        operations=[{"op": "rename", "rules": [["^model[.]", "m."]]}],
-        devices="cpu",
-        workers=1,
-        task_bytes="1M",
-        shard_bytes=10_000_000,
-    )
-    assert 4 <= report.num_resumed < report.num_tasks
-    assert penstock.verify(into).verified
-    before, after = read(source), read(into)
-    assert all(raw(after[name.replace("model.", "m.", 1)]) == raw(tensor) for name, tensor in before.items())
+    (growing,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    damage(source, growing)  # what was done is read back, so that one is done again
+    report = convert(source, into, workers=1, **TOLD)
+    assert report.num_resumed == 5
+    assert files(into) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
