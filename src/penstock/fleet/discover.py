@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from penstock.storage.manifest import Uris
 from penstock.storage.manifest_file import leaves_of
 from penstock.types import U64, TensorTable
 
+T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
 ASK_S = 0.2
@@ -53,7 +55,7 @@ class Placed(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Found:
-    """What is to be fetched, and where it goes: `rows`, memory that `place` gives, or new memory."""
+    """What is to be fetched, and where it goes: `rows`, or new memory."""
 
     identity: Identity
     line: Line
@@ -61,18 +63,20 @@ class Found:
     rows: Sequence[torch.Tensor] | None = None
     leaves: U64 | None = None
     session: Session | None = None
-    place: Placed | None = None
 
-    def allocate(self, max_readers: int, is_over: Callable[[], bool]) -> tuple[Holding, dict[str, torch.Tensor] | None]:
-        """The holding; and the tensors by name, where they are new: their pages are made present until `is_over`."""
+    def allocate(
+        self, target: Target, max_readers: int, is_over: Callable[[], bool]
+    ) -> tuple[Holding, dict[str, torch.Tensor] | None]:
+        """The holding; and the tensors by name, where they are new: where a `Placed` target says, else in an arena,
+        whose pages are made present until `is_over`."""
         if self.rows is not None:
             holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
             return holding, None
         table = self.line.table
         arenas: list[Arena] = []
-        if self.place is not None:
-            flat = self.place.place(table)
-            arenas += self.place.arenas
+        if isinstance(target, Placed):
+            flat = target.place(table)
+            arenas += target.arenas
             made = [
                 as_tensor(raw, dtype, shape)
                 if raw.numel()
@@ -113,18 +117,6 @@ class Discovery:
         stack: ExitStack,
     ) -> Found:
         """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
-        found = self._find(target, fallback, device, storage_options, wait_s, stack)
-        return replace(found, place=target) if isinstance(target, Placed) else found
-
-    def _find(
-        self,
-        target: Target,
-        fallback: Uris | None,
-        device: torch.device,
-        storage_options: Mapping[str, str] | None,
-        wait_s: float | None,
-        stack: ExitStack,
-    ) -> Found:
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target) if is_given else {}
         if tensors:
@@ -177,8 +169,8 @@ class Discovery:
     def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
         asked = {name for name in open_fields if not getattr(identity, name)}
-        deadline = time.monotonic() + wait_s
-        while True:
+
+        def look() -> HoldingState:
             best: HoldingState | None = None
             others: dict[str, str] = {}
             for member in self._member.hub.status(identity.model).members:
@@ -193,24 +185,15 @@ class Discovery:
                         best = held
             if best is not None:
                 return best
-            if time.monotonic() >= deadline:
-                seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
-                raise NotFound(
-                    f"no member holds {identity.model!r} with this identity after {wait_s} s{seen}",
-                    hint="see `penstock why`; give fallback= to read storage",
-                )
-            time.sleep(ASK_S)
+            seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
+            message = f"no member holds {identity.model!r} with this identity after {wait_s} s{seen}"
+            raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
+
+        return _patiently(look, wait_s, NotFound)
 
     def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
         """The tensors of a key, from a member that holds it; waits for one that has a place."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                return self._ask_line_now(held)
-            except (SourceError, PeerLost):
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(ASK_S)
+        return _patiently(lambda: self._ask_line_now(held), wait_s, SourceError, PeerLost)
 
     def _ask_line_now(self, held: HoldingState) -> Line:
         asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
@@ -229,6 +212,18 @@ class Discovery:
             except PenstockError as error:
                 last = error
         raise last
+
+
+def _patiently(ask: Callable[[], T], wait_s: float, *passing: type[PenstockError]) -> T:
+    """Ask until there is an answer; what is `passing` is raised only once the time is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return ask()
+        except passing:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(ASK_S)
 
 
 def _num_have(held: HoldingState) -> int:

@@ -90,7 +90,7 @@ class Fleet:
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            holding, made = found.allocate(self._max_readers, is_over.is_set)
+            holding, made = found.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
