@@ -16,7 +16,8 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall
 from penstock.jobs.operation import Operation
-from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, spread
+from penstock.plan.cuts import cut, read_bytes, spread
+from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
 from penstock.types import GB, I64, Manifest
 
 SHARD_BYTES = 5 * GB
@@ -36,6 +37,10 @@ class Written:
         """Cut at the tensor's leaves: what is digested, each for itself."""
         cuts = [self.start, *range((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes), self.stop]
         return [(a, b) for a, b in pairwise(cuts) if a < b]
+
+    def num_pieces(self, leaf_bytes: int) -> int:
+        """How many these are."""
+        return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -68,7 +73,7 @@ class Job:
 
     def num_pieces(self, task: int) -> int:
         """Digests that a task reports."""
-        return sum(len(one.pieces(self.leaf_bytes)) for one in self.written(task))
+        return sum(one.num_pieces(self.leaf_bytes) for one in self.written(task))
 
     def check_budget(self, memory_bytes: int, what: str) -> None:
         """BudgetTooSmall where the largest task needs more than `memory_bytes`."""
@@ -98,7 +103,7 @@ def plan_job(
     Args:
         operation: what is done.
         sources: manifests of its sources, in its order.
-        task_bytes: see `plan.tasks.cut`.
+        task_bytes: see `plan.cuts.cut`.
         shard_bytes: files of at most so many bytes.
         leaf_bytes: of the output's digests.
         verify: hold what is read to the sources' digests, where they have any.
@@ -121,7 +126,7 @@ def plan_job(
     row_of = {name: row for row, name in enumerate(files.table.names)}
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
     tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
-    read_bytes = _read_bytes(recipes, tasks, held_to)
+    read = read_bytes(recipes, tasks, held_to)
     return Job(
         operation=operation,
         recipes=recipes,
@@ -131,16 +136,6 @@ def plan_job(
         key=digest.hexdigest(length=16),
         row_of=row_of,
         held_to=held_to,
-        read_bytes=read_bytes,
-        memory_bytes=read_bytes.sum(axis=1) + tasks.out_bytes,
+        read_bytes=read,
+        memory_bytes=read.sum(axis=1) + tasks.out_bytes,
     )
-
-
-def _read_bytes(recipes: Sequence[Recipe], tasks: Tasks, held_to: Sequence[int]) -> I64:
-    found = np.zeros((len(tasks), len(held_to)), np.int64)
-    for task in range(len(tasks)):
-        for index, start, stop in tasks.entries(task):
-            for one in recipes[index].inputs:
-                first, last = one.leaf_range(start, stop, held_to[one.source])
-                found[task, one.source] += last - first
-    return found

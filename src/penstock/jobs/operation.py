@@ -1,7 +1,7 @@
 """Operations: what a conversion does to tensors. The protocol, copying and renaming, and one operation after another.
 
 In: the sources' tensors, without bytes. Out: recipes (what is made of what); then, for rows of one, its tensors.
-Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.tasks`).
+Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.cuts`).
 
     recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
 """

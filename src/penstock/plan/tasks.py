@@ -1,7 +1,7 @@
-"""A conversion cut into tasks: which rows of which tensors make which bytes of the output.
+"""What a conversion is made of: which rows of which tensors make which bytes of the output, in tasks.
 
-In: an operation's recipes, sizes. Out: the output's tensors in files, `Tasks` as columns: all before a byte is read.
-Not here: what an operation computes (`jobs`), who runs a task (`placement`).
+In: what an operation says from shapes. Out: recipes, `Tasks` as columns, the output's tensors in files.
+Not here: what an operation computes (`jobs`), how recipes are cut (`cuts`), who runs a task (`placement`).
 
     recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
                                                          small recipes batched; those that need a tensor whole go first
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -106,10 +105,15 @@ class Output:
             return 0, (self.spec.shape or (1,))[0]
         return start // self.per, -(-stop // self.per)
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row of the tensor. PlanError where elements do not fill whole bytes."""
+        shape = self.spec.shape or (1,)
+        return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
+
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         """Bytes of the tensor that these rows of the recipe give."""
-        shape = self.spec.shape or (1,)
-        row = _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
+        row = self.row_nbytes
         first, last = self.rows(start, stop)
         return first * row, last * row
 
@@ -173,87 +177,6 @@ class Tasks:
         yield from zip(self.recipe[at].tolist(), self.start[at].tolist(), self.stop[at].tolist(), strict=True)
 
 
-def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: int = 1) -> Tasks:
-    """Cut recipes into tasks of about `task_bytes` in and out.
-
-    Args:
-        recipes: in the order in which their inputs lie in storage.
-        task_bytes: what a task aims at; none of several rows is above it by more than its alignment.
-        leaf_bytes: cuts fall on multiples of it in the first output where that costs at most a task as large again.
-
-    Returns:
-        Tasks in the recipes' order, but for those of over `task_bytes`, which come first, the largest of all before.
-    """
-    whole: list[tuple[int, list[tuple[int, int, int]], int, int]] = []
-    rest: list[tuple[list[tuple[int, int, int]], int, int]] = []
-    batch: list[tuple[int, int, int]] = []
-    batch_in = batch_out = 0
-    for index, recipe in enumerate(recipes):
-        taken, given = recipe.nbytes(0, recipe.num_rows)
-        if taken + given <= task_bytes // 2:
-            if batch and batch_in + batch_out + taken + given > task_bytes:
-                rest.append((batch, batch_in, batch_out))
-                batch, batch_in, batch_out = [], 0, 0
-            batch.append((index, 0, recipe.num_rows))
-            batch_in, batch_out = batch_in + taken, batch_out + given
-            continue
-        for start, stop in _cuts(recipe, taken + given, task_bytes, leaf_bytes):
-            taken, given = recipe.nbytes(start, stop)
-            if taken + given > 2 * task_bytes:
-                whole.append((taken + given, [(index, start, stop)], taken, given))
-            else:
-                rest.append(([(index, start, stop)], taken, given))
-    if batch:
-        rest.append((batch, batch_in, batch_out))
-    whole.sort(key=lambda one: -one[0])
-    made = [(entries, taken, given) for _, entries, taken, given in whole] + rest
-    flat = np.array([entry for entries, _, _ in made for entry in entries], np.int64).reshape(-1, 3)
-    return Tasks(
-        first=np.cumsum([0, *(len(entries) for entries, _, _ in made)], dtype=np.int64),
-        recipe=flat[:, 0],
-        start=flat[:, 1],
-        stop=flat[:, 2],
-        in_bytes=np.array([taken for _, taken, _ in made], np.int64),
-        out_bytes=np.array([given for _, _, given in made], np.int64),
-    )
-
-
-def _cuts(recipe: Recipe, nbytes: int, task_bytes: int, leaf_bytes: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of nearly equal size."""
-    if not recipe.align or recipe.num_rows <= recipe.align:
-        yield 0, recipe.num_rows
-        return
-    row_bytes = nbytes / recipe.num_rows
-    unit = recipe.align
-    out_row = recipe.outputs[0].byte_range(0, recipe.align)[1]
-    on_leaf = unit * (leaf_bytes // math.gcd(leaf_bytes, out_row)) if out_row else unit
-    if on_leaf * row_bytes <= task_bytes:
-        unit = on_leaf
-    units = -(-recipe.num_rows // unit)
-    count = min(units, -(-nbytes // task_bytes))
-    bounds = [min(units * i // count * unit, recipe.num_rows) for i in range(count + 1)]
-    yield from ((a, b) for a, b in pairwise(bounds) if a < b)
-
-
-def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
-    """Tasks that follow each other write to different files, in turn: one file is written by one thread at a time.
-
-    Args:
-        tasks: of `cut`; its largest stay first.
-        file_of: of each recipe, the file of its first output.
-        task_bytes: as there.
-    """
-    if not len(tasks):
-        return tasks
-    file, count = file_of[tasks.recipe[tasks.first[:-1]]], len(tasks)
-    is_rest = tasks.cost <= 2 * task_bytes
-    by_file = np.lexsort((np.arange(count), file, is_rest))
-    begins = np.flatnonzero(np.diff(file[by_file] * 2 + is_rest[by_file], prepend=-1))
-    turn = np.empty(count, np.int64)
-    turn[by_file] = np.arange(count) - np.repeat(begins, np.diff(begins, append=count))
-    return tasks.in_order(np.lexsort((file, np.where(is_rest, turn, np.arange(count)), is_rest)))
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OutputFiles:
     """The output's tensors in files. Offsets in `table` are of the bodies: from the end of the header."""
@@ -282,19 +205,21 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise PlanError("the operation gives two tensors of one name", tensor=twice)
+    sizes = [spec.nbytes for spec in specs]
+    of_group: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        of_group.setdefault(spec.group, []).append(i)
     files: list[list[int]] = []
     groups: list[str] = []
-    for group in dict.fromkeys(spec.group for spec in specs) or [""]:
+    for group, members in of_group.items():
         filled = shard_bytes + 1
-        for i, spec in enumerate(specs):
-            if spec.group != group:
-                continue
-            if filled + spec.nbytes > shard_bytes:
+        for i in members:
+            if filled + sizes[i] > shard_bytes:
                 files.append([])
                 groups.append(group)
                 filled = 0
             files[-1].append(i)
-            filled += spec.nbytes
+            filled += sizes[i]
     if not files:
         files, groups = [[]], [""]
     file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
@@ -303,7 +228,7 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
         at = 0
         for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
             file_index[i], offset[i] = index, at
-            at += specs[i].nbytes
+            at += sizes[i]
         bodies.append(at)
     table = TensorTable(
         names=tuple(names),
@@ -311,6 +236,6 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
         shapes=tuple(spec.shape for spec in specs),
         file_index=file_index,
         offset=offset,
-        nbytes=np.array([spec.nbytes for spec in specs], np.int64),
+        nbytes=np.array(sizes, np.int64),
     )
     return OutputFiles(table=table, body_nbytes=tuple(bodies), groups=tuple(groups))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, spread
+from penstock.plan.cuts import cut, read_bytes, spread
+from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
 from penstock.types import Box, DType
 
 
@@ -71,6 +72,12 @@ def test_every_row_of_every_recipe_is_in_one_task(shapes, task_bytes, leaf_bytes
         if len(entries) > 1:
             assert tasks.cost[task] <= task_bytes
     assert reached == set(range(len(recipes)))
+    for held_to in (0, 1000):
+        read = read_bytes(recipes, tasks, [held_to])
+        for task in range(len(tasks)):
+            given_ranges = [(one, a, b) for i, a, b in tasks.entries(task) for one in recipes[i].inputs]
+            ranges = [one.leaf_range(a, b, held_to) for one, a, b in given_ranges]
+            assert read[task, 0] == sum(last - first for first, last in ranges)
     assert all((rows == 1).all() for rows in seen)
     whole = sum(sum(recipe.nbytes(0, recipe.num_rows)) for recipe in recipes)
     assert tasks.cost.sum() == whole
