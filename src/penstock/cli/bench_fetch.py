@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import signal
 import statistics
 import tempfile
 import time
@@ -121,7 +122,8 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
-    process.start()
+    with _unheard():
+        process.start()
     there.close()
     try:
         yield here
@@ -131,6 +133,16 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
         if process.is_alive():
             process.kill()
             process.join()
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Who is started within does not hear of Ctrl-C: it ends with its pipe, as this process lets go of it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -167,8 +179,10 @@ def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
             pipe.send(place)
             while not pipe.poll(1.0):
                 pass
+    except BrokenPipeError:
+        return  # nobody waits any more
     except PenstockError as error:
-        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+        with contextlib.suppress(BrokenPipeError):
             pipe.send({"error": str(error)})
 
 
@@ -189,8 +203,10 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
                 report = fleet.fetch(tensors, device=place)
                 most = max(report.nbytes_by_path, key=lambda path: report.nbytes_by_path[path])
                 pipe.send({"wall_s": report.wall_s, "path": most})
+    except BrokenPipeError:
+        return  # nobody waits any more
     except PenstockError as error:
-        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+        with contextlib.suppress(BrokenPipeError):
             pipe.send({"error": str(error)})
 
 
