@@ -170,7 +170,7 @@ def attach(
         hub: the keeper's; None: this host's own.
         token: of the hub, where it asks for one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only what is kept there; None: wherever it is.
-        revision: only this one; None: the one that is kept.
+        revision: only this one, or as much of its beginning as tells it from others; None: the one that is kept.
         verify: digest what is mapped and compare it with the keeper's digests. None: on a device, where this takes
             25 ms for 60 GB and tells a mapping that is not what it should be; not on the host, where it would read all
             of memory that nobody but the keeper can write to, and that the keeper compared chunk by chunk.
@@ -245,7 +245,7 @@ class _Search:
         here, kept = host_id(), []
         for member in self._hub.status(self._model).members:
             for held in member.holdings:
-                if member.host != here or self._revision not in (None, held.identity.revision):
+                if member.host != here or not held.identity.revision.startswith(self._revision or ""):
                     continue
                 kind = held.device.partition(":")[0]
                 is_there = self._device is None or self._device.type == kind
