@@ -19,6 +19,8 @@ from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.jobs.job import Job
+    from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
 
 
@@ -100,8 +102,14 @@ def convert(
     if len(places) < 2:
         raise ConfigError("a conversion needs sources and a destination")
     words = [word_of(one) for one in op or ()]
+    speeds = None if rates is None else read_rates(rates)
     if dry_run:
-        _write_plan(places[:-1], words, to, verify, task_bytes, shard_bytes, format)
+        from penstock.jobs.convert import devices_of, plan
+        from penstock.jobs.predict import predict
+
+        job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shard_bytes)
+        where = devices_of(devices.split(","), workers) if ray is None else ()
+        _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
     from penstock import api
 
@@ -119,13 +127,14 @@ def convert(
         spool=spool,
         trace=trace,
         ray=ray,
-        rates=None if rates is None else read_rates(rates),
+        rates=speeds,
         on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
     )
-    _write_report(report, format)
+    write_report(report, format)
 
 
-def _write_report(report: ConvertReport, format: Format) -> None:
+def write_report(report: ConvertReport, format: Format) -> None:
+    """The report on stdout."""
     if format is Format.json:
         derived = {"gb_per_s": report.gb_per_s, "utilisation": report.utilisation, "off_by": report.off_by}
         write_json({**plain(report), **derived})
@@ -168,18 +177,8 @@ def _say(done: int, total: int) -> None:
     sys.stderr.write(f"\r{done} of {total} tasks" + ("\n" if done == total else ""))
 
 
-def _write_plan(
-    sources: list[str],
-    words: list[dict[str, Any]],
-    to: str | None,
-    verify: bool | None,
-    task_bytes: str,
-    shard_bytes: str,
-    format: Format,
-) -> None:
-    from penstock.jobs.convert import plan
-
-    job = plan(sources, to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shard_bytes)
+def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
+    seconds, by = predicted
     facts: dict[str, int | str] = {
         "operation": job.operation.name,
         "job": job.key,
@@ -191,6 +190,7 @@ def _write_plan(
         "largest_task_bytes": int(job.memory_bytes.max(initial=0)),
     }
     if format is Format.json:
-        write_json(facts)
-    else:
-        write_fields({name: bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()})
+        write_json({**facts, "predicted_s": seconds, "predicted_by": by})
+        return
+    shown = {name: bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
+    write_fields({**shown, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, by {by}"})

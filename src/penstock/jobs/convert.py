@@ -110,7 +110,7 @@ def convert(
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
         After all of these the destination is untouched, and the same call goes on where this one ended.
     """
-    began, where = time.monotonic(), _devices(devices, workers)
+    began, where = time.monotonic(), devices_of(devices, workers)
     with ExitStack() as stack:
         asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
         grown = _grow(asked, os.fspath(destination), memory_bytes, spool, stack)
@@ -327,8 +327,8 @@ def _gpus() -> list[str]:
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
-def _devices(devices: str | Sequence[str], workers: int | None) -> list[str]:
-    """One device for each worker."""
+def devices_of(devices: str | Sequence[str], workers: int | None) -> list[str]:
+    """One device for each worker. ConfigError: no worker."""
     if workers is not None and workers < 1:
         raise ConfigError(f"{workers} workers")
     named = [devices] if isinstance(devices, str) else list(devices)

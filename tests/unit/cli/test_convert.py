@@ -1,0 +1,94 @@
+"""`penstock convert`: operations as they are written, the plan with its prediction, the report beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.cli.convert import word_of, write_report
+from penstock.cli.main import run
+from penstock.cli.options import Format
+from penstock.errors import ConfigError
+from penstock.jobs.report import ConvertReport
+from penstock.plan.cluster import CPU_RATES, to_json
+from penstock.testing.checkpoints import write_llama
+from penstock.types import MIB
+
+
+def report(**more: Any) -> ConvertReport:
+    told: dict[str, Any] = dict.fromkeys(ConvertReport.__dataclass_fields__, 0)
+    told |= {"uri": "out", "revision": "w1-", "operation": "copy", "busy_s": {"fetch": 2.0}, "workers": ()}
+    told |= {"verified": False, "why": "no manifest at m", "read_bytes": 3_000_000, "verified_bytes": 1_000_000}
+    told |= {
+        "wall_s": 16.0,
+        "moving_s": 13.0,
+        "num_workers": 1,
+        "predicted_s": None,
+        "predicted_by": "nothing is known",
+    }
+    return ConvertReport(**told | more)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("average", {"op": "average"}),
+        ("linear:weights=0.3,1", {"op": "linear", "weights": [0.3, 1]}),
+        ("slerp:t=0.4;scale=2", {"op": "slerp", "t": 0.4, "scale": 2}),
+        ("dequantise:to=BF16", {"op": "dequantise", "to": "BF16"}),
+        ("linear:normalize=false", {"op": "linear", "normalize": False}),
+        ("package.module:function", {"op": "function", "function": "package.module:function"}),
+        ('{"op": "rename", "rules": [["a", "b"]]}', {"op": "rename", "rules": [["a", "b"]]}),
+    ],
+)
+def test_operations_are_read_as_they_are_written(text: str, word: dict[str, Any]) -> None:
+    assert word_of(text) == word
+
+
+@pytest.mark.parametrize("text", ["{", "linear:a=1;b", "{1}"])
+def test_what_is_no_operation_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        word_of(text)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"predicted_s": 12.1, "predicted_by": "r"}, "predicted 12.10 s, took 13.00 s (7 % over), by r\n"),
+        ({"predicted_s": 26.0, "predicted_by": "r"}, "predicted 26.00 s, took 13.00 s (50 % under), by r\n"),
+        ({}, "took 13.00 s, not predicted: nothing is known\n"),
+        ({}, "not verified: no manifest at m; 1.00 MB of 3.00 MB compared\n"),
+        ({"verified": True, "why": "compared"}, "  verified: compared; "),
+    ],
+)
+def test_the_report_says_how_wrong_the_prediction_was_and_what_was_verified(told, says, capsys) -> None:
+    write_report(report(**told), Format.human)
+    assert says in capsys.readouterr().out
+
+
+def test_the_report_in_json_has_all_of_it(capsys) -> None:
+    write_report(report(predicted_s=10.0), Format.json)
+    found = json.loads(capsys.readouterr().out)
+    assert found["off_by"] == pytest.approx(0.3) and found["why"] == "no manifest at m"
+    assert report().off_by is None and report(predicted_s=1.0, moving_s=0.0).off_by is None
+
+
+def test_a_dry_run_predicts_by_the_rates_of_the_machine(tmp_path: Path, capsys) -> None:
+    write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
+    rates = msgspec.structs.replace(CPU_RATES, name="mine", quantise_gb_per_s=1e-3)
+    (tmp_path / "rates.json").write_bytes(to_json(rates))
+    command = ["convert", str(tmp_path / "llama"), str(tmp_path / "out"), "--devices", "cpu", "--workers", "1"]
+    for more, least in (["--rates", str(tmp_path / "rates.json")], 2.0), ([], None):
+        with pytest.raises(SystemExit) as caught:
+            run([*command, *more, "--dry-run", "--format", "json"])
+        assert not caught.value.code
+        found = json.loads(capsys.readouterr().out)
+        if least is None:
+            assert found["predicted_s"] is None and "doctor --calibrate" in found["predicted_by"]
+        else:
+            assert found["predicted_s"] > least and "mine" in found["predicted_by"]
+    assert not (tmp_path / "out").exists()
