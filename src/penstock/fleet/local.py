@@ -28,6 +28,7 @@ from penstock.fleet.auth import Auth
 from penstock.fleet.directory import Directory
 from penstock.fleet.serve import HubThread, bind
 from penstock.fleet.store import MemoryStore
+from penstock.fork import let_go_in_children
 
 BEAT_S = 0.5
 """On one host a beat costs nothing beside the bytes moved, and a hub that takes over knows all within one."""
@@ -224,16 +225,8 @@ class _File:
         self.close()
 
 
-_CLOSED_IN_CHILDREN: weakref.WeakSet[_File | socket.socket] = weakref.WeakSet()
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_File | socket.socket] = let_go_in_children(lambda held: held.close())
 """A child of a fork that lived on would keep the locks and the socket of a hub that died."""
-
-
-def _close_in_child() -> None:
-    for held in list(_CLOSED_IN_CHILDREN):
-        held.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _private(directory: Path) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
-import os
 import socket
 import ssl
 import struct
@@ -25,6 +24,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from penstock.errors import ConfigError
+from penstock.fork import let_go_in_children
 
 _WHOLE_BYTES = 64 << 10
 """From this many bytes on the kernel is asked to fill the buffer before it returns (MSG_WAITALL).
@@ -216,7 +216,8 @@ class Pool:
     def after_fork(self) -> None:
         """In a forked child: the parent's connections are the parent's. Closing our copies does not end them."""
         self._lock = threading.Lock()
-        self.clear()
+        with contextlib.suppress(OSError):
+            self.clear()
 
     def _context(self) -> ssl.SSLContext:
         with self._lock:
@@ -281,19 +282,10 @@ def _tunnel(sock: socket.socket, authority: str, *, head_s: float) -> None:
         raise OSError(f"the proxy refused a tunnel: {response.status}")
 
 
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_pools: weakref.WeakSet[Pool] = let_go_in_children(lambda pool: pool.after_fork())
 _shared: weakref.WeakValueDictionary[tuple[Path | None, float], Pool] = weakref.WeakValueDictionary()
 
 
 def shared_pool(*, ca_file: Path | None, silence_s: float) -> Pool:
     """The process's pool for these options, so that the shards of one checkpoint share their connections."""
     return _shared.setdefault((ca_file, silence_s), Pool(ca_file=ca_file, silence_s=silence_s))
-
-
-def _after_fork() -> None:
-    for pool in list(_pools):
-        with contextlib.suppress(OSError):
-            pool.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import secrets
 import socket
 import ssl
@@ -27,6 +26,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import Cancelled, ConfigError
+from penstock.fork import let_go_in_children
 from penstock.transport.coding import Choice
 from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.http_peer import Peer
@@ -56,15 +56,7 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _DECODER = msgspec.msgpack.Decoder(_Payload)
 
 
-_transports: weakref.WeakSet[HttpTransport] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for transport in list(_transports):
-        transport.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_transports: weakref.WeakSet[HttpTransport] = let_go_in_children(lambda transport: transport.forget())
 
 
 class HttpHandle:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import collections
 import itertools
-import os
 import secrets
 import threading
 import time
@@ -27,6 +26,7 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
+from penstock.fork import let_go_in_children
 from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.nixl_agent import Agent, Discarded, place_of
 from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
@@ -46,12 +46,7 @@ NUM_SLOTS = 4096
 """Registrations at once."""
 
 _DECODER = msgspec.msgpack.Decoder(Payload)
-_transports: weakref.WeakSet[NixlTransport] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for transport in list(_transports):
-        transport.forget()
+_transports: weakref.WeakSet[NixlTransport] = let_go_in_children(lambda transport: transport.forget())
 
 
 def _at_exit() -> None:
@@ -59,7 +54,6 @@ def _at_exit() -> None:
         transport.close()
 
 
-os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)
 
 

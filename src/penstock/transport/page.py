@@ -27,6 +27,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.fork import let_go_in_children
 from penstock.memory.memfd import Mapping, create, open_peer
 from penstock.transport.descriptor import Descriptor, encode
 
@@ -65,15 +66,7 @@ def seal_of(descriptor: Descriptor) -> int:
     return int.from_bytes(hashlib.blake2b(encode(descriptor), digest_size=8).digest(), "little")
 
 
-_pages: weakref.WeakSet[Page] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for page in list(_pages):
-        page.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_pages: weakref.WeakSet[Page] = let_go_in_children(lambda page: page.forget())
 
 
 class Page:
