@@ -1,6 +1,7 @@
 """`penstock convert`: any checkpoint to any other, out of core, resumable.
 
-In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
+In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan. Into a
+keeper: then it keeps, until SIGTERM.
 Not here: the conversion (`api.convert`).
 """
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import Format, FormatOption, MemoryBytes, Operations, TaskBytes, To, Verify
-from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
+from penstock.cli.output import bytes_text, note, plain, write_columns, write_fields, write_json, write_lines
 from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
+    from penstock.jobs.sink import Sink
 
 
 def word_of(text: str) -> dict[str, Any]:
@@ -81,7 +83,8 @@ Ray = Annotated[
 
 def convert(
     places: Annotated[
-        list[str], typer.Argument(metavar="SRC... DST", help="What is read, and where the result appears.")
+        list[str],
+        typer.Argument(metavar="SRC... DST", help="What is read, and where the result appears; or keeper:MODEL."),
     ],
     to: To = None,
     op: Operations = None,
@@ -104,7 +107,8 @@ def convert(
     words = [word_of(one) for one in op or ()]
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
-        from penstock.jobs.convert import devices_of, plan
+        from penstock.jobs.convert import plan
+        from penstock.jobs.crew import devices_of
         from penstock.jobs.predict import predict
 
         job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shard_bytes)
@@ -112,25 +116,37 @@ def convert(
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
     from penstock import api
+    from penstock.jobs.sink import SCHEME
 
-    report = api.convert(
-        places[:-1],
-        places[-1],
-        to=to,
-        operations=words,
-        verify=verify,
-        devices=devices.split(","),
-        workers=workers,
-        memory_bytes=memory_bytes,
-        task_bytes=task_bytes,
-        shard_bytes=shard_bytes,
-        spool=spool,
-        trace=trace,
-        ray=ray,
-        rates=speeds,
-        on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
-    )
-    write_report(report, format)
+    def run(destination: str | Sink) -> ConvertReport:
+        return api.convert(
+            places[:-1],
+            destination,
+            to=to,
+            operations=words,
+            verify=verify,
+            devices=devices.split(","),
+            workers=workers,
+            memory_bytes=memory_bytes,
+            task_bytes=task_bytes,
+            shard_bytes=shard_bytes,
+            spool=spool,
+            trace=trace,
+            ray=ray,
+            rates=speeds,
+            on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
+        )
+
+    if not places[-1].startswith(SCHEME):
+        write_report(run(places[-1]), format)
+        return
+    model = places[-1].removeprefix(SCHEME)
+    with api.Keeper() as keeper:
+        write_report(run(keeper.into(model)), format)
+        sys.stdout.flush()
+        kept = bytes_text(sum(one.nbytes for one in keeper.models()))
+        note(f"keeping {model}: {kept} on {keeper.device}; SIGTERM or Ctrl-C ends it")
+        keeper.serve()
 
 
 def write_report(report: ConvertReport, format: Format) -> None:

@@ -11,10 +11,11 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -29,7 +30,9 @@ from penstock.fleet.line import revision_of
 from penstock.fleet.member import Member
 from penstock.fleet.report import FetchReport
 from penstock.fleet.stop import until_stopped
-from penstock.fleet.tenant import KeptModel
+from penstock.fleet.tenant import KeptModel, MadeModel
+from penstock.jobs.job import Job
+from penstock.jobs.sink import SCHEME, Sink
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
 from penstock.memory.arena import needed_bytes
@@ -39,6 +42,7 @@ from penstock.memory.tier_stats import TiersStats
 from penstock.memory.tiers import Level, Tiers
 from penstock.storage.manifest import Uris
 from penstock.storage.spill import SpillTier
+from penstock.types import Manifest
 
 DRAIN_S = 30.0
 """How long engines and readers are waited for. An engine that was killed counts until its lease runs out, in 15 s."""
@@ -146,6 +150,29 @@ class Keeper:
         self.member.tell()
         assert kept.report is not None
         return kept.report
+
+    def into(self, model: str) -> Sink:
+        """A destination for `convert`: the result is made in this keeper's memory, and kept from then on.
+
+        It is never on a disk, unless it makes room for another model; nothing of it is left where the conversion fails.
+
+        Raises:
+            ConfigError: a model without a name; this keeper's memory is a device's.
+        """
+        if not model:
+            raise ConfigError("a model needs a name")
+        if self.device.type != "cpu":
+            raise ConfigError(f"what is converted goes to host memory, not {self.device}", hint="device='cpu'")
+        return _Into(self, model)
+
+    def _make(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
+        fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
+        kept = MadeModel(fleet, job, fill, max_readers=self._max_readers)
+        if any(one.block == kept.block for one in self._kept.values()):
+            raise ConfigError(f"{model!r} is kept already, of this very conversion")
+        self.tiers.put(kept.block, kept.fill, again=False, tenant=kept)
+        self._kept[kept.shown.key] = kept
+        self.member.tell()
 
     def models(self) -> list[Kept]:
         """What is kept now, in the order it came."""
@@ -265,6 +292,17 @@ class Keeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave(DRAIN_S if kind is None else 0.0)
+
+
+class _Into:
+    """See `Sink`."""
+
+    def __init__(self, keeper: Keeper, model: str) -> None:
+        self._keeper, self._model, self.uri = keeper, model, f"{SCHEME}{model}"
+
+    def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
+        """See `Sink.take`."""
+        self._keeper._make(self._model, job, fill)
 
 
 def _levels(

@@ -10,21 +10,27 @@ Not here: which model is where (`memory.tiers`), what the keeper's user calls (`
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
+import numpy as np
 import torch
 
-from penstock.errors import PenstockError, SourceChanged
+from penstock.digest.leaf import num_leaves, take_leaves
+from penstock.errors import ConfigError, PenstockError, SourceChanged
 from penstock.fleet.discover import Placed
 from penstock.fleet.holding import Holding
 from penstock.fleet.join import Fleet
+from penstock.fleet.line import Line
 from penstock.fleet.report import FetchReport
+from penstock.jobs.job import Job
 from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Block, Room
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
 from penstock.storage.manifest import Uris
-from penstock.types import TensorTable
+from penstock.types import Manifest, TensorTable
 
 
 class _InArena(Placed):
@@ -115,8 +121,58 @@ class KeptModel:
             holding.rest(tier)
         elif not self.is_leaving and (holding.tier or holding.state != "whole"):
             assert room.arena is not None
-            nbytes = holding.line.table.nbytes.tolist()
-            runs = zip(offsets_of(nbytes)[0], nbytes, strict=True)  # as `_InArena` placed them
-            holding.wake([room.arena.bytes_at(*run) for run in runs], [room.arena])
+            holding.wake(self._rows(room.arena), [room.arena])
             member.show(holding)
         member.beat_now()
+
+    def _rows(self, arena: Arena) -> list[torch.Tensor]:
+        """The line's bytes, as `_InArena` placed them."""
+        nbytes = self.shown.line.table.nbytes.tolist()
+        return [arena.bytes_at(*run) for run in zip(offsets_of(nbytes)[0], nbytes, strict=True)]
+
+
+class MadeModel(KeptModel):
+    """One that a conversion makes in its room, as one file without a header: there is no source to read it from again.
+
+    Args:
+        fleet: whose member keeps it.
+        job: what makes it.
+        make: has it run, with a path to write to.
+        max_readers: of the holding.
+    """
+
+    def __init__(self, fleet: Fleet, job: Job, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
+        super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]), (), None)
+        self._make, self._max_readers = make, max_readers
+
+    def fill(self, room: Room) -> None:
+        """Have it made in the room, and show it: with the digests of what was made, which readers compare.
+
+        Raises:
+            ConfigError: the result is kept already. PenstockError: of the conversion.
+        """
+        assert isinstance(room, ArenaRoom) and room.arena is not None
+        member, made = self._fleet.member, self._make(Path(room.arena.path))
+        line = Line.of(made.tensors, leaf_bytes=made.leaf_bytes)
+        assert made.leaves is not None
+        row_of = {name: row for row, name in enumerate(made.tensors.names)}
+        order = np.array([row_of[name] for name in line.table.names], np.int64)
+        leaves = take_leaves(made.leaves, num_leaves(made.tensors.nbytes, made.leaf_bytes), order)
+        identity = msgspec.structs.replace(self._fleet.identity, revision=made.revision, layout=line.layout)
+        if any(one.key == identity.key() for one in member.holdings):
+            raise ConfigError(f"{self.name!r} is kept already, in this revision: {made.revision}")
+        rows = _lying(line.table, room.arena)
+        holding = Holding(identity, line, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers)
+        holding.gain(np.arange(line.chunks.num_chunks), leaves)
+        holding.path, holding.kept = "converted", True
+        holding.become("whole")
+        self.holding = holding
+        member.show(holding)
+
+    def _rows(self, arena: Arena) -> list[torch.Tensor]:
+        return _lying(self.shown.line.table, arena)
+
+
+def _lying(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
+    """Bytes of each row, where it was written."""
+    return [arena.bytes_at(*run) for run in zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)]

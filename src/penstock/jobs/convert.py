@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from penstock.engine.trace import save_spans
 from penstock.errors import ConfigError, IntegrityError, SourceChanged
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.complete import completed
-from penstock.jobs.crew import Crew, LocalCrew, rows_of
+from penstock.jobs.crew import Crew, LocalCrew, devices_of, rows_of
 from penstock.jobs.held import came
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
-from penstock.jobs.journal import Journal
+from penstock.jobs.journal import Journal, Notes
 from penstock.jobs.messages import EXECUTORS, Words
 from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.report import ConvertReport
@@ -41,20 +41,18 @@ from penstock.jobs.result import (
     small_files,
 )
 from penstock.jobs.run import Coordinator
+from penstock.jobs.sink import ONE_FILE, SCHEME, Sink, fill
 from penstock.jobs.words import Word, operation_of
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
 from penstock.storage.manifest import Uris, WeightSet, open_weights
-from penstock.storage.output import OutputSet, require_free
+from penstock.storage.output import OutputRegion, OutputSet, require_free
 from penstock.storage.upload import publish_remote, require_none
 from penstock.types import MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
 """Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
-
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
@@ -62,7 +60,7 @@ Progress = Callable[[int, int], None]
 
 def convert(
     sources: Uris,
-    destination: str | os.PathLike[str],
+    destination: str | os.PathLike[str] | Sink,
     *,
     to: str | None = None,
     operations: Sequence[Word] = (),
@@ -84,14 +82,14 @@ def convert(
 
     Args:
         sources: what is read; as many as the first operation takes.
-        destination: a directory that is not there yet, or a prefix of an object store.
+        destination: a directory that is not there yet, a prefix of an object store, or a keeper's `into`.
         to: a format (`cast:BF16`, `fp8-block128`, ...) that what the operations give is stored in.
         operations: one after the other, each `{"op": name, ...}`; none: a copy.
         verify: hold what is read to the leaf digests of each source that has them; True: of all, or fail; False: none.
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
         workers: how many, taking `devices` in turn; None: one for each.
         memory_bytes: host memory of each worker's tasks.
-        task_bytes, shard_bytes: see `plan.tasks.cut`; files of at most so many bytes.
+        task_bytes, shard_bytes: see `plan.cuts.cut`; files of at most so many bytes.
         storage_options: see `load`; of sources and destination.
         spool: where files grow that go to an object store; None: the system's temporary directory.
         trace: a file for one Chrome trace of all workers.
@@ -108,16 +106,26 @@ def convert(
         PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
         OperationFailed: an operation raised, hung, or gave what it had not said.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
-        After all of these the destination is untouched, and the same call goes on where this one ended.
+        After all of these the destination is untouched, and the same call goes on where this one ended; but for memory,
+        where nothing is left, and it begins anew.
     """
     began, where = time.monotonic(), devices_of(devices, workers)
     with ExitStack() as stack:
+        shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
-        grown = _grow(asked, os.fspath(destination), memory_bytes, spool, stack)
+        asked = _within(asked, memory_bytes)
+
+        def run(grown: _Grown) -> _Ran:
+            return _run(grown, where, crew or _crew(ray, stack), rates, trace, on_progress)
+
         ran: _Ran | None = None
-        if (revision := _begin(grown)) is None:
-            ran = _run(grown, where, crew or _crew(ray, stack), rates, trace, on_progress)
-            revision = _publish(grown)
+        if isinstance(destination, Sink):
+            grown, revision, ran = _fill(asked, destination, run)
+        else:
+            grown = _grow(asked, os.fspath(destination), spool, stack)
+            if (there := _begin(grown)) is None:
+                ran, there = run(grown), _publish(grown)
+            revision = there
     return _report(grown, revision, ran, len(where), began)
 
 
@@ -200,27 +208,27 @@ def _open(
     return _Asked(settings=settings, opened=opened, job=job, words=told)
 
 
-def _grow(
-    asked: _Asked,
-    into: str,
-    memory_bytes: int | str | None,
-    spool: str | os.PathLike[str] | None,
-    stack: ExitStack,
-) -> _Grown:
-    """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
-    job = asked.job
+def _within(asked: _Asked, memory_bytes: int | str | None) -> _Asked:
+    """The same within a worker's budget."""
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-    job.check_budget(budget, "one task")
+    asked.job.check_budget(budget, "one task")
+    return replace(asked, words=msgspec.structs.replace(asked.words, memory_bytes=budget))
+
+
+def _grow(asked: _Asked, into: str, spool: str | os.PathLike[str] | None, stack: ExitStack) -> _Grown:
+    """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
+    if into.startswith(SCHEME):
+        raise ConfigError(
+            "a keeper is no directory", uri=into, hint="give Keeper.into(MODEL), or use `penstock convert`"
+        )
+    job = asked.job
     growing = _growing(job, into, spool)
     journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
     stack.callback(journal.close)
     out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     stack.push(partial(_leave, journal, out))
-    words = msgspec.structs.replace(asked.words, directory=str(growing), memory_bytes=budget)
-    return _Grown(
-        settings=asked.settings, opened=asked.opened, job=job, words=words, into=into, out=out, journal=journal
-    )
+    return _grown(asked, msgspec.structs.replace(asked.words, directory=str(growing)), into, out, journal)
 
 
 def _begin(grown: _Grown) -> str | None:
@@ -252,6 +260,8 @@ def _run(
 ) -> _Ran:
     """Have every task done that earlier runs did not do."""
     job, journal = grown.job, grown.journal
+    if grown.words.in_memory and crew.listen is not None:
+        raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
     uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
     predicted = predict(job, journal.kept, uris, devices if crew.listen is None else (), rates)
     words = msgspec.structs.replace(grown.words, trace=trace is not None)
@@ -280,6 +290,27 @@ def _publish(grown: _Grown) -> str:
         out.publish(Path(local_path(into)), small)
     grown.journal.remove()
     return manifest.revision
+
+
+def _fill(asked: _Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> tuple[_Grown, str, _Ran]:
+    """The same into memory: nothing lies beside it, nothing is resumed."""
+    found: list[tuple[_Grown, _Ran]] = []
+
+    def make(out: OutputRegion, notes: Notes) -> None:
+        words = msgspec.structs.replace(asked.words, directory=str(out.directory), in_memory=True)
+        grown = _grown(asked, words, sink.uri, out, notes)
+        found.append((grown, run(grown)))
+        for one in asked.opened:
+            check_unchanged(one)
+
+    revision = fill(sink, asked.job, make)
+    return found[0][0], revision, found[0][1]
+
+
+def _grown(asked: _Asked, words: Words, into: str, out: OutputSet, journal: Journal) -> _Grown:
+    return _Grown(
+        settings=asked.settings, opened=asked.opened, job=asked.job, words=words, into=into, out=out, journal=journal
+    )
 
 
 def _uris(sources: Uris) -> list[str]:
@@ -316,27 +347,6 @@ def _crew(ray: str | None, stack: ExitStack) -> Crew:
     crew = RayCrew(ray)
     stack.callback(crew.close)
     return crew
-
-
-def _gpus() -> list[str]:
-    """Every GPU. Where there is no driver, torch need not be asked: this process plans without it."""
-    if not any(os.path.exists(one) for one in _DRIVERS):
-        return []
-    import torch
-
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-
-
-def devices_of(devices: str | Sequence[str], workers: int | None) -> list[str]:
-    """One device for each worker. ConfigError: no worker."""
-    if workers is not None and workers < 1:
-        raise ConfigError(f"{workers} workers")
-    named = [devices] if isinstance(devices, str) else list(devices)
-    if named == ["all"]:
-        named = _gpus() or ["cpu"]
-    if named == ["cpu"] and workers is None:
-        workers = len(os.sched_getaffinity(0))
-    return [named[i % len(named)] for i in range(workers or len(named))]
 
 
 def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, began: float) -> ConvertReport:

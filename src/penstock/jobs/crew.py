@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from penstock.engine.trace import Span
-from penstock.errors import PeerLost
+from penstock.errors import ConfigError, PeerLost
 from penstock.jobs.zygote import END_S, Forked, Zygote
 
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
 
 
 class Crew(Protocol):
@@ -130,3 +134,24 @@ def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str
         for name, what, thread, start, stop, nbytes in one.spans:
             rows[f"{one.row} {name}"].append((name, what, thread, start + one.behind_s, stop + one.behind_s, nbytes))
     return rows
+
+
+def gpus() -> list[str]:
+    """Every GPU. Where there is no driver, torch need not be asked: this process plans without it."""
+    if not any(os.path.exists(one) for one in _DRIVERS):
+        return []
+    import torch
+
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+def devices_of(devices: str | Sequence[str], workers: int | None) -> list[str]:
+    """One device for each worker. ConfigError: no worker."""
+    if workers is not None and workers < 1:
+        raise ConfigError(f"{workers} workers")
+    named = [devices] if isinstance(devices, str) else list(devices)
+    if named == ["all"]:
+        named = gpus() or ["cpu"]
+    if named == ["cpu"] and workers is None:
+        workers = len(os.sched_getaffinity(0))
+    return [named[i % len(named)] for i in range(workers or len(named))]

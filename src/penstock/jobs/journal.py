@@ -112,6 +112,17 @@ class Journal:
         self._fd = -1
 
 
+class Notes(Journal):
+    """The same of a job whose output does not outlive its coordinator: nothing is written."""
+
+    def __init__(self) -> None:
+        self.done, self.kept, self._fd = dict[int, U64](), frozenset[int](), -1
+
+    def add(self, task: int, digests: U64) -> None:
+        """See `Journal.add`."""
+        self.done[task] = digests
+
+
 def _locked(path: Path) -> int:
     """The file, open for this process alone."""
     while True:

@@ -46,6 +46,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whether beats are to bring spans."""
     asks_held: bool = False
     """Whether workers are to say what their caches hold: they may be on several hosts."""
+    in_memory: bool = False
+    """Whether `directory` is one piece of memory."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):

@@ -41,7 +41,7 @@ from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
 from penstock.storage.manifest import open_weights
-from penstock.storage.output import OutputSet
+from penstock.storage.output import OutputRegion, OutputSet
 from penstock.types import U64
 
 BEAT_S = 0.5
@@ -122,7 +122,11 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     )
     if job.key != words.key:
         raise PlanError("this worker does not plan the same job: a source changed, or its Penstock is another version")
-    out = OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    out = (
+        OutputRegion(Path(words.directory), job.files.table)
+        if words.in_memory
+        else OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    )
     stack.callback(out.close)
     out.open()
     trace = Trace(enabled=words.trace)

@@ -3,14 +3,15 @@
 In: lengths and a device. Out: offsets, and flat views that keep the memory alive.
 Not here: moving live tensors into one (`rehome`), registering it (`transport`), staging buffers (`staging`).
 
-Host arenas are sealed memfds mapped shared, which other processes of the host can map (`memfd`); device arenas are one
-allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it no huge pages
-(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so let it be the load's.
+Host arenas are memfds mapped shared, which other processes of the host can map (`memfd`) once they are registered;
+device arenas are one allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it
+no huge pages (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so let it be the load's.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class Arena:
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
         _check_room(nbytes)
-        mapped = create("penstock-arena", nbytes)
+        mapped = create("penstock-arena", nbytes, sealed=False)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return cls("cpu", mapped.address, nbytes, mapped)
@@ -80,6 +81,12 @@ class Arena:
             message = f"{device} has {free} of {total} bytes free, {nbytes} are needed in one piece"
             raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
         return cls(str(region.device), region.data_ptr(), nbytes, region)
+
+    @property
+    def path(self) -> str:
+        """Of a host arena, for processes of this user and host that write to it, until it is registered."""
+        assert isinstance(self._owner, Mapping)
+        return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
     def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
         """Begin to make a host arena's pages present, from its start on, before they are written; returns at once.

@@ -42,9 +42,21 @@ class Mapping(mmap.mmap):
     inode: int
     address: int
 
+    def seal(self) -> None:
+        """Nobody else writes to it from now on: processes of the host may map it. Idempotent."""
+        if _is_sealed(self.fd):
+            return
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED | _SEAL_FUTURE_WRITE)
+        except OSError:  # a kernel before 5.1: readers map it read-only all the same
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED)
 
-def create(name: str, nbytes: int) -> Mapping:
-    """A sealed memfd of `nbytes` (at least one page), mapped; no pages are touched.
+
+def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
+    """A memfd of `nbytes` (at least one page) and no others, mapped; no pages are touched.
+
+    Args:
+        sealed: see `Mapping.seal`; until then processes of the same user can write to it, and none reads it.
 
     Raises:
         ConfigError: this system has no memfds.
@@ -60,12 +72,10 @@ def create(name: str, nbytes: int) -> Mapping:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = Mapping(fd, max(nbytes, mmap.PAGESIZE))
-        seals = _NEEDED | fcntl.F_SEAL_GROW
-        try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
-        except OSError:  # a kernel before 5.1: readers map it read-only all the same
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         mapped.fd, mapped.inode = fd, os.fstat(fd).st_ino
+        if sealed:
+            mapped.seal()
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error

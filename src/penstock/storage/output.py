@@ -209,6 +209,18 @@ class OutputSet:
         self._fds = []
 
 
+class OutputRegion(OutputSet):
+    """The same in memory, for a set of one file: its bodies alone, by a path that processes of this host can open.
+
+    Whoever has the memory makes it, shows it and frees it: not this.
+    """
+
+    def __init__(self, path: Path, table: TensorTable) -> None:
+        self.directory, self.table, self.groups = path, table, ("",)
+        self.names, self.data_offset = [""], [0]
+        self._body_nbytes, self._headers, self._fds = [int(table.nbytes.sum())], [b""], []
+
+
 def file_names(count: int) -> list[str]:
     """As checkpoints' shards are called everywhere."""
     if count == 1:

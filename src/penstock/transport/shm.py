@@ -137,6 +137,7 @@ class ShmTransport:
         if mapping is None:
             hint = "allocate it from memory.arena.Arena, move live tensors there by rehome, or load_into(arena=True)"
             raise ConfigError("shm reaches memory in arenas only", hint=hint)
+        mapping.seal()
         offset = memory.address - mapping.address
 
         def describe(page: PageAddress) -> bytes:

@@ -91,6 +91,27 @@ def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
             os.close(fd)
 
 
+def test_an_arena_is_written_to_by_its_path_until_it_is_sealed_and_read_from_then_on() -> None:
+    arena = Arena.allocate(5000)
+    mapping = memfd.shared_at(arena.address, arena.nbytes)
+    assert mapping is not None
+    writer = os.open(arena.path, os.O_RDWR)
+    try:
+        os.pwrite(writer, b"made elsewhere", 100)
+        assert arena.bytes_at(100, 14).numpy().tobytes() == b"made elsewhere"
+        with pytest.raises(PeerLost):
+            memfd.open_peer(os.getpid(), mapping.fd, 5000, "here")
+        mapping.seal()
+        mapping.seal()
+        with pytest.raises(PermissionError):
+            os.pwrite(writer, b"x", 100)
+        arena.bytes_at(100, 1)[0] = ord("M")
+        assert os.pread(writer, 14, 100) == b"Made elsewhere"
+        os.close(memfd.open_peer(os.getpid(), mapping.fd, 5000, "here"))
+    finally:
+        os.close(writer)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,133 @@
+"""Conversions into a keeper: what is made is what a directory would have, was never on a disk, and is there whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed
+from penstock.fleet import renewal
+from penstock.testing.checkpoints import write_llama
+
+TOLD = {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M"}
+
+
+@pytest.fixture(autouse=True)
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    yield
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("into") / "llama"
+    write_llama(directory, total_bytes=12_000_000, shards=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
+    """The revision and the tensors of the same conversion into a directory."""
+    into = tmp_path_factory.mktemp("wanted") / "f32"
+    return ps.convert(source, into, **TOLD).revision, by_safetensors(into)
+
+
+def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path: Path) -> None:
+    revision, tensors = wanted
+    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "keeper:f32", "--to", "cast:F32"]
+    process = subprocess.Popen(
+        [*command, "--devices", "cpu", "--workers", "2", "--task-bytes", "1M"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline().split() == ["keeper:f32", revision]
+        while "keeping f32" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        with ps.attach("f32", verify=True) as attached:
+            assert attached.report.revision == revision
+            assert_same(attached, tensors)
+        with ps.join("f32") as fleet:
+            fetched: dict[str, torch.Tensor] = {}
+            report = fleet.fetch(fetched, wait_s=10)
+            assert report.storage_bytes == 0
+            assert_same(fetched, tensors)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_rests_on_a_disk_and_comes_back(source: Path, wanted, tmp_path: Path) -> None:
+    revision, tensors = wanted
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with ps.Keeper(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
+        report = ps.convert(source, keeper.into("f32"), **TOLD)
+        assert (report.uri, report.revision, report.num_resumed) == ("keeper:f32", revision, 0)
+        keeper.keep("plain", str(source))
+        assert [one.tier for one in keeper.models()] == ["disk", "host"]
+        with ps.attach("f32", verify=True) as attached:
+            assert_same(attached, tensors)
+        with pytest.raises(ConfigError, match="kept already"):
+            ps.convert(source, keeper.into("f32"), **TOLD)
+        assert [one.model for one in keeper.models()] == ["f32", "plain"]
+
+
+def test_what_fails_leaves_nothing(source: Path, wanted) -> None:
+    _, tensors = wanted
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with ps.Keeper(memory_bytes=nbytes) as keeper:
+        raises = [{"op": "function", "function": "penstock.testing.jobs:raises"}]
+        for error, told in (
+            (OperationFailed, TOLD | {"operations": raises}),
+            (ConfigError, TOLD | {"operations": [{"op": "reshard", "to": 2}], "to": None}),
+            (BudgetTooSmall, TOLD | {"memory_bytes": "100K"}),
+        ):
+            with pytest.raises(error):
+                ps.convert(source, keeper.into("f32"), **told)
+            assert keeper.models() == [] and keeper.stats().tiers["host"].used_bytes == 0
+        with pytest.raises(NotFound):
+            ps.attach("f32", wait_s=0.2)
+        ps.convert(source, keeper.into("f32"), **TOLD)
+        with pytest.raises(BudgetTooSmall):
+            ps.convert(source, keeper.into("more"), **TOLD)
+        assert [one.model for one in keeper.models()] == ["f32"]
+
+
+def test_what_is_no_destination(source: Path) -> None:
+    with pytest.raises(ConfigError, match="keeper"):
+        ps.convert(source, "keeper:f32", **TOLD)
+
+
+def test_nobody_writes_to_what_is_shown(source: Path) -> None:
+    with ps.Keeper() as keeper:
+        ps.convert(source, keeper.into("f32"), **TOLD)
+        (holding,) = keeper.member.holdings
+        (region,) = holding.place.regions
+        fd = os.open(region.owner.path, os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                os.pwrite(fd, b"x", 0)
+        finally:
+            os.close(fd)
