@@ -16,7 +16,7 @@ import typer
 from penstock.cli.options import Format, FormatOption, Uri
 from penstock.cli.output import bytes_text, write_fields, write_json
 from penstock.config import Settings
-from penstock.errors import ConfigError, DestinationError
+from penstock.errors import ConfigError
 
 
 def manifest(
@@ -103,9 +103,10 @@ def write_whole(uri: str, data: bytes, settings: Settings) -> None:
     """Write a small file or object that appears whole, or leaves the one before it.
 
     Raises:
-        DestinationError: the file cannot be written; nothing was touched. Others as the object store's.
+        DiskFull, DestinationError: the file cannot be written; nothing was touched. Others as the object store's.
     """
     from penstock.storage import is_remote, local_path
+    from penstock.storage.output import typed
 
     if is_remote(uri):
         from penstock.storage.objects import write_small
@@ -113,7 +114,7 @@ def write_whole(uri: str, data: bytes, settings: Settings) -> None:
         write_small(uri, data, settings=settings)
         return
     path = Path(local_path(uri))
-    try:
+    with typed(path):
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -124,5 +125,3 @@ def write_whole(uri: str, data: bytes, settings: Settings) -> None:
             Path(partial).replace(path)
         finally:
             Path(partial).unlink(missing_ok=True)
-    except OSError as error:
-        raise DestinationError(f"cannot write the manifest: {error.strerror}", uri=uri) from error

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import ConfigError, DestinationError
+from penstock.errors import ConfigError
+from penstock.storage.output import typed
 
 Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
@@ -73,7 +74,7 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
     """Write Chrome-trace JSON: complete events, microseconds since `origin`, one process row for each of `rows`.
 
     Raises:
-        DestinationError: it cannot be written.
+        DiskFull, DestinationError: it cannot be written.
     """
     events: list[dict[str, object]] = []
     for pid, (row, spans) in enumerate(rows.items()):
@@ -90,8 +91,5 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
             }
             for _, name, thread, start, stop, nbytes in spans
         )
-    raw = msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
-    try:
-        Path(path).write_bytes(raw)
-    except OSError as error:
-        raise DestinationError(f"the trace cannot be written: {error.strerror}", uri=os.fspath(path)) from error
+    with typed(Path(path)):
+        Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
