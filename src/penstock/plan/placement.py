@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One worker as the scheduler knows it; what is summed over workers lies in columns, at `index`."""
+    """One worker as the scheduler knows it; what is compared over all workers lies in lists, at `index`."""
 
     index: int
     given: dict[int, None] = field(default_factory=dict)
@@ -91,8 +92,11 @@ class Placement:
         self._places: dict[str, _Place] = {}
         self._keepers: dict[int, list[_Place]] = {}
         self._names: list[str] = []
-        self._load, self._pace, self._spare = np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
-        self._known = np.zeros(0, bool)
+        self._load: list[int] = []
+        self._pace: list[float] = []
+        self._spare: list[int] = []
+        self._known: list[bool] = []
+        self._is_any_known = False
         self._running: dict[int, list[str]] = {}
         self._next = 0
         self._back: list[int] = []
@@ -124,9 +128,10 @@ class Placement:
         new = self._workers[worker] = _Worker(index=len(self._names), place=place, last=now)
         place.workers.append(new)
         self._names.append(worker)
-        self._load, self._spare = np.append(self._load, 0.0), np.append(self._spare, 0)
-        self._known = np.append(self._known, False)
-        self._pace = np.append(self._pace, float(np.median(present)) if present else GUESS_BYTES_PER_S)
+        self._load.append(0)
+        self._spare.append(0)
+        self._known.append(False)
+        self._pace.append(median(present) if present else GUESS_BYTES_PER_S)
         for task in holds:
             if self._state[task] in {_FREE, _KEPT} and task not in place.kept:
                 self._state[task] = _KEPT
@@ -219,7 +224,7 @@ class Placement:
 
     def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
         """The last task of the worker or the place that would end last, if it ends sooner here."""
-        ends = np.where(self._spare > 0, self._load / self._pace, -1.0)
+        ends = np.where(np.array(self._spare) > 0, np.array(self._load) / self._pace, -1.0)
         ends[me.index] = -1.0
         worst = int(ends.argmax())
         last_s = float(ends[worst])
@@ -244,7 +249,7 @@ class Placement:
     def _end_of(self, place: _Place) -> float:
         """When all that is kept there would be done, if nobody else took of it; seconds from now."""
         at = [one.index for one in place.workers]
-        return float((place.cost + self._load[at].sum()) / self._pace[at].sum())
+        return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
     def _twice(self, worker: str, me: _Worker, now: float) -> int | None:
         """The task that runs elsewhere and would gain most by being begun here too, if any would."""
@@ -266,9 +271,11 @@ class Placement:
 
     def _measured(self, one: _Worker, pace: float) -> None:
         """Its newest pace; the first of all is also that of workers nothing is known of."""
-        if not self._known.any():
-            self._pace[:] = pace
-        self._pace[one.index] += (SHARE if self._known[one.index] else 1.0) * (pace - self._pace[one.index])
+        if not self._is_any_known:
+            self._pace = [pace] * len(self._pace)
+            self._is_any_known = True
+        share = SHARE if self._known[one.index] else 1.0
+        self._pace[one.index] += share * (pace - self._pace[one.index])
         self._known[one.index] = True
 
     def _drop(self, one: _Worker, task: int) -> None:

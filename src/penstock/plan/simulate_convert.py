@@ -25,6 +25,7 @@ from penstock.plan.simulate import NUM_BINS, LinkLoad, Prediction, Span, Stage, 
 from penstock.types import GB, I64
 
 STAGES = ("fetch", "place", "compute", "send")
+_LAST = len(STAGES) - 1
 SILENCE_S = 30.0
 """Until a worker that says nothing is taken for dead. Source: `config.Settings.stall_s`."""
 _DRAWN = frozenset({"GPU 0", "GPU 1"})
@@ -78,8 +79,10 @@ class _Run:
         self.events: list[tuple[float, int, str, int]] = []
         self.num_begun = 0
         self.now = 0.0
-        self.ends = np.zeros((3, len(self.in_bytes)))
-        """Per task that ended: when, bytes in, bytes out."""
+        self.ended: list[tuple[float, int]] = []
+        """When a task ended first, and which."""
+        self.ends = np.zeros((3, 0))
+        """Of these: when, bytes in, bytes out."""
         self.spans: list[Span] = []
         self.failed: list[str] = []
 
@@ -109,6 +112,9 @@ class _Run:
                 self._lost(name)
             elif self.now <= one.dies and one.queue and one.queue[0][0] == task:
                 self._ended(name, one, task)
+        when, which = zip(*self.ended, strict=True) if self.ended else ((), ())
+        at = np.array(which, np.int64)
+        self.ends = np.array([when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
         """Deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
@@ -152,13 +158,15 @@ class _Run:
     def _begin(self, name: str, one: _Worker) -> None:
         """A task is the first of a worker's queue: when it ends. Earlier stages had it while others were before it."""
         task, at = one.queue[0]
-        taken, given = self.in_bytes[task], self.out_bytes[task]
+        nbytes, free, busy, is_drawn = self.in_bytes[task], one.free, one.busy, name in _DRAWN
         for stage, pace in enumerate(one.pace):
-            took = pace * (given if stage == len(STAGES) - 1 else taken)
-            start = max(at, one.free[stage])
-            at = one.free[stage] = start + took
-            one.busy[stage] += took
-            if name in _DRAWN and took and len(self.spans) < _MAX_SPANS:
+            if stage == _LAST:
+                nbytes = self.out_bytes[task]
+            took = pace * nbytes
+            start = free[stage] if free[stage] > at else at
+            at = free[stage] = start + took
+            busy[stage] += took
+            if is_drawn and took and len(self.spans) < _MAX_SPANS:
                 self.spans.append(Span(lane=f"{name} {STAGES[stage]}", stage=STAGES[stage], start_s=start, stop_s=at))
         self.num_begun += 1
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
@@ -169,8 +177,7 @@ class _Run:
         done = self.placement.done(name, task, self.now)
         self._revoke(done.revoked)
         if done.first:
-            at = len(self.in_bytes) - self.placement.num_left - 1
-            self.ends[:, at] = self.now, self.in_bytes[task], self.out_bytes[task]
+            self.ended.append((self.now, task))
         if one.queue:
             self._begin(name, one)
         self._feed(name)
