@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from penstock.cli.options import Format, FormatOption
+from penstock.cli.options import Format, FormatOption, given
 from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
 from penstock.config import ecosystem, environment
 from penstock.errors import ConfigError
@@ -56,18 +54,10 @@ class Limit:
 
 
 def doctor(
-    path: Annotated[
-        Path | None,
-        typer.Option("--path", metavar="FILE", help="A large file on the disk to measure.", show_default=False),
-    ] = None,
+    path: Annotated[Path | None, given("--path", "FILE", "A large file on the disk to measure.")] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(
-            "--calibrate",
-            metavar="FILE",
-            help="Measure instead the stages that a simulation needs; write their rates.",
-            show_default=False,
-        ),
+        given("--calibrate", "FILE", "Measure instead the stages that a simulation needs; write their rates."),
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.options import given
 from penstock.cli.output import note
 
 
@@ -21,34 +22,15 @@ def hub(
         str, typer.Option("--listen", metavar="ADDRESS", help="host:port or unix:///path.")
     ] = "127.0.0.1:7070",
     redis: Annotated[
-        str | None,
-        typer.Option(
-            "--redis",
-            metavar="URL",
-            help="State of several hubs that act as one: redis://host:6379/0.",
-            show_default=False,
-        ),
+        str | None, given("--redis", "URL", "State of several hubs that act as one: redis://host:6379/0.")
     ] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file",
-            metavar="FILE",
-            help="A token a line, then the patterns of the models it is for.",
-            show_default=False,
-        ),
+        Path | None, given("--token-file", "FILE", "A token a line, then the patterns of the models it is for.")
     ] = None,
-    cert: Annotated[
-        Path | None, typer.Option("--cert", metavar="FILE", help="PEM certificate: speak TLS.", show_default=False)
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="PEM key of --cert.", show_default=False)
-    ] = None,
+    cert: Annotated[Path | None, given("--cert", "FILE", "PEM certificate: speak TLS.")] = None,
+    key: Annotated[Path | None, given("--key", "FILE", "PEM key of --cert.")] = None,
     client_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--client-ca", metavar="FILE", help="Callers show a certificate that it signed.", show_default=False
-        ),
+        Path | None, given("--client-ca", "FILE", "Callers show a certificate that it signed.")
     ] = None,
     audit: Annotated[bool, typer.Option("--audit", help="A line on stderr for each grant and refusal.")] = False,
 ) -> None:

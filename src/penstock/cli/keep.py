@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile
+from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, given
 from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
@@ -26,38 +26,20 @@ if TYPE_CHECKING:
 def keep(
     uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")],
     model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="What engines call it; one a URI. Default: its last part.",
-            show_default=False,
-        ),
+        list[str] | None, given("--model", "NAME", "What engines call it; one a URI. Default: its last part.")
     ] = None,
     device: Device = "cpu",
     hub: Hub = None,
     listen: Listen = None,
     token_file: TokenFile = None,
     memory_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-bytes", metavar="BYTES", help="Bound of all models on the device: 40G.", show_default=False
-        ),
+        str | None, given("--memory-bytes", "BYTES", "Bound of all models on the device: 40G.")
     ] = None,
     host_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--host-bytes", metavar="BYTES", help="Pinned host memory for idle models of a GPU.", show_default=False
-        ),
+        str | None, given("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
     ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option("--disk", metavar="DIR", help="Where idle models go then, on a local disk.", show_default=False),
-    ] = None,
-    disk_bytes: Annotated[
-        str | None,
-        typer.Option("--disk-bytes", metavar="BYTES", help="Bound of --disk.", show_default=False),
-    ] = None,
+    disk: Annotated[str | None, given("--disk", "DIR", "Where idle models go then, on a local disk.")] = None,
+    disk_bytes: Annotated[str | None, given("--disk-bytes", "BYTES", "Bound of --disk.")] = None,
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="How long the end waits for engines and readers.")
     ] = 30.0,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri, Verify
+from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri, Verify, given
 from penstock.cli.output import bytes_text, plain, write_fields, write_json, write_lines
 from penstock.config import Settings, parse_bytes
 from penstock.types import MIB
@@ -28,10 +28,7 @@ def load(
     names: Names = None,
     memory_bytes: MemoryBytes = None,
     verify: Verify = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (for Perfetto).", show_default=False),
-    ] = None,
+    trace: Annotated[Path | None, given("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:

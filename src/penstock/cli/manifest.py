@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Uri
+from penstock.cli.options import Format, FormatOption, Uri, given
 from penstock.cli.output import bytes_text, write_fields, write_json
 from penstock.config import Settings
 from penstock.errors import ConfigError
@@ -21,14 +21,8 @@ from penstock.errors import ConfigError
 
 def manifest(
     uri: Uri,
-    sign: Annotated[
-        Path | None,
-        typer.Option("--sign", metavar="KEY", help="Ed25519 private key (PEM); adds FILE.sig.", show_default=False),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="URI", help="Where to write; default: beside the weights.", show_default=False),
-    ] = None,
+    sign: Annotated[Path | None, given("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
+    out: Annotated[str | None, given("--out", "URI", "Where to write; default: beside the weights.")] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Read every body once and write the manifest with its digests, so that every later load is verified."""
@@ -63,10 +57,7 @@ def manifest(
 
 def verify(
     uri: Uri,
-    public_key: Annotated[
-        Path | None,
-        typer.Option("--public-key", metavar="KEY", help="Ed25519 public key (PEM) to ask for.", show_default=False),
-    ] = None,
+    public_key: Annotated[Path | None, given("--public-key", "KEY", "Ed25519 public key (PEM) to ask for.")] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Read every body and hold it to the manifest's digests, and the manifest to its signature."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile
+from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, given
 from penstock.cli.output import plain, write_json, write_lines
 from penstock.errors import ConfigError
 from penstock.fleet.auth import first_token
@@ -18,18 +18,12 @@ from penstock.fleet.auth import first_token
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.")],
-    to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", help="Write it here, with index and manifest.", show_default=False),
-    ] = None,
+    to: Annotated[Path | None, given("--to", "DIR", "Write it here, with index and manifest.")] = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1 and let it go.", show_default=False),
     ] = None,
-    fallback: Annotated[
-        str | None,
-        typer.Option("--fallback", metavar="URI", help="Where storage has what no member has.", show_default=False),
-    ] = None,
+    fallback: Annotated[str | None, given("--fallback", "URI", "Where storage has what no member has.")] = None,
     revision: Annotated[
         str, typer.Option("--revision", help="Only this one.", metavar="REVISION", show_default=False)
     ] = "",

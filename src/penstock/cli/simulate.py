@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from penstock.cli.options import Format, FormatOption
+from penstock.cli.options import Format, FormatOption, given
 from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError, DestinationError
@@ -39,19 +39,9 @@ ClusterOption = Annotated[
     str,
     typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file of JSON."),
 ]
-RatesOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--rates", metavar="FILE", help="Of the stages, as `doctor --calibrate` writes them.", show_default=False
-    ),
-]
+RatesOption = Annotated[Path | None, given("--rates", "FILE", "Of the stages, as `doctor --calibrate` writes them.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of who is slow, who fails, who comes first.")]
-PictureOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--picture", metavar="FILE", help="Write the timeline and the links' load as SVG.", show_default=False
-    ),
-]
+PictureOption = Annotated[Path | None, given("--picture", "FILE", "Write the timeline and the links' load as SVG.")]
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="kimi-k2, or a weight set whose headers are read.", show_default=False),
@@ -104,8 +94,9 @@ def simulate_sync(
     format: FormatOption = Format.human,
 ) -> None:
     """Predict a sync: the planner's own plan of made-up ranks, run over the cluster."""
-    from penstock.plan import simulate_sync as simulation
+    from penstock.plan.simulate_sync import simulate_sync
     from penstock.plan.sync import plan_sync
+    from penstock.plan.sync_work import transformed_bytes
 
     watermark = parse_bytes(watermark_bytes)
     if watermark < MIB:
@@ -113,11 +104,11 @@ def simulate_sync(
     described, speeds = read_cluster(cluster, rates)
     held, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(held, wanted, bucket_bytes=parse_bytes(bucket_bytes))
-    found = simulation.simulate_sync(
+    found = simulate_sync(
         plan,
         described,
         speeds,
-        transformed=simulation.transformed_bytes(plan, held, wanted),
+        transformed=transformed_bytes(plan, held, wanted),
         watermark_bytes=watermark,
         staged=not direct,
         one_node=one_node,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, TokenFile
+from penstock.cli.options import Format, FormatOption, Hub, TokenFile, given
 from penstock.cli.output import bytes_text, write_columns, write_json, write_lines
 from penstock.fleet.auth import first_token
 
@@ -137,9 +137,7 @@ def _cells(holding: HoldingState) -> list[object]:
 
 def why(
     model: Model,
-    member: Annotated[
-        str | None, typer.Option("--member", metavar="ID", help="Only of this member.", show_default=False)
-    ] = None,
+    member: Annotated[str | None, given("--member", "ID", "Only of this member.")] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
