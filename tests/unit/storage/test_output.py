@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.plan.tasks import OutputFiles, Spec, lay_out
-from penstock.storage.output import OutputSet, file_names
+from penstock.storage.output import OutputRegion, OutputSet, file_names
 from penstock.types import DType
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (64, 64), "d": (0, 4), "e": ()}
@@ -67,6 +67,31 @@ def test_any_order_by_two_holders_gives_what_the_format_reads(tmp_path, shard_by
         said = json.loads(index.read_text())
         assert said["weight_map"].keys() == TENSORS.keys()
         assert said["metadata"]["total_size"] == sum(array.nbytes for array in TENSORS.values())
+
+
+def test_a_region_is_the_bodies_of_one_file():
+    files, fd = laid_out(1 << 20), os.memfd_create("region")
+    nbytes = int(files.table.nbytes.sum())
+    os.ftruncate(fd, nbytes)
+    first, second = (OutputRegion(Path(f"/proc/{os.getpid()}/fd/{fd}"), files.table) for _ in range(2))
+    first.open()
+    second.open()
+    todo = pieces(files) + pieces(files)[::3]
+    random.Random(3).shuffle(todo)
+    for turn, (file, offset, data) in enumerate(todo):
+        (first, second)[turn % 2].write(file, offset, memoryview(data))
+    body = os.pread(fd, nbytes, 0)
+    for row, name in enumerate(files.table.names):
+        start = int(files.table.offset[row])
+        assert body[start : start + int(files.table.nbytes[row])] == TENSORS[name].tobytes()
+    again = bytearray(nbytes)
+    second.read(0, 0, memoryview(again))
+    assert again == body and first.file_nbytes == [nbytes]
+    first.close()
+    second.close()
+    os.close(fd)
+    with pytest.raises(DestinationError):
+        first.open()
 
 
 def test_what_is_there_stays_when_it_is_created_again(tmp_path):
