@@ -94,7 +94,7 @@ def simulate_sync(
     format: FormatOption = Format.human,
 ) -> None:
     """Predict a sync: the planner's own plan of made-up ranks, run over the cluster."""
-    from penstock.plan.simulate_sync import simulate_sync
+    from penstock.plan import simulate_sync as simulation
     from penstock.plan.sync import plan_sync
     from penstock.plan.sync_work import transformed_bytes
 
@@ -104,7 +104,7 @@ def simulate_sync(
     described, speeds = read_cluster(cluster, rates)
     held, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(held, wanted, bucket_bytes=parse_bytes(bucket_bytes))
-    found = simulate_sync(
+    found = simulation.simulate_sync(
         plan,
         described,
         speeds,

@@ -80,12 +80,24 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Bytes copied within one device: the flip of a staged update."""
     step_s: float
     """One batch of a device's work, from the call on: a digest, a transform, a copy of many."""
+    slab_s: float = 0.0
+    """The same of each further `SLAB_BYTES` of a digest."""
     post_s: float
     """One read posted, of one run."""
     run_s: float
     """Beyond the node, each run of a read from `SHORT_RUN_BYTES` on."""
     short_run_s: float
     """The same of shorter ones."""
+    near_post_s: float = 0.0
+    """Within the node, one read of a sync posted, of one run; 0: as `post_s`."""
+    copy_s: float = 0.0
+    """Within the node, each such run: what posting it takes the reader's host."""
+    gap_s: float = 0.0
+    """Within the node, each such run: what the link is idle after it."""
+    gather_s: float = 0.0
+    """Within the node: a kernel that copies shorter ones, started."""
+    gather_gb_per_s: float = 0.0
+    """What it moves; 0: as much as the link."""
     answer_s: float
     """A question to another member's door, answered."""
     hop_s: float
@@ -97,12 +109,15 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Raise PlanError unless every rate and cost can be one."""
         if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
             raise PlanError(f"{self.name}: a stage needs a rate above 0")
-        if min(self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s) < 0:
+        costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
+        if min(*costs, self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s) < 0:
             raise PlanError(f"{self.name}: a cost below 0 s")
 
 
 SHORT_RUN_BYTES = 256 << 10
 """From here on a run is a copy of its own. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+SLAB_BYTES = 256 << 20
+"""What kernels digest at once. Source: `digest.cuda.Tuning`."""
 
 H200_RATES = Rates(
     name="h200",
@@ -110,9 +125,15 @@ H200_RATES = Rates(
     digest_gb_per_s=2306.0,
     device_copy_gb_per_s=2118.0,
     step_s=110e-6,
+    slab_s=44e-6,
     post_s=0.65e-3,
     run_s=1.06e-6,
     short_run_s=0.2e-6,
+    near_post_s=2.25e-3,
+    copy_s=0.59e-6,
+    gap_s=0.13e-6,
+    gather_s=0.2e-3,
+    gather_gb_per_s=350.0,
     answer_s=1e-3,
     hop_s=3.5e-3,
     source=(
@@ -120,9 +141,19 @@ H200_RATES = Rates(
         ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load.md, row f"),
         ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
         ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),
+        ("slab_s", "benchmarks/results/h100_202611/digest.md, host us a call: 4096 MiB beside 256 MiB"),
         ("post_s", "benchmarks/results/h200x2_202611/transport.md, one segment; assumed for NICs"),
         ("run_s", "benchmarks/results/h200x2_202611/transport.md, 16 MiB segments; assumed for NICs"),
         ("short_run_s", "benchmarks/results/h200x2_202611/transport.md, 4 KiB segments; assumed for NICs"),
+        (
+            "near_post_s",
+            "benchmarks/results/h200x4_202611/sync.md: 1 to 4 ms of the interpreter, the middle less a kernel's start; "
+            "threads then handed it over in 5 ms, now in 50 us",
+        ),
+        ("copy_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments: what posting them took, each"),
+        ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
+        ("gather_s", "penstock.transport.cuda_ipc.MANY"),
+        ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
         ("answer_s", "assumed: a small request to a door"),
         ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
     ),
@@ -237,6 +268,15 @@ class Links:
     def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
         """Whether GPUs are of one node."""
         found: npt.NDArray[np.bool_] = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
+        return found
+
+    def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
+        """How much longer a read takes NVLink than its bytes, for what is between copies and for short runs."""
+        link = self._cluster.nvlink_gb_per_s
+        slower = max(link / rates.gather_gb_per_s - 1, 0.0) if rates.gather_gb_per_s else 0.0
+        found: npt.NDArray[np.float64] = 1.0 + (
+            num_copies * rates.gap_s * link * GB + short_bytes * slower
+        ) / np.maximum(nbytes, 1)
         return found
 
     def between(self, source: I64, receiver: I64) -> I64:

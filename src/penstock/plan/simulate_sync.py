@@ -1,114 +1,43 @@
 """How long a sync takes: a `SyncPlan` over a described cluster, read by read.
 
 In: the plan, what each source transforms in which bucket, a cluster, rates. Out: a `Prediction`.
-Not here: the plan (`sync`), who shares a link how (`flow`).
+Not here: the plan (`sync`), its reads (`sync_work`), who shares a link how (`flow`).
 
-    source:    transform b0 | b1 | b2 ...                  one after the other, digests of what is asked among them
-    receiver:  ask -> post -> wire -> digest, compare      laps in order, two at a time, below a watermark, as
-                                                           `sync.take` does; posts one by one, reads side by side
+    source:    transform b0 | b1 | b2 ...                  one after the other; digests of what is asked, in turn
+    receiver:  part, maps -> post -> wire -> digest, compare -> told      laps in order, two at a time, below a
+                                                           watermark, as `sync.take` does; reads side by side, but what
+                                                           Python does for them one after the other
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.plan.cluster import SHORT_RUN_BYTES, Cluster, Links, Rates, slowdowns
+from penstock.plan.cluster import SLAB_BYTES, Cluster, Links, Rates, slowdowns
 from penstock.plan.flow import F64, fair_rates
-from penstock.plan.intersect import spread
 from penstock.plan.layout import Layout
 from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
-from penstock.plan.sync import Part, SyncPlan, plan_sync
-from penstock.types import GB, GIB, I64
+from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.plan.sync_work import (
+    AHEAD_LAPS,
+    ASK_BYTES,
+    GROUP_BYTES,
+    READS_AT_ONCE,
+    READS_OF_ONE,
+    WATERMARK_BYTES,
+    Work,
+    transformed_bytes,
+)
+from penstock.types import GB, I64
 
-WATERMARK_BYTES = 16 * GIB
-READS_AT_ONCE = 16
-READS_OF_ONE = 4
-AHEAD_LAPS = 2
-"""As `sync.take` runs a part; a test holds them equal."""
+ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
+"""Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version."""
+
 _STEPS = 4000
 """Moments a run is looked at, at least: reads that begin or end within one part of so many are taken together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The reads of a sync, as columns: receiver after receiver, lap after lap, the sources of one taking turns."""
-
-    receiver: I64
-    lap: I64
-    """Buckets joined, counted over all receivers."""
-    source: I64
-    bucket: I64
-    """The last it has something of."""
-    nbytes: I64
-    run_s: F64
-    """What its runs cost beside posting it, where each is asked for by itself."""
-
-    @classmethod
-    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
-        """The steps that each receiver's take cuts its part to. Cost: that of all parts."""
-        columns = [(np.zeros(0, np.int64),) * 5]
-        costs = [np.zeros(0)]
-        num_laps = 0
-        for r in range(len(plan.receivers)):
-            part = plan.part(r)
-            if not len(part.source):
-                continue
-            lap, source, bucket, nbytes, run_s = _steps(part, rates, watermark_bytes)
-            columns.append((np.full(len(lap), r), num_laps + lap, source, bucket, nbytes))
-            costs.append(run_s)
-            num_laps += int(lap[-1]) + 1
-        receiver, laps, source, bucket, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
-        run_s = np.concatenate(costs)
-        return cls(receiver=receiver, lap=laps, source=source, bucket=bucket, nbytes=nbytes, run_s=run_s)
-
-
-def _steps(part: Part, rates: Rates, watermark_bytes: int) -> tuple[I64, I64, I64, I64, F64]:
-    """(lap, source, last bucket, bytes, cost of runs) of each step of a part, in the order they are posted."""
-    edges = np.array(part.laps(watermark_bytes // AHEAD_LAPS), np.int64)
-    bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
-    lap = np.searchsorted(edges, bucket, side="right") - 1
-    run_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    nbytes = part.run_bytes * part.num_rows
-    # By lap and source, then cut where a step would be too large.
-    order = np.lexsort((bucket, part.source, lap))
-    lap, source, bucket, nbytes, run_s = (column[order] for column in (lap, part.source, bucket, nbytes, run_s))
-    piece_bytes = max(watermark_bytes // 16, 1)
-    cuts = -(-nbytes // piece_bytes)
-    lap, source, bucket, each, of = (np.repeat(column, cuts) for column in (lap, source, bucket, nbytes, cuts))
-    turn = spread(np.zeros(len(cuts), np.int64), cuts)
-    nbytes, run_s = each * (turn + 1) // of - each * turn // of, np.repeat(run_s / cuts, cuts)
-    stop = np.cumsum(nbytes)
-    fresh = np.ones(len(lap), bool)
-    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
-    begin = (stop - nbytes)[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
-    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
-    head = np.flatnonzero(fresh)
-    last = np.append(head[1:], len(lap)) - 1
-    pair = lap[head] * (int(source.max()) + 1) + source[head]
-    number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    turns = np.lexsort((number, lap[head]))
-    total, runs = np.add.reduceat(nbytes, head), np.add.reduceat(run_s, head)
-    return lap[head][turns], source[head][turns], bucket[last][turns], total[turns], runs[turns]
-
-
-def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """[num_sources, num_buckets] bytes of BF16 that each source reads for the tensors it holds under a tag."""
-    bucket_of: dict[str, int] = {}
-    for r, want in enumerate(wants):
-        rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
-        named = zip(plan.want_row[rows].tolist(), plan.want_bucket[rows].tolist(), strict=True)
-        bucket_of.update((want.names[row], bucket) for row, bucket in named)
-    found = np.zeros((len(holdings), plan.num_buckets), np.int64)
-    for s, holding in enumerate(holdings):
-        elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
-        bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
-        wanted = bucket >= 0
-        np.add.at(found[s], bucket[wanted], 2 * elements[holding.form[wanted]])
-    return found
 
 
 def simulate_sync(
@@ -118,6 +47,7 @@ def simulate_sync(
     *,
     transformed: I64 | None = None,
     watermark_bytes: int = WATERMARK_BYTES,
+    reads_of_one: int = READS_OF_ONE,
     staged: bool = True,
     one_node: bool = False,
     seed: int = 0,
@@ -130,6 +60,7 @@ def simulate_sync(
         rates: of the stages.
         transformed: bytes each source transforms in each bucket (`transformed_bytes`); None: nothing is.
         watermark_bytes: most that a receiver has asked for and not verified.
+        reads_of_one: reads of one source under way.
         staged: the flip at the end counts: a copy of all bytes on the device.
         one_node: receivers take the next GPUs, be they of the sources' node.
         seed: of who is slow and who fails.
@@ -141,10 +72,12 @@ def simulate_sync(
     links = Links(cluster, slowdowns(cluster, seed))
     work = Work.of(plan, rates, watermark_bytes=watermark_bytes)
     ready, source_s = _ready(work, plan, rates, transformed)
-    run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes)
+    run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
+    if transformed is None or not transformed.any():
+        run.answered = _answered(work, rates)
     run.go()
     flip_s = run.nbytes_of / rates.device_copy_gb_per_s / GB if staged else np.zeros(len(plan.receivers))
-    done = run.done + flip_s
+    done = np.where(run.nbytes_of > 0, run.done + ANSWERS_AFTER * rates.answer_s, 0.0) + flip_s
     total_s = float(done.max(initial=0.0))
     nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
     stages = _stages(run, source_s, flip_s, plan)
@@ -172,9 +105,15 @@ _USED = (
     "digest_gb_per_s",
     "device_copy_gb_per_s",
     "step_s",
+    "slab_s",
     "post_s",
     "run_s",
     "short_run_s",
+    "near_post_s",
+    "copy_s",
+    "gap_s",
+    "gather_s",
+    "gather_gb_per_s",
     "answer_s",
 )
 
@@ -197,18 +136,43 @@ def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) ->
     took = given / rates.digest_gb_per_s / GB + asked * rates.step_s
     if transformed is not None:
         took += transformed / rates.quantise_gb_per_s / GB + (transformed > 0) * rates.step_s
-    ready = np.cumsum(took, axis=1)
+    ready = ANSWERS_BEFORE * rates.answer_s + np.cumsum(took, axis=1)
     return ready, took.sum(axis=1)
+
+
+def _answered(work: Work, rates: Rates) -> F64:
+    """[num_reads] when its digests are there, of sources that are ready: asked for many reads at once, before these."""
+    pair = work.source * (int(work.receiver.max(initial=0)) + 1) + work.receiver
+    order = np.argsort(pair, kind="stable")
+    begin = np.cumsum(work.nbytes[order]) - work.nbytes[order]
+    turn = np.zeros(len(order), np.int64)
+    turn[order] = (begin - begin[np.searchsorted(pair[order], pair[order])]) // ASK_BYTES
+    # Each source answers in turn: the first question of every receiver, then the second ...
+    asked, which = np.unique(np.stack((work.source, turn, work.receiver)), axis=1, return_inverse=True)
+    which = which.reshape(-1)
+    took = np.bincount(which, weights=work.nbytes) / rates.digest_gb_per_s / GB + rates.step_s
+    done = np.cumsum(took)
+    done -= (done - took)[np.searchsorted(asked[0], asked[0])]
+    found: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
+    return found
 
 
 class _Run:
     """The events of one sync."""
 
     def __init__(
-        self, work: Work, num_receivers: int, links: Links, first: int, rates: Rates, ready: F64, watermark: int
+        self,
+        work: Work,
+        num_receivers: int,
+        links: Links,
+        first: int,
+        rates: Rates,
+        ready: F64,
+        watermark: int,
+        reads_of_one: int,
     ) -> None:
         self.work, self.rates, self.num = work, rates, num_receivers
-        self._links, self._watermark = links, watermark
+        self._links, self._watermark, self._reads_of_one = links, watermark, reads_of_one
         self.meter = Meter(links)
         self._flow_links = links.between(work.source, first + work.receiver)
         self.first = np.searchsorted(work.receiver, np.arange(num_receivers + 1))
@@ -220,10 +184,16 @@ class _Run:
         # Plain lists: they are read one number at a time.
         self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
         self._nbytes, self._lap = work.nbytes.tolist(), work.lap.tolist()
-        # Over NVLink a strip is one request, however many runs it has: benchmarks/results/h200x2_202611/strips.md.
-        self.cost_s = rates.post_s + np.where(links.near(work.source, first + work.receiver), 0.0, work.run_s)
+        near = links.near(work.source, first + work.receiver)
+        # Over NVLink short runs cost nothing each: a kernel copies those of a group.
+        gathers = -(-work.short_bytes // GROUP_BYTES)
+        near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
+        self.cost_s = np.where(near, near_s, rates.post_s + work.far_s)
         self._cost_s = self.cost_s.tolist()
+        self._stretch = np.where(near, links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates), 1.0)
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
+        self.answered: F64 | None = None
+        """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
         laps = int(work.lap[-1]) + 1 if count else 0
         self._left = np.bincount(work.lap, minlength=laps).tolist()
         self._lap_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
@@ -234,7 +204,7 @@ class _Run:
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._held = [0] * num_receivers
-        self._post_free, self._compute_free = [0.0] * num_receivers, [0.0] * num_receivers
+        self._host_free, self._device_free = [0.0] * num_receivers, [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
         self._new: list[int] = []
 
@@ -249,7 +219,7 @@ class _Run:
         active: I64 = np.zeros(0, np.int64)
         left = np.zeros(0)
         for r in range(self.num):
-            self._ask(r, 0.0)
+            self._ask(r, ANSWERS_BEFORE * self.rates.answer_s)
         now = 0.0
         while len(active) or self._events:
             rates = fair_rates(self._flow_links[active], links.capacity) if len(active) else left
@@ -259,8 +229,9 @@ class _Run:
             moved = np.minimum(rates * (until - now), left)
             over = ends <= until
             moved[over] = left[over]
-            self.meter.add(now, until, self._flow_links[active], moved)
-            self.moved += float(moved.sum())
+            carried = moved / self._stretch[active]
+            self.meter.add(now, until, self._flow_links[active], carried)
+            self.moved += float(carried.sum())
             left = left - moved
             for read, at in zip(active[over].tolist(), ends[over].tolist(), strict=True):
                 self._land(read, at)
@@ -271,7 +242,8 @@ class _Run:
                 fresh = np.array(self._new, np.int64)
                 self._new = []
                 self.begun[fresh] = now
-                active, left = np.concatenate((active, fresh)), np.concatenate((left, work.nbytes[fresh]))
+                active = np.concatenate((active, fresh))
+                left = np.concatenate((left, work.nbytes[fresh] * self._stretch[fresh]))
 
     def _ask(self, r: int, at: float) -> None:
         """Have a receiver ask for the reads that it may."""
@@ -280,36 +252,42 @@ class _Run:
             pair = r, self._source[read]
             room = self._watermark - self._held[r]
             late = self._lap[read] >= self._whole[r] + AHEAD_LAPS or (self._held[r] and self._nbytes[read] > room)
-            if late or self._of_one.get(pair, 0) >= READS_OF_ONE:
+            if late or self._of_one.get(pair, 0) >= self._reads_of_one:
                 return
             self._next[r] += 1
             self._flying[r] += 1
             self._of_one[pair] = self._of_one.get(pair, 0) + 1
             self._held[r] += self._nbytes[read]
             self.asked[read] = at
-            heapq.heappush(self._events, (max(at, self._ready[read]) + self.rates.answer_s, read, 0))
+            told = at if self.answered is not None else max(at, self._ready[read]) + self.rates.answer_s
+            heapq.heappush(self._events, (told, read, 0))
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """0: answered, 1: posted, 2: verified."""
+        """0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified."""
         r = self._receiver[read]
         if what == 0:
-            self.posted[read] = start = max(self._post_free[r], at)
-            self._post_free[r] = start + self._cost_s[read]
-            heapq.heappush(self._events, (self._post_free[r], read, 1))
+            self.posted[read] = start = max(self._host_free[r], at)
+            self._host_free[r] = start + self._cost_s[read]
+            heapq.heappush(self._events, (self._host_free[r], read, 1))
         elif what == 1:
             self._new.append(read)
+        elif what == 2:
+            slabs = self._nbytes[read] // SLAB_BYTES
+            self._host_free[r] = max(self._host_free[r], at) + self.rates.step_s + slabs * self.rates.slab_s
+            took = self._nbytes[read] / self.rates.digest_gb_per_s / GB
+            self._device_free[r] = max(self._device_free[r], self._host_free[r]) + took
+            heapq.heappush(self._events, (self._device_free[r], read, 3))
         else:
             self._check(r, read, at)
 
     def _land(self, read: int, at: float) -> None:
-        """Its bytes are there: they are digested once those before them are."""
+        """Its bytes are there: they are digested once those before them are, and compared with what the source says."""
         r = self._receiver[read]
         self.landed[read] = at
         self._flying[r] -= 1
         self._of_one[r, self._source[read]] -= 1
-        took = self.rates.step_s + self._nbytes[read] / self.rates.digest_gb_per_s / GB
-        self._compute_free[r] = max(self._compute_free[r], at) + took
-        heapq.heappush(self._events, (self._compute_free[r], read, 2))
+        told = at if self.answered is None else float(self.answered[read])
+        heapq.heappush(self._events, (max(at, told), read, 2))
         self._ask(r, at)
 
     def _check(self, r: int, read: int, at: float) -> None:

@@ -14,8 +14,9 @@ from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
 from penstock.plan.picture import svg
 from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
-from penstock.plan.simulate_sync import Work, predict_sync, simulate_sync, transformed_bytes
+from penstock.plan.simulate_sync import predict_sync, simulate_sync
 from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.plan.sync_work import Work, transformed_bytes
 from penstock.types import GB, MIB, Box, DType
 
 ROWS = 1024
@@ -112,9 +113,109 @@ def test_posts_are_made_one_by_one() -> None:
     assert found.bottleneck.startswith("posting reads")
 
 
-def test_a_small_watermark_waits_for_each_answer() -> None:
+NODE = msgspec.structs.replace(CLUSTER, gpus_per_node=8, nics_per_node=8)
+
+
+def columns(sources: int) -> SyncPlan:
+    """Two receivers of half of the columns of every tensor: runs of 32 KiB."""
+    step, half = ROWS // sources, 1 << 15
+    held = [layout(f"s{i}", NAMES, i * step, (i + 1) * step) for i in range(sources)]
+    form = Form(dtype=DType.U8, shape=(ROWS, 2 * half), box=Box(start=(0, 0), stop=(ROWS, half)))
+    wants = [
+        Layout(
+            member=f"r{i}",
+            regions=(ROWS * half * len(NAMES),),
+            forms=(form,),
+            names=tuple(NAMES),
+            form=np.zeros(len(NAMES), np.int64),
+            offset=np.arange(len(NAMES)) * ROWS * half,
+        )
+        for i in range(2)
+    ]
+    return plan_sync(held, wants)
+
+
+def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
+    one = plan(2, 1)  # a read of 512 MiB from each source: 16 copies
+    work = Work.of(one, FREE)
+    assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
+    slow = msgspec.structs.replace(FREE, copy_s=0.01, near_post_s=0.1)
+    found = simulate_sync(one, NODE, slow, one_node=True, staged=False)
+    posts = next(stage for stage in found.stages if stage.name == "posting reads")
+    assert posts.busy_s == pytest.approx(2 * 0.1 + 32 * 0.01)
+    idle = msgspec.structs.replace(FREE, gap_s=1e-3)
+    found = simulate_sync(one, NODE, idle, one_node=True, staged=False)
+    assert found.predicted_s == near(NBYTES / 400e9 + 32e-3)
+    assert found.moved_bytes == NBYTES and found.limit_s == pytest.approx(NBYTES / 400e9)
+    apart = simulate_sync(one, CLUSTER, msgspec.structs.replace(idle, copy_s=0.01, near_post_s=0.1), staged=False)
+    assert apart.predicted_s == near(NBYTES / 50e9)
+
+
+def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
+    one = columns(1)
+    work = Work.of(one, FREE)
+    assert not work.num_copies.any() and work.short_bytes.tolist() == work.nbytes.tolist()
+    slow = msgspec.structs.replace(FREE, gather_gb_per_s=200.0)
+    assert simulate_sync(one, NODE, slow, one_node=True).predicted_s == near(NBYTES / 200e9)
+    begun = msgspec.structs.replace(FREE, gather_s=0.1)
+    found = simulate_sync(one, NODE, begun, one_node=True)
+    posts = next(stage for stage in found.stages if stage.name == "posting reads")
+    assert posts.busy_s == pytest.approx(0.1 * NBYTES / 2 / (256 * MIB))
+
+
+def test_what_python_does_for_a_receiver_is_done_in_turn() -> None:
+    rates = msgspec.structs.replace(FREE, post_s=0.5, step_s=0.5)
+    one = plan(4, 1)
+    reads = len(Work.of(one, rates).receiver)
+    assert simulate_sync(one, CLUSTER, rates, staged=False).predicted_s == pytest.approx(reads * 1.0, rel=0.1)
+
+
+def test_an_update_asks_before_it_reads_and_tells_after() -> None:
     rates = msgspec.structs.replace(FREE, answer_s=0.1)
-    wide, narrow = (simulate_sync(plan(2, 1), CLUSTER, rates, watermark_bytes=n) for n in (8192 * MIB, 64 * MIB))
+    found = simulate_sync(plan(1, 1), CLUSTER, rates, staged=False)
+    # Part and maps, the digests while it reads, and that it has the version.
+    assert found.predicted_s == pytest.approx(0.4)
+    wire = msgspec.structs.replace(CLUSTER, nic_gb_per_s=1.0)
+    assert simulate_sync(plan(1, 1), wire, rates, staged=False).predicted_s == near(NBYTES / 1e9 + 0.3)
+
+
+def test_a_source_digests_for_its_receivers_in_turn() -> None:
+    rates = msgspec.structs.replace(FREE, digest_gb_per_s=NBYTES / GB)
+    found = simulate_sync(plan(1, 2), CLUSTER, rates, staged=False)
+    assert found.first_s == pytest.approx(2.0, rel=0.05)  # a second there, and one here
+    assert found.predicted_s == pytest.approx(3.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "staged", "measured_s"),
+    [
+        ("llama", 64_000_000_000, False, 0.1101),
+        ("llama", 64_000_000_000, True, 0.1288),
+        ("moe", 32_000_000_000, False, 0.0738),
+    ],
+)
+def test_what_four_h200_measured_is_predicted_within_a_fifth(
+    kind: str, nbytes: int, staged: bool, measured_s: float
+) -> None:
+    """Medians of `update` with two reads of a source under way: benchmarks/results/h200x4_202611/sync.md."""
+    pytest.importorskip("torch")
+    from benchmarks.sync_model import shapes_of
+
+    model = [shape_of(*one) for one in shapes_of(kind, nbytes, small=False).items()]
+    # FSDP cuts experts as it cuts all tensors; engines have them whole.
+    held = trainer_layouts([one._replace(expert=-1) for one in model], 2, shards=2)
+    wanted = receiver_layouts(model, 2, tp=2, whole_experts=True)
+    cluster, rates = CLUSTERS["h200"]
+    found = simulate_sync(plan_sync(held, wanted), cluster, rates, reads_of_one=2, staged=staged, one_node=True)
+    assert abs(found.off_by(measured_s)) < 0.2
+
+
+def test_a_small_watermark_waits_for_each_answer() -> None:
+    rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
+    some = np.ones((2, one.num_buckets), np.int64)  # sources that transform are asked for each read before it
+    wide, narrow = (
+        simulate_sync(one, CLUSTER, rates, transformed=some, watermark_bytes=n) for n in (8192 * MIB, 64 * MIB)
+    )
     assert narrow.predicted_s > 3 * wide.predicted_s
     assert narrow.moved_bytes == wide.moved_bytes == NBYTES
 
@@ -170,12 +271,14 @@ def test_the_picture_shows_each_lane_and_link() -> None:
 
 def test_laps_and_steps_are_those_of_the_take() -> None:
     pytest.importorskip("torch")
-    from penstock.plan import simulate_sync as ours
+    from penstock.plan import sync_work as ours
     from penstock.sync import take
     from penstock.sync.steps import cut
+    from penstock.transport import cuda_ipc
 
-    for name in ("WATERMARK_BYTES", "READS_AT_ONCE", "READS_OF_ONE", "AHEAD_LAPS"):
+    for name in ("WATERMARK_BYTES", "ASK_BYTES", "READS_AT_ONCE", "READS_OF_ONE", "AHEAD_LAPS"):
         assert getattr(ours, name) == getattr(take, name)
+    assert ours.GROUP_BYTES == cuda_ipc.GROUP_BYTES
     one = plan(4, 1)
     part = one.part(0)
     for watermark in (4096 * MIB, 256 * MIB, 32 * MIB):

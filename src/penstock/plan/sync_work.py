@@ -1,0 +1,123 @@
+"""The reads of a sync as its receivers make them, as columns: what a simulation runs.
+
+In: a `SyncPlan`, rates, a watermark. Out: `Work`: reads in the order in which they are posted, and what each costs.
+Not here: when they run, over which links (`simulate_sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.plan.cluster import SHORT_RUN_BYTES, Rates
+from penstock.plan.flow import F64
+from penstock.plan.intersect import spread
+from penstock.plan.layout import Layout
+from penstock.plan.sync import Part, SyncPlan
+from penstock.types import GIB, I64, MIB
+
+WATERMARK_BYTES = 16 * GIB
+ASK_BYTES = 16 * GIB
+READS_AT_ONCE = 16
+READS_OF_ONE = 4
+AHEAD_LAPS = 2
+"""As `sync.take` runs a part; a test holds them equal."""
+GROUP_BYTES = 256 * MIB
+"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test holds them equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The reads of a sync, as columns: receiver after receiver, lap after lap, the sources of one taking turns."""
+
+    receiver: I64
+    lap: I64
+    """Buckets joined, counted over all receivers."""
+    source: I64
+    bucket: I64
+    """The last it has something of."""
+    nbytes: I64
+    far_s: F64
+    """What its runs cost beside posting it, where each is asked for by itself: beyond the node."""
+    num_copies: I64
+    """Within the node: copies of their own, which long runs are."""
+    short_bytes: I64
+    """Within the node: what a kernel of the reader copies."""
+
+    @classmethod
+    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
+        """The steps that each receiver's take cuts its part to. Cost: that of all parts."""
+        names = ("lap", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
+        found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
+        found["far_s"] = [np.zeros(0)]
+        num_laps = 0
+        for r in range(len(plan.receivers)):
+            part = plan.part(r)
+            if not len(part.source):
+                continue
+            columns = _steps(part, rates, watermark_bytes)
+            columns["receiver"] = np.full(len(columns["lap"]), r)
+            columns["lap"] += num_laps
+            num_laps = int(columns["lap"][-1]) + 1
+            for name, column in columns.items():
+                found[name].append(column)
+        return cls(**{name: np.concatenate(columns) for name, columns in found.items()})
+
+
+def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
+    """Of each step of a part, in the order they are posted, the columns of `Work`."""
+    edges = np.array(part.laps(watermark_bytes // AHEAD_LAPS), np.int64)
+    bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
+    lap = np.searchsorted(edges, bucket, side="right") - 1
+    nbytes = part.run_bytes * part.num_rows
+    far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
+    # As `transport.Rectangles.longest_runs` has it: what lies in one piece at both ends is one run.
+    is_whole = (part.src_pitch == part.run_bytes) & (part.dst_pitch == part.run_bytes)
+    is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
+    num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
+    short_bytes = np.where(is_short, nbytes, 0)
+    # By lap and source, then cut where a step would be too large.
+    order = np.lexsort((bucket, part.source, lap))
+    piece_bytes = max(watermark_bytes // 16, 1)
+    cuts = -(-nbytes[order] // piece_bytes)
+    lap, source, bucket = (np.repeat(column[order], cuts) for column in (lap, part.source, bucket))
+    turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
+
+    def share(column: np.ndarray) -> np.ndarray:
+        """What each piece has of a strip's bytes or copies."""
+        each = np.repeat(column[order], cuts)
+        return each * (turn + 1) // of - each * turn // of
+
+    amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
+    amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
+    amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
+    stop = np.cumsum(amounts["nbytes"])
+    fresh = np.ones(len(lap), bool)
+    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    begin = (stop - amounts["nbytes"])[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
+    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
+    head = np.flatnonzero(fresh)
+    last = np.append(head[1:], len(lap)) - 1
+    pair = lap[head] * (int(source.max()) + 1) + source[head]
+    number = np.arange(len(head)) - np.searchsorted(pair, pair)
+    turns = np.lexsort((number, lap[head]))
+    found = {"lap": lap[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
+    return found | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
+
+
+def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
+    """[num_sources, num_buckets] bytes of BF16 that each source reads for the tensors it holds under a tag."""
+    bucket_of: dict[str, int] = {}
+    for r, want in enumerate(wants):
+        rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
+        named = zip(plan.want_row[rows].tolist(), plan.want_bucket[rows].tolist(), strict=True)
+        bucket_of.update((want.names[row], bucket) for row, bucket in named)
+    found = np.zeros((len(holdings), plan.num_buckets), np.int64)
+    for s, holding in enumerate(holdings):
+        elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
+        bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
+        wanted = bucket >= 0
+        np.add.at(found[s], bucket[wanted], 2 * elements[holding.form[wanted]])
+    return found
