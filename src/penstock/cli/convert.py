@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
-    from penstock.jobs.sink import Sink
 
 
 def word_of(text: str) -> dict[str, Any]:
@@ -118,31 +119,35 @@ def convert(
     from penstock import api
     from penstock.jobs.sink import SCHEME
 
-    def run(destination: str | Sink) -> ConvertReport:
-        return api.convert(
-            places[:-1],
-            destination,
-            to=to,
-            operations=words,
-            verify=verify,
-            devices=devices.split(","),
-            workers=workers,
-            memory_bytes=memory_bytes,
-            task_bytes=task_bytes,
-            shard_bytes=shard_bytes,
-            spool=spool,
-            trace=trace,
-            ray=ray,
-            rates=speeds,
-            on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
-        )
+    run = partial(
+        api.convert,
+        places[:-1],
+        to=to,
+        operations=words,
+        verify=verify,
+        devices=devices.split(","),
+        workers=workers,
+        memory_bytes=memory_bytes,
+        task_bytes=task_bytes,
+        shard_bytes=shard_bytes,
+        spool=spool,
+        trace=trace,
+        ray=ray,
+        rates=speeds,
+        on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
+    )
+    if places[-1].startswith(SCHEME):
+        _keep(run, places[-1].removeprefix(SCHEME), format)
+    else:
+        write_report(run(destination=places[-1]), format)
 
-    if not places[-1].startswith(SCHEME):
-        write_report(run(places[-1]), format)
-        return
-    model = places[-1].removeprefix(SCHEME)
+
+def _keep(run: Callable[..., ConvertReport], model: str, format: Format) -> None:
+    """Convert into a keeper, which keeps until SIGTERM."""
+    from penstock import api
+
     with api.Keeper() as keeper:
-        write_report(run(keeper.into(model)), format)
+        write_report(run(destination=keeper.into(model)), format)
         sys.stdout.flush()
         kept = bytes_text(sum(one.nbytes for one in keeper.models()))
         note(f"keeping {model}: {kept} on {keeper.device}; SIGTERM or Ctrl-C ends it")

@@ -31,7 +31,7 @@ from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal, Notes
 from penstock.jobs.messages import EXECUTORS, Words
 from penstock.jobs.predict import Predicted, predict
-from penstock.jobs.report import ConvertReport
+from penstock.jobs.report import ConvertReport, how_verified
 from penstock.jobs.result import (
     METADATA,
     check_unchanged,
@@ -106,27 +106,16 @@ def convert(
         PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
         OperationFailed: an operation raised, hung, or gave what it had not said.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
-        After all of these the destination is untouched, and the same call goes on where this one ended; but for memory,
-        where nothing is left, and it begins anew.
+        After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
     """
     began, where = time.monotonic(), devices_of(devices, workers)
     with ExitStack() as stack:
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
         asked = _within(asked, memory_bytes)
-
-        def run(grown: _Grown) -> _Ran:
-            return _run(grown, where, crew or _crew(ray, stack), rates, trace, on_progress)
-
-        ran: _Ran | None = None
-        if isinstance(destination, Sink):
-            grown, revision, ran = _fill(asked, destination, run)
-        else:
-            grown = _grow(asked, os.fspath(destination), spool, stack)
-            if (there := _begin(grown)) is None:
-                ran, there = run(grown), _publish(grown)
-            revision = there
-    return _report(grown, revision, ran, len(where), began)
+        run = partial(_run, stack, crew, ray, where, rates, trace, on_progress)
+        made = _make(asked, destination, spool, run, stack)
+    return _report(*made, len(where), began)
 
 
 def plan(
@@ -166,6 +155,8 @@ class _Grown(_Asked):
 
 _Ran = tuple[Coordinator, Predicted]
 """Who ran it, and how long it was to take."""
+_Made = tuple[_Grown, str, _Ran | None]
+"""What was made, its revision, and who ran it: nobody, where an earlier run had published it."""
 
 
 def _open(
@@ -250,16 +241,35 @@ def _begin(grown: _Grown) -> str | None:
     return None
 
 
+def _make(
+    asked: _Asked,
+    destination: str | os.PathLike[str] | Sink,
+    spool: str | os.PathLike[str] | None,
+    run: Callable[[_Grown], _Ran],
+    stack: ExitStack,
+) -> _Made:
+    """Run what is left to do, and publish."""
+    if isinstance(destination, Sink):
+        return _fill(asked, destination, run)
+    grown = _grow(asked, os.fspath(destination), spool, stack)
+    if (revision := _begin(grown)) is not None:
+        return grown, revision, None
+    ran = run(grown)
+    return grown, _publish(grown), ran
+
+
 def _run(
-    grown: _Grown,
+    stack: ExitStack,
+    crew: Crew | None,
+    ray: str | None,
     devices: Sequence[str],
-    crew: Crew,
     rates: Rates | None,
     trace: str | os.PathLike[str] | None,
     on_progress: Progress | None,
+    grown: _Grown,
 ) -> _Ran:
     """Have every task done that earlier runs did not do."""
-    job, journal = grown.job, grown.journal
+    job, journal, crew = grown.job, grown.journal, crew or _crew(ray, stack)
     if grown.words.in_memory and crew.listen is not None:
         raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
     uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
@@ -292,7 +302,7 @@ def _publish(grown: _Grown) -> str:
     return manifest.revision
 
 
-def _fill(asked: _Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> tuple[_Grown, str, _Ran]:
+def _fill(asked: _Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
     """The same into memory: nothing lies beside it, nothing is resumed."""
     found: list[tuple[_Grown, _Ran]] = []
 
@@ -380,14 +390,5 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, be
         workers=stats,
         peak_bytes=max((one.peak_bytes for one in stats), default=0),
         verified=all(job.held_to),
-        why=_how_verified(grown),
+        why=how_verified(grown.opened, verify=grown.words.verify),
     )
-
-
-def _how_verified(grown: _Grown) -> str:
-    bare = [one.why_unverified for one in grown.opened if one.why_unverified is not None]
-    if not grown.words.verify:
-        return "verify=False"
-    if bare:
-        return f"{len(bare)} of {len(grown.opened)} sources was not: {bare[0]}"
-    return "leaf digests compared where they were read"

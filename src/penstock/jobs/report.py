@@ -6,10 +6,11 @@ Not here: the run (`convert`), how it is printed (`cli.convert`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.jobs.crew import WorkerStats
+from penstock.storage.manifest import WeightSet
 from penstock.types import GB
 
 
@@ -70,3 +71,13 @@ class ConvertReport:
     def utilisation(self) -> dict[str, float]:
         """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
         return {name: busy_s / (self.wall_s * self.num_workers) for name, busy_s in self.busy_s.items()}
+
+
+def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
+    """What `ConvertReport.why` says."""
+    bare = [one.why_unverified for one in sources if one.why_unverified is not None]
+    if not verify:
+        return "verify=False"
+    if bare:
+        return f"{len(bare)} of {len(sources)} sources was not: {bare[0]}"
+    return "leaf digests compared where they were read"
