@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
 from typer.testing import CliRunner
 
+import penstock as ps
 from penstock.cli.main import app
-from penstock.errors import PenstockError
-from penstock.testing.sync import SyncWorker, truth
+from penstock.errors import PeerLost, PenstockError, SourceStalled
+from penstock.testing.sync import SyncTask, SyncWorker, truth, whole
 
 
 def members(workers: list[SyncWorker]) -> set[str]:
@@ -55,22 +58,24 @@ def test_a_killed_receiver_keeps_nobody_waiting_and_is_named(host: Host) -> None
 def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **hasty(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
-    publishers[0].ask("subscribers 2")
+    idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
+    publishers[0].ask("subscribers 3")
     subscribers[1].kill(signal.SIGSTOP)
     got, zero = step(publishers, subscribers[:1], 1)
     holds(subscribers[0], got, 1)
-    assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:]))
+    assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:] + idle))
     got, zero = step(publishers, subscribers[:1], 2)
     holds(subscribers[0], got, 2)
-    assert not zero["late"], "the late one was waited for again"
+    assert not zero["late"], "who was late is waited for again"
     subscribers[1].kill(signal.SIGCONT)
     said = subscribers[1].ask("update")  # the trainer is over it: of the other receiver
     holds(subscribers[1], said, 2)
     assert set(said["sources"]) == members(subscribers[:1])
-    *got, zero = step(publishers, subscribers, 3)
-    for worker, said in zip(subscribers, got, strict=True):
+    holds(idle[0], idle[0].ask("update"), 2)
+    *got, zero = step(publishers, subscribers + idle, 3)
+    for worker, said in zip(subscribers + idle, got, strict=True):
         holds(worker, said, 3)
-    assert set(zero["committed"]) == members(subscribers)
+    assert set(zero["committed"]) == members(subscribers + idle)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -102,6 +107,32 @@ def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> No
     again = host.start_ranks("publisher", 1, **big)
     again[0].ask("subscribers 1")
     holds(subscriber, step(again, [subscriber], 3)[0], 3)
+
+
+def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host: Host) -> None:
+    task = SyncTask(side="subscriber")
+    mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
+    publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
+    for one in publishers:
+        one.say_until("joined")
+    with ps.subscriber("policy", mine, mode="direct") as subscriber, ThreadPoolExecutor(1) as pool:
+        publishers[0].ask("subscribers 1")
+        for one in publishers:
+            one.send("publish 1")
+        subscriber.wait_version(1)
+        taking = pool.submit(subscriber.update)
+        while not any(one.any() for one in mine.values()):  # rows of rank 0
+            assert not taking.done()
+            time.sleep(0.01)
+        publishers[1].kill()
+        with pytest.raises((PeerLost, SourceStalled)) as caught:
+            taking.result()
+        assert (caught.value.mutated, subscriber.is_dirty, subscriber.version) == (True, True, -1)
+        publishers[0].kill()
+        host.start_ranks("publisher", 1, mode="snapshot")[0].ask("publish 2")
+        assert subscriber.update(timeout_s=60.0).version == 2
+        assert not subscriber.is_dirty
+        assert all(torch.equal(mine[name], one) for name, one in whole(task, 2).items())
 
 
 def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> None:
