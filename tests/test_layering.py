@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "config", "fork"}),
+    frozenset({"types", "errors", "config", "fork", "closing"}),
     frozenset({"digest", "transform"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),

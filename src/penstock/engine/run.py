@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.closing import Closing
 from penstock.engine.check import Checker
 from penstock.engine.executors import Executor, HostedExecutor, Pending, Work
 from penstock.engine.fetch_ring import Queued, RingFetch
@@ -28,7 +29,7 @@ from penstock.storage.files import FileSource
 from penstock.storage.uring import Uring
 
 
-class LoadRun:
+class LoadRun(Closing):
     """One running load. A context manager: leaving it drains I/O and device copies.
 
     Args:
@@ -144,12 +145,6 @@ class LoadRun:
         # Nothing of this waits for the garbage collector: it holds memory of the size of the weights.
         del self.place, self._checker
         self.ticket.release()
-
-    def __enter__(self) -> LoadRun:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
         """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""

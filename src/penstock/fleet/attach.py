@@ -13,11 +13,11 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import msgspec
 import torch
 
+from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
@@ -86,7 +86,7 @@ class AttachReport:
         )
 
 
-class Attached(Mapping[str, torch.Tensor]):
+class Attached(Closing, Mapping[str, torch.Tensor]):
     """Tensors by name that are a keeper's memory. Made by `attach`; a context manager that gives the lease back.
 
     Attributes:
@@ -143,14 +143,6 @@ class Attached(Mapping[str, torch.Tensor]):
     def close(self) -> None:
         """Give the lease back: the keeper need not wait for us any more. Idempotent; see Ownership."""
         self._renewal.close()
-
-    def __enter__(self) -> Attached:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def attach(

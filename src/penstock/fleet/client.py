@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
@@ -109,7 +110,7 @@ class FixedLine:
         """See `Line`."""
 
 
-class HubClient:
+class HubClient(Closing):
     """Asks the hub; from any thread. Every question may be asked twice: it is, until its deadline, if the hub is away.
 
     Args:
@@ -230,12 +231,6 @@ class HubClient:
         if http is not None:
             http[1].close()
         self._line.close()
-
-    def __enter__(self) -> HubClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # `type[T] | None` with one return type: None is given where nothing is returned.
     def _ask(self, method: str, path: str, body: object, gives: type[T] | None) -> T:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from penstock.closing import Closing
 from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
@@ -45,7 +46,7 @@ FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 
 
-class Fetch:
+class Fetch(Closing):
     """One running fetch. A context manager: leaving it ends every thread, and nothing writes to the holding after.
 
     Attributes:
@@ -384,9 +385,3 @@ class Fetch:
             one.close()
             if one.error is not None:
                 self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")
-
-    def __enter__(self) -> Fetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

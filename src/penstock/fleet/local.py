@@ -22,6 +22,7 @@ import time
 import weakref
 from pathlib import Path
 
+from penstock.closing import Closing
 from penstock.config import runtime_dir
 from penstock.errors import ConfigError, HubUnavailable
 from penstock.fleet.auth import Auth
@@ -197,7 +198,7 @@ class _Hosting:
         self._lock.close()
 
 
-class _File:
+class _File(Closing):
     """A file to lock. Its lock is the kernel's: it ends with the process, and children of a fork let go of it."""
 
     def __init__(self, path: Path) -> None:
@@ -217,12 +218,6 @@ class _File:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_File | socket.socket] = let_go_in_children(lambda held: held.close())

@@ -12,12 +12,12 @@ import os
 import socket
 import ssl
 import threading
-from types import TracebackType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.closing import Closing
 from penstock.errors import FormatError, NotFound, PeerLost, PermissionDenied, SourceBusy, SourceError, SourceStalled
 from penstock.fleet.line import TableMessage
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
@@ -39,7 +39,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class Peer:
+class Peer(Closing):
     """One reader's conversation with one door. A context manager; one thread uses it, any may interrupt it.
 
     Args:
@@ -186,11 +186,3 @@ class Peer:
             connection.close()
             return False
         return True
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

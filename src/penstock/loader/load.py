@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from penstock.closing import Closing
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.engine.run import LoadRun
@@ -53,7 +53,7 @@ class Weights(dict[str, torch.Tensor]):
         self.manifest = manifest
 
 
-class TensorStream(Iterator[tuple[str, torch.Tensor]]):
+class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     """`(name, tensor)` in file order, each complete and verified when it is yielded, and the caller's own.
 
     A context manager. Leaving it early, or dropping it, drains what is under way and frees everything not yielded.
@@ -106,14 +106,6 @@ class TensorStream(Iterator[tuple[str, torch.Tensor]]):
         self._is_closed = True
         self._tensors.close()
         self._session.close()
-
-    def __enter__(self) -> TensorStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_session"):

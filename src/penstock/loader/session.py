@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.engine.check import Checker, Expected, HostChecker
 from penstock.engine.place import Place
@@ -65,7 +66,7 @@ Batch = tuple[Sequence[str], list[torch.Tensor]]
 """Names and their tensors, side by side."""
 
 
-class Session:
+class Session(Closing):
     """One load. A context manager; leaving it drains and frees everything but what was given away.
 
     Args:
@@ -114,12 +115,6 @@ class Session:
         if self._mappings is not None:
             self._mappings.close()
         self.weights.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- planning
 

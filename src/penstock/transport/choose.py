@@ -12,9 +12,9 @@ import contextlib
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from penstock.closing import Closing
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.transport.cuda_driver import CudaDriver
 from penstock.transport.descriptor import Descriptor, decode
@@ -51,7 +51,7 @@ BY = {"pinned_shm": "shm", **INNER}
 """Which transport's descriptors each of those takes."""
 
 
-class Links:
+class Links(Closing):
     """The transports of one process, each opened once; a context manager.
 
     Args:
@@ -180,14 +180,6 @@ class Links:
         """Close every transport. Idempotent."""
         for transport in reversed(self.transports.values()):  # what goes by another before that
             transport.close()
-
-    def __enter__(self) -> Links:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_links(
