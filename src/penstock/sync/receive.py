@@ -241,8 +241,9 @@ class Subscriber:
 
         def pause(found: int) -> None:
             if not begun:
-                begun.append(time.perf_counter())
+                at = time.perf_counter()
                 self._call(self._hooks.before_pause, found)
+                begun.append(at)  # where it raised, nothing is paused or touched
                 self._close_board()
 
         try:

@@ -1,0 +1,106 @@
+"""What is raised in a rank while a version is published or made live: it ends on one version, whole, and says which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tests.integration.conftest import Host
+
+import penstock as ps
+
+SHAPE = (64, 48)
+
+
+def weights(version: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(version))
+
+
+@dataclass
+class Engine:
+    """An engine whose hooks are called in order, one of which raises while it is armed."""
+
+    raises: str = ""
+    called: list[str] = field(default_factory=list)
+
+    def hooks(self) -> ps.Hooks:
+        return ps.Hooks(**{name: self._hook(name) for name in ("before_pause", "at_commit", "after_resume")})
+
+    def _hook(self, name: str):
+        def hook(version: int) -> None:
+            self.called.append(name)
+            if name == self.raises:
+                raise ValueError(f"the engine fails {name}")
+
+        return hook
+
+
+@pytest.fixture
+def given(host: Host) -> Iterator[tuple[ps.Publisher, torch.Tensor]]:
+    """A publisher of snapshots, and what it publishes."""
+    held = weights(1)
+    with ps.publisher("p", {"w": held}, mode="snapshot") as publisher:
+        publisher.publish(1)
+        yield publisher, held
+
+
+def publish(given: tuple[ps.Publisher, torch.Tensor], version: int) -> None:
+    publisher, held = given
+    held.copy_(weights(version))
+    publisher.publish(version)
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize("hook", ["before_pause", "at_commit", "after_resume"])
+def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
+    engine, mine = Engine(), torch.zeros(SHAPE)
+    with ps.subscriber("p", {"w": mine}, mode=mode, hooks=engine.hooks()) as subscriber:
+        subscriber.update()
+        assert torch.equal(mine, weights(1))
+        publish(given, 2)
+        engine.raises = hook
+        with pytest.raises(ValueError, match=hook):
+            subscriber.update()
+        now = 1 if hook == "before_pause" else 2  # it was not paused, so nothing was touched
+        assert (subscriber.version, subscriber.is_dirty) == (now, False)
+        assert torch.equal(mine, weights(now))
+        engine.raises = ""
+        assert subscriber.update().version == 2
+        publish(given, 3)
+        engine.called.clear()
+        assert subscriber.update().version == 3
+        assert torch.equal(mine, weights(3))
+        assert engine.called == ["before_pause", "at_commit", "after_resume"]
+
+
+@pytest.mark.filterwarnings("ignore:1 tensors come whole:RuntimeWarning")
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_a_loader_that_raises_leaves_it_dirty_until_a_version_is_whole(given, mode: str) -> None:
+    """The flip is what it raises in: some of the target may be of the new version."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.fails = torch.nn.Parameter(torch.zeros(SHAPE), requires_grad=False), False
+
+        def load_weights(self, tensors) -> set[str]:
+            if self.fails:
+                raise ValueError("the loader fails")
+            for _, tensor in tensors:
+                self.w.data.copy_(tensor.float().cumsum(0))  # nothing that is recorded
+            return {"w"}
+
+    model = Model()
+    with ps.subscriber("p", model, mode=mode) as subscriber:
+        subscriber.update()
+        assert torch.equal(model.w, weights(1).cumsum(0))
+        publish(given, 2)
+        model.fails = True
+        with pytest.raises(ValueError, match="the loader fails"):
+            subscriber.update()
+        assert subscriber.is_dirty
+        model.fails = False
+        assert subscriber.update().version == 2
+        assert not subscriber.is_dirty and torch.equal(model.w, weights(2).cumsum(0))
