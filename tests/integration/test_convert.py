@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.errors import BudgetTooSmall, ConfigError, SourceChanged
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, SourceChanged
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.crew import LocalCrew, gpus
 from penstock.jobs.journal import Journal
@@ -214,6 +214,17 @@ def test_what_is_there_is_not_overwritten(source, tmp_path):
     with pytest.raises(ConfigError, match="already"):
         run(source, tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DestinationError):
+        run(source, tmp_path / "file" / "out")
+    with pytest.raises(ConfigError, match="trace"):
+        run(source, tmp_path / "out", trace=tmp_path / "none" / "trace.json")
+    with pytest.raises(ConfigError, match="gpu: no device"):
+        convert(source, tmp_path / "out", devices=["gpu"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_budget_too_small_for_the_largest_task_says_what_would_do(source, tmp_path):

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from penstock.config import Settings, parse_bytes
-from penstock.engine.trace import save_spans
+from penstock.engine.trace import open_trace, save_spans
 from penstock.errors import ConfigError, IntegrityError, SourceChanged
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.complete import completed
@@ -47,7 +47,7 @@ from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
 from penstock.storage.manifest import Uris, WeightSet, open_weights
-from penstock.storage.output import OutputRegion, OutputSet, require_free
+from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
 from penstock.storage.upload import publish_remote, require_none
 from penstock.types import MIB
 
@@ -109,6 +109,7 @@ def convert(
         After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
     """
     began, where = time.monotonic(), devices_of(devices, workers)
+    open_trace(trace)
     with ExitStack() as stack:
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
@@ -336,7 +337,8 @@ def _growing(job: Job, into: str, spool: str | os.PathLike[str] | None) -> Path:
     if is_remote(into):
         return Path(tempfile.gettempdir() if spool is None else spool) / f"penstock-{job.key[:12]}"
     final = Path(local_path(into)).absolute()
-    final.parent.mkdir(parents=True, exist_ok=True)
+    with typed(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
     return final.with_name(f".{final.name}.penstock-{job.key[:12]}")
 
 

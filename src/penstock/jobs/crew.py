@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from penstock.jobs.zygote import END_S, Forked, Zygote
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
 
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
 
@@ -146,12 +148,14 @@ def gpus() -> list[str]:
 
 
 def devices_of(devices: str | Sequence[str], workers: int | None) -> list[str]:
-    """One device for each worker. ConfigError: no worker."""
+    """One device for each worker. ConfigError: no worker, or a name that is no device's."""
     if workers is not None and workers < 1:
         raise ConfigError(f"{workers} workers")
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
         named = gpus() or ["cpu"]
+    if wrong := [one for one in named if not _DEVICE.fullmatch(one)]:
+        raise ConfigError(f"{', '.join(wrong)}: no device", hint="write all, cpu, or names: cuda:0,cuda:1")
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
     return [named[i % len(named)] for i in range(workers or len(named))]

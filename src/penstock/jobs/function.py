@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from penstock.errors import ConfigError, OperationFailed
-from penstock.jobs.operation import FLOATS, Operation, Unchanged, all_of, as_it_is, one, specs_of, whole
+from penstock.jobs.operation import FLOATS, Chain, Operation, Unchanged, all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe
 from penstock.types import TensorTable
 
@@ -51,6 +55,21 @@ def function_of(function: str, **options: Any) -> Operation:
     if not callable(found) or options:
         raise ConfigError(f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert.md")
     return Function(function, found)
+
+
+def code_of(operation: Operation) -> str:
+    """What tells the code of a user's operations from what it was: a digest of their modules' files; "" of our own.
+
+    What such a module imports is not looked at.
+    """
+    if isinstance(operation, Chain):
+        return code_of(operation.first) + code_of(operation.second)
+    written = operation.call if isinstance(operation, Function) else type(operation)
+    module = getattr(written, "__module__", "")
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or module.startswith("penstock."):
+        return ""
+    return blake3(Path(path).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

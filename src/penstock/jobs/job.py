@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall
+from penstock.jobs.function import code_of
 from penstock.jobs.operation import Operation
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
@@ -115,10 +116,10 @@ def plan_job(
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     files = lay_out(specs, shard_bytes=shard_bytes)
     held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)
-    told = [operation.name, str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
+    told = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
     for manifest in sources:
         told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    digest = blake3(b"penstock job 3\0")
+    digest = blake3(b"penstock job 4\0")
     for word in told:
         digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     digest.update(canonical(files.table, name_order(files.table)))

@@ -138,11 +138,11 @@ class Rename(Copy):
     rules: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        for pattern, _ in self.rules:
+        for pattern, replacement in self.rules:
             try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"{pattern!r} is not a pattern: {error}") from error
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError, TypeError) as error:
+                raise ConfigError(f"{pattern!r} is not a pattern, or {replacement!r} not for it: {error}") from error
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -160,6 +160,8 @@ class Rename(Copy):
                     break
             if name:
                 found.append(as_it_is(0, spec, name))
+        if sources[0].names and not found:
+            raise PlanError("rename: every tensor is left out", hint="its rules give empty names for all")
         return found
 
 

@@ -40,6 +40,7 @@ from penstock.jobs.messages import (
 from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
+from penstock.loader.session import resolve_device
 from penstock.storage.manifest import open_weights
 from penstock.storage.output import OutputRegion, OutputSet
 from penstock.types import U64
@@ -121,7 +122,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
         verify=words.verify,
     )
     if job.key != words.key:
-        raise PlanError("this worker does not plan the same job: a source changed, or its Penstock is another version")
+        raise PlanError("this worker does not plan the same job: a source, Penstock or the operation's code differs")
     out = (
         OutputRegion(Path(words.directory), job.files.table)
         if words.in_memory
@@ -207,9 +208,9 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 
 def work(address: str, worker: str, device: str, secret: str) -> int:
     """Be a worker, in a process that is for this alone and ends with its parent; its exit code."""
-    where = torch.device(device)
-    torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
+        where = resolve_device(device)
+        torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
         serve(connect(address, timeout_s=30.0), worker, secret, where)
     except PeerLost:
         return ALONE

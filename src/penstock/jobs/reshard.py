@@ -78,7 +78,7 @@ class Reshard(Unchanged):
     heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.to < 1 or self.layout not in LAYOUTS:
+        if not isinstance(self.to, int) or self.to < 1 or self.layout not in LAYOUTS:
             hint = f"layout is one of {', '.join(LAYOUTS)}"
             raise ConfigError(f"reshard: to {self.to} ranks in the layout {self.layout!r}", hint=hint)
         for pattern, how in self.rules:

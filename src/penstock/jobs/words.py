@@ -1,4 +1,4 @@
-"""Operations in words, so that every process makes the same ones: `{"op": "cast", "to": "BF16"}`.
+"""Operations in words, so that every process makes the same ones: `{"op": "slerp", "t": 0.4}`.
 
 In: words, from a command line, a call or a message. Out: an `Operation`.
 Not here: the operations themselves.
@@ -31,6 +31,9 @@ _MADE_BY: Mapping[str, str] = {
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
 
+_NUMBERS = frozenset({"t", "density", "scale", "weights"})
+"""Words of merges that are numbers, or lists of them."""
+
 
 def operation_of(words: Sequence[Word]) -> Operation:
     """The operations, one after the other; none: a copy.
@@ -56,6 +59,10 @@ def _make(word: dict[str, Any]) -> Operation:
         makers[name] = getattr(importlib.import_module(module), attribute)
     if name not in makers:
         raise ConfigError(f"no operation is called {name!r}", hint=f"one of {', '.join(sorted({*makers, *_MADE_BY}))}")
+    for key in () if name == "function" else _NUMBERS & word.keys():
+        values = word[key] if isinstance(word[key], tuple) else (word[key],)
+        if not all(isinstance(value, int | float) for value in values):
+            raise ConfigError(f"{name}: {key}={word[key]!r} is not a number")
     try:
         inspect.signature(makers[name]).bind(**word)
     except TypeError as error:
@@ -68,4 +75,6 @@ def _frozen(value: Any) -> Any:
 
 
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
+    if isinstance(rules, str) or any(isinstance(one, str) or len(one) != 2 for one in rules):
+        raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert.md")
     return Rename(tuple((pattern, replacement) for pattern, replacement in rules))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.errors import ConfigError
 from penstock.plan.tasks import TASK_BYTES, Input, Output, Recipe, Tasks
 from penstock.types import I64
 
@@ -113,7 +114,12 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
 
     Returns:
         Tasks in the recipes' order, but for those of over `task_bytes`, which come first, the largest of all before.
+
+    Raises:
+        ConfigError: a task is to have no bytes.
     """
+    if task_bytes < 1:
+        raise ConfigError(f"task_bytes={task_bytes}: a task has some", hint="64M is the default")
     read, made = _Extents.read(recipes), _Extents.made(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([one.num_rows for one in recipes], np.int64)
     total = read.nbytes(every, 0 * every, num_rows) + made.nbytes(every, 0 * every, num_rows)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, OperationFailed
-from penstock.jobs.function import function_of
+from penstock.jobs.function import code_of, function_of
+from penstock.jobs.operation import Chain, Copy
 from penstock.testing.operations import check_rows, made
 
 TENSORS = {
@@ -87,3 +88,14 @@ def test_what_is_no_operation_is_refused():
         function_of(here("halved"), factor=2)
     with pytest.raises(ConfigError, match="neither"):
         function_of(here("Named"), wanted="x")
+
+
+def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "of_the_user.py"
+    file.write_text("def same(tensor, name):\n    return tensor\n")
+    first = function_of("of_the_user:same")
+    codes = [code_of(first), code_of(Chain(first, Copy())), code_of(Copy())]
+    assert codes[0] == codes[1] != codes[2] == ""
+    file.write_text("def same(tensor, name):\n    return tensor * 1\n")
+    assert code_of(first) != codes[0]

@@ -110,6 +110,11 @@ def test_a_chain_leaves_out_what_its_end_does_not_use():
     assert torch.equal(chain.run(recipes[1], 0, 4, [x])[0], x)
 
 
+def test_a_rename_of_everything_to_nothing_is_refused():
+    with pytest.raises(PlanError, match="left out"):
+        Rename(((".", ""),)).recipes([table(a=(1,))])
+
+
 def test_words_make_operations_and_say_what_is_wrong_with_them():
     assert operation_of([]).name == "copy"
     assert operation_of([{"op": "rename", "rules": [["a", "b"]]}, {"op": "copy"}]).name == "rename(a=b), copy"
@@ -117,8 +122,17 @@ def test_words_make_operations_and_say_what_is_wrong_with_them():
         operation_of([{"op": "fly"}])
     with pytest.raises(ConfigError, match="rename:"):
         operation_of([{"op": "rename", "rule": 1}])
-    with pytest.raises(ConfigError, match="not a pattern"):
-        operation_of([{"op": "rename", "rules": [["(", "b"]]}])
+    for rules in ([["(", "b"]], [["a", "\\9"]], [[1, "b"]]):
+        with pytest.raises(ConfigError, match="not a pattern"):
+            operation_of([{"op": "rename", "rules": rules}])
+    for rules in ("x", [["a"]], ["ab"]):
+        with pytest.raises(ConfigError, match="pairs"):
+            operation_of([{"op": "rename", "rules": rules}])
+    for word in ({"op": "slerp", "t": "x"}, {"op": "linear", "weights": ["a", 1]}, {"op": "ties", "density": "x"}):
+        with pytest.raises(ConfigError, match="is not a number"):
+            operation_of([word])
+    with pytest.raises(ConfigError, match="ranks"):
+        operation_of([{"op": "reshard", "to": "x"}])
 
 
 def test_several_sources_are_refused_by_what_takes_one():

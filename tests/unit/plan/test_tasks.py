@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
 from penstock.types import Box, DType
@@ -100,6 +100,12 @@ def test_cuts_fall_on_leaves_where_that_is_cheap():
     recipe = cast("t", (1000, 64), to=DType.F32)  # 256 bytes a row
     tasks = cut([recipe], task_bytes=1 << 15, leaf_bytes=1 << 12)
     assert all(start * 256 % (1 << 12) == 0 for t in range(len(tasks)) for _, start, _ in tasks.entries(t))
+
+
+@pytest.mark.parametrize("task_bytes", [0, -1])
+def test_tasks_of_no_bytes_are_refused(task_bytes):
+    with pytest.raises(ConfigError, match="task_bytes"):
+        cut([block("w", (300, 256))], task_bytes=task_bytes)
 
 
 def test_rows_of_an_input_that_lies_further_down():
