@@ -5,6 +5,8 @@
 
 Ranks are processes that live through the run (`sync_worker`): the first half trainers, the others engines. Values
 change from version to version; after each kind of row some tensors are compared, bit for bit, outside of the clock.
+What matters most comes first; the page and the samples are written anew after each part, so that a run that is cut off
+leaves what it found.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ METHOD = (
     "ranks are processes of one host, the hub is of this run alone; medians of steady versions (least-most); a "
     "version's seconds are from the first call of publish to the last engine's return from update, a broadcast's from "
     "barrier to barrier; every byte synced is digested at both ends and compared; broadcasts are from a rank that is "
-    "given every tensor whole, gathering not counted, and are not verified; GB are 10^9 bytes"
+    "given every tensor whole, gathering not counted, and are not verified; fp8: publishers quantise each version, "
+    "receivers of a broadcast the part that they keep, with the same kernel; GB are 10^9 bytes"
 )
-GOALS = {"llama packed": 1.8, "moe per tensor": 5.0}
+GOALS = {"llama packed": 1.8, "fp8 packed": 3.0, "moe per tensor": 5.0}
 
 
 class SyncBench(Bench):
@@ -37,8 +40,9 @@ class SyncBench(Bench):
 
     serve = staticmethod(sync_worker.serve)
 
-    def __init__(self, asked: argparse.Namespace, stack: ExitStack) -> None:
+    def __init__(self, asked: argparse.Namespace, stack: ExitStack, out: Path) -> None:
         super().__init__(asked, stack)
+        self._out = out
         half = asked.world_size // 2
         self.trainers, self.engines = list(range(half)), list(range(half, asked.world_size))
         self.version = self.turn = 0
@@ -81,7 +85,8 @@ class SyncBench(Bench):
             self.pipes[rank].send(("update", {"version": self.version}))
         for rank in self.trainers:
             self.pipes[rank].send(("publish", {"version": self.version}))
-        published, updated = self.heard(self.trainers), self.heard(self.engines)
+        said = self.heard([*self.trainers, *self.engines])  # of all, also where one failed: what is asked next is apart
+        published, updated = said[: len(self.trainers)], said[len(self.trainers) :]
         if any(one["bad"] for one in published):
             raise Failed("a publish was late for somebody, or failed for somebody")
         begun = min(one["begun"] for one in published)
@@ -99,6 +104,16 @@ class SyncBench(Bench):
         made = self.send(self.trainers, "train", kind=kind, nbytes=nbytes, arena=arena)
         self.send(self.engines, "serve", kind=kind, nbytes=nbytes, arena=arena)
         return sum(int(one["nbytes"]) for one in made)
+
+    def save(self) -> None:
+        """What was found so far."""
+        took_s = self.asked.budget_s - self.left_s()
+        self._out.mkdir(parents=True, exist_ok=True)
+        (self._out / "sync.md").write_text(
+            page(self.rows, self.asked.device, took_s, what="Sync", method=METHOD), encoding="utf-8"
+        )
+        with (self._out / "sync.jsonl").open("w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(sample) + "\n" for sample in self.samples)
 
 
 def spread(found: Sequence[float]) -> str:
@@ -126,6 +141,9 @@ def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, r
     path = updates[-1]["path"]
     rate = each / wall / 1e9
     into = f"{rate:.0f} GB/s into each of {len(bench.engines)} ({rate / max(bench.limit, 1e-9):.0%} of the limit)"
+    if kind == "fp8":
+        quantised = [one["transform_s"] for turn in steady for one in turn["published"]]
+        into += f"; quantised within {spread(quantised)}"
     bench.row(
         f"{name}: a version",
         f"{bench.limit:.0f} GB/s into each",
@@ -149,7 +167,9 @@ def beside(bench: SyncBench, kind: str, nbytes: int, how: str, reps: int) -> Non
     bench.samples.append({"row": f"broadcast {kind} {how}", "nbytes": nbytes, "seconds": slowest})
     what = "gloo" if bench.asked.small else "NCCL"
     took = statistics.median(slowest)
-    bench.row(f"{kind}: {what} broadcast, {how}", "", spread(slowest), rates([nbytes / one / 1e9 for one in slowest]))
+    then = ", then quantised" if kind == "fp8" else ""
+    found = rates([nbytes / one / 1e9 for one in slowest])
+    bench.row(f"{kind}: {what} broadcast, {how}{then}", "", spread(slowest), found)
     goal = GOALS.get(f"{kind} {how}")
     for name, wall in bench.walls.items():
         if name.startswith(kind) and "host" not in name:
@@ -169,13 +189,25 @@ def limits(bench: SyncBench) -> None:
 
 
 def llama(bench: SyncBench) -> None:
-    """FSDP's rows to tensor parallel, each way; then broadcasts."""
+    """FSDP's rows to tensor parallel, each way; then a broadcast."""
     nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
     for mode, source in (("direct", "live"), ("staged", "live"), ("staged", "snapshot")):
         attempt(bench, f"llama, {source}, {mode}", lambda m=mode, s=source: versions(bench, "llama", nbytes, m, s))
     attempt(bench, "llama, broadcast packed", lambda: beside(bench, "llama", nbytes, "packed", bench.asked.reps))
+
+
+def fp8(bench: SyncBench) -> None:
+    """The same to engines that serve codes and scales."""
+    nbytes = bench.make("fp8", bench.asked.bytes_of["fp8"])
+    attempt(bench, "fp8, live, direct", lambda: versions(bench, "fp8", nbytes, "direct", "live"))
+    attempt(bench, "fp8, live, staged", lambda: versions(bench, "fp8", nbytes, "staged", "live"))
+    attempt(bench, "fp8, broadcast packed", lambda: beside(bench, "fp8", nbytes, "packed", bench.asked.reps))
+
+
+def tensors(bench: SyncBench) -> None:
+    """The dense model by a broadcast for each tensor."""
+    nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
     attempt(bench, "llama, broadcast per tensor", lambda: beside(bench, "llama", nbytes, "per tensor", 2))
-    bench.ask(range(bench.asked.world_size), "leave")
 
 
 def moe(bench: SyncBench) -> None:
@@ -184,7 +216,6 @@ def moe(bench: SyncBench) -> None:
     attempt(bench, "moe, live, direct", lambda: versions(bench, "moe", nbytes, "direct", "live"))
     attempt(bench, "moe, broadcast per tensor", lambda: beside(bench, "moe", nbytes, "per tensor", 1))
     attempt(bench, "moe, broadcast packed", lambda: beside(bench, "moe", nbytes, "packed", 2))
-    bench.ask(range(bench.asked.world_size), "leave")
 
 
 def host(bench: SyncBench) -> None:
@@ -212,7 +243,6 @@ def host(bench: SyncBench) -> None:
         bench.ask(bench.engines, "check", turn=bench.turn, count=6)
     finally:
         bench.close()
-    bench.ask(range(bench.asked.world_size), "leave")
 
 
 def _steps_while_pulled(bench: SyncBench, seconds: float) -> list[float]:
@@ -223,8 +253,9 @@ def _steps_while_pulled(bench: SyncBench, seconds: float) -> list[float]:
     bench.heard(bench.trainers)
     for rank in bench.engines:
         bench.pipes[rank].send(("update", {"version": bench.version}))
-    found: list[float] = bench.ask(bench.trainers[:1], "steps", seconds=seconds)[0]
-    updated = bench.heard(bench.engines)
+    bench.pipes[bench.trainers[0]].send(("steps", {"seconds": seconds}))
+    found: list[float]
+    *updated, found = bench.heard([*bench.engines, bench.trainers[0]])
     bench.samples.append({"row": "steps while pulled", "updated": updated, "steps": found})
     return found[: max(1, int(len(found) * min(1.0, updated[0]["wall_s"] / seconds)))]
 
@@ -237,9 +268,17 @@ def attempt(bench: SyncBench, name: str, part: Callable[[], object]) -> None:
         part()
     except Failed as error:
         bench.row(name, "", "not measured", str(error).splitlines()[0][:300])
+    bench.save()
 
 
-PARTS: dict[str, Callable[[SyncBench], None]] = {"limits": limits, "llama": llama, "moe": moe, "host": host}
+PARTS: dict[str, Callable[[SyncBench], None]] = {
+    "limits": limits,
+    "llama": llama,
+    "fp8": fp8,
+    "moe": moe,
+    "host": host,
+    "tensors": tensors,
+}
 
 
 def main() -> int:
@@ -257,20 +296,16 @@ def main() -> int:
     asked = parser.parse_args()
     asked.device = "cpu" if asked.small else "cuda"
     total = int(1e9 * (asked.total_gb or (0.064 if asked.small else 64.0)))
-    asked.bytes_of = {"llama": total, "moe": total // 2, "host": total // 4}
+    asked.bytes_of = {"llama": total, "fp8": total, "moe": total // 2, "host": total // 4}
     asked.total_gb, asked.files_dir = total / 1e9, tempfile.gettempdir()
     out = Path(asked.out)
-    out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        bench = SyncBench(asked, stack)
+        bench = SyncBench(asked, stack, out)
         bench.start()
         for name in asked.rows.split(",") if asked.rows else PARTS:
             attempt(bench, name, lambda part=PARTS[name]: part(bench))
-        text = page(bench.rows, asked.device, asked.budget_s - bench.left_s(), what="Sync", method=METHOD)
-    (out / "sync.md").write_text(text, encoding="utf-8")
-    with (out / "sync.jsonl").open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(sample) + "\n" for sample in bench.samples)
-    print(text, end="")
+            attempt(bench, f"{name}: an end", lambda: bench.ask(range(asked.world_size), "leave"))
+    print((out / "sync.md").read_text(encoding="utf-8"), end="")
     return 0
 
 

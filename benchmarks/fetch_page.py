@@ -6,6 +6,7 @@ Not here: measuring.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -50,7 +51,8 @@ def page(
     return "\n".join(lines) + "\n"
 
 
+@functools.cache
 def shell(command: str) -> str:
-    """What it prints; "" where it fails."""
+    """What it prints, asked once; "" where it fails."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
     return done.stdout if done.returncode == 0 else ""

@@ -18,13 +18,17 @@ Shape = tuple[int, ...]
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up", "up_proj": "gate_up"}
 COLUMNS = ("o_proj", "down_proj")
 """Cut by their second dim."""
+TAGS = {"fp8": "fp8-block128"}
+"""The format of a kind whose engines serve codes."""
+SCALES = "_scale_inv"
+BLOCK = 128
 
 
 def shapes_of(kind: str, nbytes: int, *, small: bool) -> dict[str, Shape]:
-    """A checkpoint of about so many bytes of BF16: `llama`, or `moe`, whose 30,000 tensors are experts'."""
+    """A checkpoint of about so many bytes of BF16: `llama`, `fp8` (the same), or `moe`: 30,000 tensors of experts."""
     if kind == "moe":
         return _moe(nbytes, num_layers=4 if small else 40, num_experts=25 if small else 250)
-    hidden, inner, kv, vocab = (128, 448, 32, 512) if small else (8192, 28672, 1024, 128256)
+    hidden, inner, kv, vocab = (256, 512, 256, 512) if small else (8192, 28672, 1024, 128256)
     found: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     layer = {
         "input_norm.weight": (hidden,),
@@ -57,12 +61,22 @@ def _moe(nbytes: int, *, num_layers: int, num_experts: int) -> dict[str, Shape]:
     return found
 
 
+def served_of(kind: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """What engines of a kind load: as trained, or with the scales of codes beside them."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        if kind in TAGS and name.endswith("_proj.weight"):
+            found[name + SCALES] = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
+    return found
+
+
 def fill(tensor: torch.Tensor, name: str, version: int, first_row: int = 0) -> None:
-    """Rows `first_row` on of the tensor of this name, in this version: other bits for each element, near enough."""
+    """Rows `first_row` on of the tensor of this name, in this version: numbers of 2^-7 to 2, others for each element,
+    near enough."""
     bits = tensor.view(torch.int16)
     rows = torch.arange(first_row, first_row + len(bits), device=bits.device, dtype=torch.int32) * 7919
     values = rows if bits.dim() == 1 else rows[:, None] + torch.arange(bits.shape[1], device=bits.device) * 31
-    bits.copy_((values + zlib.crc32(name.encode()) % 32768 + version) & 0xFFFF)
+    bits.copy_(((values + zlib.crc32(name.encode()) % 32768) & 0x83FF | 0x3C00) + version)
 
 
 def advance(flat: torch.Tensor) -> None:
@@ -74,7 +88,7 @@ class Served(torch.nn.Module):
     """What one rank of an engine holds.
 
     Args:
-        shapes: the checkpoint's.
+        shapes: of `served_of`.
         rank, world_size: rows and columns are cut, experts dealt out.
         device: where.
     """
@@ -86,22 +100,27 @@ class Served(torch.nn.Module):
         self.places: dict[str, tuple[str, int, int]] = {}
         """Of each tensor that this rank wants: the parameter, the expert in it (-1: none), the first row."""
         sizes: dict[str, list[int]] = {}
+        dtypes: dict[str, torch.dtype] = {}
         first_row: dict[tuple[str, str], int] = {}
         mine = range(rank * self.num_experts // world_size, (rank + 1) * self.num_experts // world_size)
         for name, shape in shapes.items():
             expert, cut = _expert(name), self._cut(name, shape)
             if expert >= 0 and expert not in mine:
                 continue
-            *head, last = name.removesuffix(".weight").split(".")
-            target = "_".join([*(head if expert < 0 else head[:-1]), FUSED.get(last, last)])
+            stem, _, suffix = name.rpartition(".weight")
+            *head, last = stem.split(".")
+            target = "_".join([*(head if expert < 0 else head[:-1]), FUSED.get(last, last)]) + suffix
             size = sizes.setdefault(target, [0, *cut[1:]])
+            dtypes[target] = (
+                torch.float32 if suffix else torch.float8_e4m3fn if name + SCALES in shapes else torch.bfloat16
+            )
             if (target, last) not in first_row:
                 first_row[target, last] = size[0]
                 size[0] += cut[0]
             self.places[name] = target, expert - mine.start if expert >= 0 else -1, first_row[target, last]
         for target, size in sizes.items():
             whole = [len(mine), *size] if "experts" in target else size
-            made = torch.zeros(whole, dtype=torch.bfloat16, device=device)
+            made = torch.zeros(whole, dtype=dtypes[target], device=device)
             self.register_parameter(target, torch.nn.Parameter(made, requires_grad=False))
 
     def _cut(self, name: str, shape: Shape) -> Shape:

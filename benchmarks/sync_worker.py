@@ -7,17 +7,17 @@ Not here: what is asked in which order, what is made of it (`bench_sync`).
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.fetch_worker import obey
 
 NAME = "bench"
-BUCKET_BYTES = 1 << 30
-"""Of packed broadcasts."""
+STALL_S = 30.0
+"""What a rank that fails may cost the rest of the run; a first version takes 9 s, and tells that it gets on."""
 
 
 class Worker:
@@ -31,6 +31,7 @@ class Worker:
         self.device = device if self.small else self.device_of(rank)
         self.flat: list[torch.Tensor] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.tag: str | None = None
         self.params: dict[str, Any] = {}
         self.model: Any = None
         self.end: Any = None
@@ -71,14 +72,14 @@ class Worker:
     def train(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool) -> dict[str, Any]:
         """Rows of every tensor, cut as FSDP2 cuts them: version 0."""
         import torch
-        from benchmarks.sync_model import fill, shapes_of
+        from benchmarks.sync_model import TAGS, fill, shapes_of
 
         from penstock.memory.arena import Arena, needed_bytes
         from penstock.sync.declare import Shard
 
-        self.shapes = shapes_of(kind, nbytes, small=self.small)
+        self.shapes, self.tag = shapes_of(kind, nbytes, small=self.small), TAGS.get(kind)
         cut = {name: _rows(shape[0], rank, world_size) for name, shape in self.shapes.items()}
-        sizes = [2 * len(rows) * _width(self.shapes[name]) for name, rows in cut.items()]
+        sizes = [2 * len(rows) * math.prod(self.shapes[name][1:]) for name, rows in cut.items()]
         made: Iterator[torch.Tensor]
         if arena:
             home = Arena.allocate(needed_bytes(sizes), self.device)
@@ -105,7 +106,15 @@ class Worker:
 
         begun = time.perf_counter()
         self.end = penstock.publisher(
-            NAME, self.params, hub=hub, mode=mode, replica=replica, rank=rank, world_size=world_size, stall_s=60.0
+            NAME,
+            self.params,
+            hub=hub,
+            mode=mode,
+            replica=replica,
+            transforms=self.tag,
+            rank=rank,
+            world_size=world_size,
+            stall_s=STALL_S,
         )
         return time.perf_counter() - begun
 
@@ -123,6 +132,7 @@ class Worker:
             "begun": begun,
             "ended": ended,
             "copy_s": report.copy_s,
+            "transform_s": report.transform_s,
             "committed": len(report.committed),
             "bad": len(report.late) + len(report.failed),
         }
@@ -163,12 +173,12 @@ class Worker:
 
     def serve(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool) -> dict[str, Any]:
         """A model to fill."""
-        from benchmarks.sync_model import Served, shapes_of
+        from benchmarks.sync_model import TAGS, Served, served_of, shapes_of
 
         from penstock.memory.rehome import rehome
 
-        self.shapes = shapes_of(kind, nbytes, small=self.small)
-        self.model = Served(self.shapes, rank, world_size, self.device)
+        self.shapes, self.tag = shapes_of(kind, nbytes, small=self.small), TAGS.get(kind)
+        self.model = Served(served_of(kind, self.shapes), rank, world_size, self.device)
         if arena:
             rehome(self.model, copy=False)
             gc.collect()
@@ -186,12 +196,19 @@ class Worker:
         import penstock
 
         self.end = penstock.subscriber(
-            NAME, self.model, hub=hub, mode=mode, rank=rank, world_size=world_size, stall_s=60.0
+            NAME,
+            self.model,
+            hub=hub,
+            mode=mode,
+            transforms=self.tag,
+            rank=rank,
+            world_size=world_size,
+            stall_s=STALL_S,
         )
 
     def update(self, version: int) -> dict[str, Any]:
         """Wait for a version, take it."""
-        self.end.wait_version(version, timeout_s=60.0)
+        self.end.wait_version(version, timeout_s=STALL_S)
         heard = time.perf_counter()
         report = self.end.update(version)
         ended = time.perf_counter()
@@ -209,11 +226,24 @@ class Worker:
         for name, shape in some.items():
             whole = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
             fill(whole, name, turn)
-            wanted = self.model.wanted(name, whole)
-            got = self.model.part(name, len(wanted))
-            if not torch.equal(got.contiguous().view(torch.int16), wanted.contiguous().view(torch.int16)):
-                raise AssertionError(f"{name} is not that of turn {turn}")
+            for called, one in self._loaded(name, whole).items():
+                wanted = self.model.wanted(called, one)
+                got = self.model.part(called, len(wanted))
+                if not torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)):
+                    raise AssertionError(f"{called} is not that of turn {turn}")
         return len(some)
+
+    def _loaded(self, name: str, whole: Any) -> dict[str, Any]:
+        """What an engine's loader is given of a trained tensor: itself, or its codes and scales."""
+        from benchmarks.sync_model import SCALES
+
+        from penstock.transform.geometry import format_of
+        from penstock.transform.quantize import quantise
+
+        if name + SCALES not in self.model.places:
+            return {name: whole}
+        codes, scales = quantise(format_of(str(self.tag)), whole)
+        return {name: codes, name + SCALES: scales}
 
     # -- what is measured beside
 
@@ -235,104 +265,20 @@ class Worker:
         self._empty()
         return nbytes / best / 1e9
 
-    def broadcast(self, store: str, how: str, rank: int, world_size: int, kind: str, nbytes: int, reps: int) -> Any:
+    def broadcast(
+        self, store: str, how: str, rank: int, world_size: int, kind: str, nbytes: int, reps: int
+    ) -> list[float]:
         """Seconds of syncs by broadcast from rank 0, which has all tensors whole; not of the first."""
-        import torch
-        import torch.distributed as dist
+        from benchmarks.sync_beside import Broadcasts
         from benchmarks.sync_model import shapes_of
 
-        backend = "gloo" if self.small else "nccl"
-        device = None if self.small else torch.device(self.device)
-        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world_size, device_id=device)
         shapes = shapes_of(kind, nbytes, small=self.small)
-        whole = _views(shapes, self.device) if rank == 0 else {}
-        run = self._packed(shapes, whole) if how == "packed" else self._per_tensor(shapes, whole)
-        times = []
-        for _ in range(reps + 1):
-            dist.barrier()
-            self.sync()
-            begun = time.perf_counter()
-            for step in run:
-                step()
-            self.sync()
-            dist.barrier()
-            self.sync()
-            times.append(time.perf_counter() - begun)
-        dist.destroy_process_group()
-        del whole
+        made = Broadcasts(shapes, self.model if rank else None, self.tag, self.device, how=how)
+        times = made.run(f"file://{store}", rank, world_size, reps)
+        del made
         gc.collect()
         self._empty()
-        return times[1:]
-
-    def _per_tensor(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> list[Callable[[], object]]:
-        """What a version takes: each tensor into its place, or into a buffer of which the part wanted is copied."""
-        import torch
-        import torch.distributed as dist
-
-        most = max(_width((1, *shape)) for shape in shapes.values())
-        buffer = torch.empty(most, dtype=torch.bfloat16, device=self.device)
-        steps: list[Callable[[], object]] = []
-        for name, shape in shapes.items():
-            one = whole[name] if whole else buffer[: _width((1, *shape))].view(shape)
-            pairs = [] if whole else self._pairs(name, one)
-            if pairs and pairs[0][0].shape == shape and pairs[0][0].is_contiguous():
-                one, pairs = pairs[0][0], []
-            steps.append(partial(dist.broadcast, one, 0))
-            steps += [partial(into.copy_, part) for into, part in pairs]
-        return steps
-
-    def _packed(self, shapes: dict[str, tuple[int, ...]], whole: dict[str, Any]) -> list[Callable[[], object]]:
-        """What a version takes: buckets packed, broadcast, unpacked, as vLLM and trainers do; views are made before."""
-        import torch
-        import torch.distributed as dist
-
-        least = max(2 * _width((1, *shape)) for shape in shapes.values())
-        buffer = torch.empty(max(BUCKET_BYTES, least) // 2, dtype=torch.bfloat16, device=self.device)
-        buckets: list[list[str]] = [[]]
-        used = 0
-        for name, shape in shapes.items():
-            if used + _width((1, *shape)) > len(buffer):
-                buckets.append([])
-                used = 0
-            buckets[-1].append(name)
-            used += _width((1, *shape))
-        steps: list[Callable[[], object]] = []
-        for names in buckets:
-            sizes = [_width((1, *shapes[name])) for name in names]
-            bucket = buffer[: sum(sizes)]
-            if whole:
-                steps.append(partial(torch.cat, [whole[name].view(-1) for name in names], out=bucket))
-            steps.append(partial(dist.broadcast, bucket, 0))
-            for name, one in () if whole else zip(names, bucket.split(sizes), strict=True):
-                steps += [partial(into.copy_, part) for into, part in self._pairs(name, one.view(shapes[name]))]
-        return steps
-
-    def _pairs(self, name: str, whole: Any) -> list[tuple[Any, Any]]:
-        """Where the part of a tensor goes that this rank wants, and the part; none: it wants none."""
-        if name not in self.model.places:
-            return []
-        part = self.model.wanted(name, whole)
-        return [(self.model.part(name, len(part)).detach(), part)]
-
-
-def _views(shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, Any]:
-    """Whole tensors, one after another in one piece of memory."""
-    import torch
-
-    flat = torch.zeros(sum(_width((1, *shape)) for shape in shapes.values()), dtype=torch.bfloat16, device=device)
-    found, at = {}, 0
-    for name, shape in shapes.items():
-        found[name] = flat[at : at + _width((1, *shape))].view(shape)
-        at += _width((1, *shape))
-    return found
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    """Elements of a row."""
-    found = 1
-    for size in shape[1:]:
-        found *= size
-    return found
+        return times
 
 
 def _rows(total: int, rank: int, world_size: int) -> range:
