@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
 
 import numpy as np
 
+from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
@@ -72,7 +72,7 @@ _LOCAL_GUESS_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightSet:
+class WeightSet(Closing):
     """A manifest and an open source for each of its files. Closing it closes the sources; also a context manager."""
 
     uri: str
@@ -86,14 +86,6 @@ class WeightSet:
         """Close every source. Idempotent."""
         for source in self.sources:
             source.close()
-
-    def __enter__(self) -> WeightSet:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -16,6 +16,7 @@ import os
 import signal
 from collections.abc import Mapping
 
+from penstock.closing import Closing
 from penstock.jobs import zygote
 
 IMPORTS = (
@@ -71,7 +72,7 @@ class Forked:
                 pipe.close()
 
 
-class Zygote:
+class Zygote(Closing):
     """See the module. A context manager: leaving it ends its processes."""
 
     def __init__(self) -> None:
@@ -98,12 +99,6 @@ class Zygote:
     def close(self) -> None:
         """Idempotent."""
         self._zygote.close()
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def begin(function: str, argument: object, environ: Mapping[str, str]) -> int:
