@@ -305,8 +305,8 @@ class Session(Closing):
             return ""
         if path == "page-cache" and self.intake.ring_refusal:
             return f"by threads: {self.intake.ring_refusal}"
-        why: str = getattr(self.weights.sources[file], "why", "")
-        return why
+        why: str | None = getattr(self.weights.sources[file], "why", None)
+        return why or ""
 
     def check_unchanged(self) -> None:
         """Raise if a file was modified, replaced or removed since it was opened."""

@@ -406,3 +406,14 @@ def test_the_report_says_why_there_is_no_ring(stacked: Path, monkeypatch: pytest
     assert found["wide"].shape == (64, 8)
     whys = {file.path: file.why for file in found.report.files}
     assert whys.get("page-cache", "by threads: this kernel has none") == "by threads: this kernel has none"
+
+
+def test_a_cached_object_says_where_its_bytes_came_from(big: Path, tmp_path: Path, monkeypatch) -> None:
+    from penstock.testing.http_server import RangeServer
+
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    with RangeServer(big.parent) as server:
+        for _ in range(2):
+            report = penstock.load(f"{server.url}/{big.name}").report
+            assert all(file.why == "" for file in report.files)
+    assert {file.path for file in report.files} == {"cache"}
