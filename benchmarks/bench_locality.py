@@ -23,7 +23,7 @@ from pathlib import Path
 import penstock
 from penstock.config import parse_bytes
 from penstock.jobs.convert import ConvertReport, convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.crew import Crew, LocalCrew
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
@@ -114,7 +114,7 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
     with RangeServer(source) as server, ExitStack() as stack:
         index = f"{server.url}/model.safetensors.index.json"
 
-        def row(case: str, missing_bytes: int, crew: Hosts | None = None) -> Row:
+        def row(case: str, missing_bytes: int, crew: Crew) -> Row:
             served(server)
             report = convert(index, home / "out", devices="cpu", workers=2, task_bytes=task_bytes, crew=crew)
             if not penstock.verify(home / "out").verified:
@@ -122,12 +122,13 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
             shutil.rmtree(home / "out")
             return row_of(case, missing_bytes, served(server), report)
 
-        for case, shards in (("cold", []), ("half in the cache", [first]), ("all in the cache", [first, second])):
-            with cached(home / case):
+        with cached(home / "cache"), LocalCrew() as one_host:
+            for case, shards in (("cold", []), ("half in the cache", [first]), ("all in the cache", [first, second])):
+                shutil.rmtree(home / "cache", ignore_errors=True)
                 for shard in shards:
                     penstock.load(f"{server.url}/{shard.name}")
                 here = sum(shard.stat().st_size for shard in shards)
-                yield row(case, first.stat().st_size + second.stat().st_size - here)
+                yield row(case, first.stat().st_size + second.stat().st_size - here, one_host)
         caches = [home / "host 1", home / "host 2"]
         for cache, shard in zip(caches, (first, second), strict=True):
             with cached(cache):

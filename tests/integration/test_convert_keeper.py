@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed
 from penstock.fleet import renewal
+from penstock.jobs.crew import LocalCrew
 from penstock.testing.checkpoints import write_llama
-
-TOLD = {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
+def told() -> Iterator[dict[str, Any]]:
+    """Arguments of every conversion; their workers are forked from one process."""
+    with LocalCrew() as crew:
+        yield {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M", "crew": crew}
+
+
+@pytest.fixture(scope="module")
+def wanted(source: Path, told, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
     """The revision and the tensors of the same conversion into a directory."""
     into = tmp_path_factory.mktemp("wanted") / "f32"
-    return ps.convert(source, into, **TOLD).revision, by_safetensors(into)
+    return ps.convert(source, into, **told).revision, by_safetensors(into)
 
 
 def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path: Path) -> None:
@@ -79,50 +86,50 @@ def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_it_rests_on_a_disk_and_comes_back(source: Path, wanted, tmp_path: Path) -> None:
+def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.Keeper(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
-        report = ps.convert(source, keeper.into("f32"), **TOLD)
+        report = ps.convert(source, keeper.into("f32"), **told)
         assert (report.uri, report.revision, report.num_resumed) == ("keeper:f32", revision, 0)
         keeper.keep("plain", str(source))
         assert [one.tier for one in keeper.models()] == ["disk", "host"]
         with ps.attach("f32", verify=True) as attached:
             assert_same(attached, tensors)
         with pytest.raises(ConfigError, match="kept already"):
-            ps.convert(source, keeper.into("f32"), **TOLD)
+            ps.convert(source, keeper.into("f32"), **told)
         assert [one.model for one in keeper.models()] == ["f32", "plain"]
 
 
-def test_what_fails_leaves_nothing(source: Path, wanted) -> None:
+def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
     _, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.Keeper(memory_bytes=nbytes) as keeper:
         raises = [{"op": "function", "function": "penstock.testing.jobs:raises"}]
-        for error, told in (
-            (OperationFailed, TOLD | {"operations": raises}),
-            (ConfigError, TOLD | {"operations": [{"op": "reshard", "to": 2}], "to": None}),
-            (BudgetTooSmall, TOLD | {"memory_bytes": "100K"}),
+        for error, other in (
+            (OperationFailed, told | {"operations": raises}),
+            (ConfigError, told | {"operations": [{"op": "reshard", "to": 2}], "to": None}),
+            (BudgetTooSmall, told | {"memory_bytes": "100K"}),
         ):
             with pytest.raises(error):
-                ps.convert(source, keeper.into("f32"), **told)
+                ps.convert(source, keeper.into("f32"), **other)
             assert keeper.models() == [] and keeper.stats().tiers["host"].used_bytes == 0
         with pytest.raises(NotFound):
             ps.attach("f32", wait_s=0.2)
-        ps.convert(source, keeper.into("f32"), **TOLD)
+        ps.convert(source, keeper.into("f32"), **told)
         with pytest.raises(BudgetTooSmall):
-            ps.convert(source, keeper.into("more"), **TOLD)
+            ps.convert(source, keeper.into("more"), **told)
         assert [one.model for one in keeper.models()] == ["f32"]
 
 
-def test_what_is_no_destination(source: Path) -> None:
+def test_what_is_no_destination(source: Path, told) -> None:
     with pytest.raises(ConfigError, match="keeper"):
-        ps.convert(source, "keeper:f32", **TOLD)
+        ps.convert(source, "keeper:f32", **told)
 
 
-def test_nobody_writes_to_what_is_shown(source: Path) -> None:
+def test_nobody_writes_to_what_is_shown(source: Path, told) -> None:
     with ps.Keeper() as keeper:
-        ps.convert(source, keeper.into("f32"), **TOLD)
+        ps.convert(source, keeper.into("f32"), **told)
         (holding,) = keeper.member.holdings
         (region,) = holding.place.regions
         fd = os.open(region.owner.path, os.O_RDWR)

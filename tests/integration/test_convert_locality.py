@@ -12,7 +12,7 @@ from penstock.storage.cache import CACHE_CHUNK_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 
-NBYTES = 96 * MIB
+NBYTES = 64 * MIB
 
 
 @pytest.fixture(scope="module")
