@@ -118,6 +118,11 @@ class WorkerStats:
     peak_bytes: int = 0
     end: str = "finished"
 
+    def came(self, fetched_bytes: int, asked_bytes: int) -> None:
+        """It has read so much, or, where it says so later than it counted, more."""
+        self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
+        self.asked_bytes = max(self.asked_bytes, asked_bytes)
+
 
 @dataclass(slots=True)
 class WorkerTrace:

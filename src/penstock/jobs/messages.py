@@ -81,6 +81,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     task: int
     digests: bytes
     """uint64, little endian: of its pieces, in order."""
+    fetched_bytes: int = 0
+    asked_bytes: int = 0
+    """As of `Beat`, when it ended: what a worker that dies has read for nobody is all that is not known."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="beat"):

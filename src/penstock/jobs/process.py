@@ -138,8 +138,10 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
+        fetched_bytes, asked_bytes = worker.came()
+        raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
-            wire.send(Done(task=task, digests=digests.astype("<u8").tobytes()))
+            wire.send(Done(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
 
     worker = stack.enter_context(
         Worker(

@@ -78,7 +78,7 @@ class _Place:
     def note(self, beat: Beat) -> None:
         """Take over what it says of itself."""
         self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
-        self.stats.fetched_bytes, self.stats.asked_bytes = beat.fetched_bytes, beat.asked_bytes
+        self.stats.came(beat.fetched_bytes, beat.asked_bytes)
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
         self.trace.spans += beat.spans
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
@@ -223,6 +223,7 @@ class Coordinator:
         if isinstance(message, Done):
             place.spoke = now
             place.stats.num_tasks += 1
+            place.stats.came(message.fetched_bytes, message.asked_bytes)
             self._ended(name, message, now)
         elif isinstance(message, Began):
             place.at = message.task
