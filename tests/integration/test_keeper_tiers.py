@@ -232,7 +232,9 @@ def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="within a bound"):
         ps.Keeper(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="are there"):
-        ps.Keeper(memory_bytes=BOUND, host_bytes=BOUND)
+        ps.Keeper(memory_bytes="1G", host_bytes=BOUND)
+    with pytest.raises(ps.ConfigError, match="no disk"):
+        ps.Keeper(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ps.ConfigError, match="cannot keep bytes there"):
         ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "file")

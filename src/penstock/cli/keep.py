@@ -15,7 +15,6 @@ import typer
 
 from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, given
 from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
-from penstock.config import parse_bytes
 from penstock.errors import ConfigError
 from penstock.fleet.auth import first_token
 
@@ -53,13 +52,12 @@ def keep(
         raise ConfigError(
             f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
         )
-    bounds = [None if one is None else parse_bytes(one) for one in (memory_bytes, host_bytes, disk_bytes)]
     with api.Keeper(
         device=device,
-        memory_bytes=bounds[0],
-        host_bytes=bounds[1],
+        memory_bytes=memory_bytes,
+        host_bytes=host_bytes,
         disk=disk,
-        disk_bytes=bounds[2],
+        disk_bytes=disk_bytes,
         hub=hub,
         token=first_token(token_file),
         listen=listen,

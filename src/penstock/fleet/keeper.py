@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from penstock.config import Settings
+from penstock.config import Settings, parse_bytes
 from penstock.engine.place_cuda import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, SourceBusy
 from penstock.fleet.client import HubClient
@@ -87,17 +87,17 @@ class Keeper:
         self,
         *,
         device: str | int | torch.device = "cpu",
-        memory_bytes: int | None = None,
-        host_bytes: int | None = None,
+        memory_bytes: int | str | None = None,
+        host_bytes: int | str | None = None,
         disk: str | os.PathLike[str] | None = None,
-        disk_bytes: int | None = None,
+        disk_bytes: int | str | None = None,
         hub: str | None = None,
         token: str | None = None,
         rack: str = "",
         listen: str | None = None,
         transports: Sequence[str] | None = None,
         max_readers: int = 4,
-        max_bytes_per_s: int = 0,
+        max_bytes_per_s: int | str = 0,
         settings: Settings | None = None,
     ) -> None:
         self.device = resolve_device(device)
@@ -108,7 +108,10 @@ class Keeper:
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
             raise ConfigError("idle models make room only within a bound", hint="give memory_bytes")
-        levels = _levels(self.device, memory_bytes, host_bytes, disk, disk_bytes, self._settings)
+        if disk_bytes is not None and disk is None:
+            raise ConfigError("a bound of no disk", hint="give disk, a directory")
+        bounds = [None if one is None else parse_bytes(one) for one in (memory_bytes, host_bytes, disk_bytes)]
+        levels = _levels(self.device, bounds[0], bounds[1], disk, bounds[2], self._settings)
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
         try:
             self.member = Member(
@@ -117,7 +120,7 @@ class Keeper:
                 rack=rack,
                 listen=listen,
                 transports=transports,
-                max_bytes_per_s=max_bytes_per_s,
+                max_bytes_per_s=parse_bytes(max_bytes_per_s),
                 stall_s=self._settings.stall_s,
             )
         except BaseException:
