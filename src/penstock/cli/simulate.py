@@ -86,7 +86,7 @@ def simulate_sync(
     bucket_bytes: BucketBytes = "256M",
     watermark_bytes: Annotated[
         str, typer.Option("--watermark-bytes", metavar="BYTES", help="Most a receiver has asked for, not verified.")
-    ] = "8G",
+    ] = "16G",
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
     seed: SeedOption = 0,

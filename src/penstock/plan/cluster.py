@@ -121,7 +121,7 @@ SLAB_BYTES = 256 << 20
 
 H200_RATES = Rates(
     name="h200",
-    quantise_gb_per_s=2450.0,
+    quantise_gb_per_s=1932.0,
     digest_gb_per_s=2306.0,
     device_copy_gb_per_s=2118.0,
     step_s=110e-6,
@@ -137,7 +137,7 @@ H200_RATES = Rates(
     answer_s=1e-3,
     hop_s=3.5e-3,
     source=(
-        ("quantise_gb_per_s", "assumed: a trial kernel on one H200, block 128; not this project's transform"),
+        ("quantise_gb_per_s", "benchmarks/results/h200_202611/transform.md, fp8-block128, large tensors"),
         ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load.md, row f"),
         ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
         ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),
