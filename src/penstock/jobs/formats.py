@@ -41,16 +41,17 @@ class Store:
 
     Args:
         format: a tag of `transform.geometry.FORMATS`.
-        only: shell patterns of names, the whole name; none: linear weights for block formats, everything for casts.
-        keep: patterns of names that stay as they are; none: what `transform.select` keeps, nothing for casts.
+        only: a shell pattern of names, or several, the whole name; none: linear weights for block formats,
+            everything for casts.
+        keep: likewise, of names that stay as they are; none: what `transform.select` keeps, nothing for casts.
 
     Raises:
         PlanError: no format has this tag.
     """
 
-    def __init__(self, format: str, only: Sequence[str] = (), keep: Sequence[str] = ()) -> None:
+    def __init__(self, format: str, only: str | Sequence[str] = (), keep: str | Sequence[str] = ()) -> None:
         self._form = format_of(format)
-        self._only, self._keep = tuple(only), tuple(keep)
+        self._only, self._keep = ((one,) if isinstance(one, str) else tuple(one) for one in (only, keep))
         self._selection: Selection | None = None
 
     @property

@@ -75,6 +75,7 @@ def test_experts_in_a_stack_have_blocks_of_their_own():
 def test_only_and_keep_are_patterns_of_whole_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
     assert "a.weight_scale" in made(Store("mxfp8", keep=("b.*",)), given)
+    assert made(Store("mxfp8", keep="b.*"), given).keys() == made(Store("mxfp8", keep=("b.*",)), given).keys()
     assert made(Store("mxfp8", only=("c.*",)), given).keys() == {*given, "c.table_scale"}
     assert made(Store("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
     with pytest.raises(PlanError, match="no tensor is left"):
