@@ -26,6 +26,7 @@ def manifest(
     format: FormatOption = Format.human,
 ) -> None:
     """Read every body once and write the manifest with its digests, so that every later load is verified."""
+    from penstock.loader.verify import read_key
     from penstock.storage import manifest as manifests
 
     settings = Settings.read()
@@ -63,8 +64,6 @@ def verify(
     """Read every body and hold it to the manifest's digests, and the manifest to its signature."""
     from penstock import api
 
-    if public_key is not None:
-        read_key(public_key)
     verdict = api.verify(uri, public_key=public_key)
     if format is Format.json:
         write_json(verdict)
@@ -80,14 +79,6 @@ def verify(
         )
     if not verdict.verified:
         raise typer.Exit(3)
-
-
-def read_key(path: Path) -> bytes:
-    """The bytes of a key file. ConfigError when it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
 
 
 def write_whole(uri: str, data: bytes, settings: Settings) -> None:

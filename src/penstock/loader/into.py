@@ -103,6 +103,7 @@ def match_targets(
     filled: list[torch.Tensor] = []
     used: dict[str, str] = {}
     faults: list[str] = []
+    absent: list[str] = []
     places: set[tuple[int, int]] = set()
     for row, name in enumerate(table.names):
         wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
@@ -110,7 +111,7 @@ def match_targets(
             continue
         if wanted not in targets:
             if strict:
-                faults.append(f"{name}: the target has no {wanted}")
+                absent.append(f"{name}: the target has no {wanted}")
             continue
         if wanted in used:
             faults.append(f"{name} and {used[wanted]} both go to {wanted}")
@@ -128,12 +129,11 @@ def match_targets(
         filled.append(tensor)
     if strict:
         missing = [n for n, t in targets.items() if n not in used and t.numel() and _place_of(t) not in places]
-        faults.extend(f"{name}: the weight set has no tensor for it" for name in missing)
-    if faults:
-        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
-        raise PlanError(
-            f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}", hint="or pass strict=False"
-        )
+        absent.extend(f"{name}: the weight set has no tensor for it" for name in missing)
+    if said := [*faults, *absent]:
+        more = f" (and {len(said) - 10} more)" if len(said) > 10 else ""
+        hint = "tensors are filled as they are: nothing is cast or reshaped" if faults else "or pass strict=False"
+        raise PlanError(f"{len(said)} tensors do not fit: {'; '.join(said[:10])}{more}", hint=hint)
     return rows, filled
 
 

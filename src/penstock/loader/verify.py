@@ -75,6 +75,7 @@ def verify(
         public_key: path of an Ed25519 public key in PEM.
 
     Raises:
+        ConfigError: the key cannot be read.
         IntegrityError: a leaf differs (the tensor and range are named), or the signature does not hold.
         NotFound: a key was given and there is no manifest, or no signature beside it.
         SourceError, FormatError: as `load`.
@@ -82,6 +83,7 @@ def verify(
     settings = Settings.read()
     signature, signed_revision = "not asked", None
     if public_key is not None:
+        pem = read_key(public_key)
         if not isinstance(uri, str | os.PathLike):
             raise ConfigError("a signature belongs to one manifest", hint="give one directory, prefix or file")
         place = str(uri)
@@ -90,7 +92,7 @@ def verify(
         if raw is None or signed is None:
             what = "manifest" if raw is None else "signature"
             raise NotFound(f"there is no {what} to verify", uri=str(uri), hint="penstock manifest URI --sign KEY")
-        check_signature(raw, signed, Path(public_key).read_bytes())
+        check_signature(raw, signed, pem)
         signature = "good"
         signed_revision = decode(raw, uri=sidecar_uri(place)).revision
     with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
@@ -119,6 +121,14 @@ def verify(
         revision=stated.revision,
         signature=signature,
     )
+
+
+def read_key(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a key file. ConfigError where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the key {os.fspath(path)}: {error.strerror}") from error
 
 
 def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:

@@ -163,6 +163,7 @@ def test_a_signature_is_made_and_asked_for(
 
 def test_a_key_that_is_not_there_is_wrong_usage(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
+    assert "cannot read the key" in penstock("verify", llama, "--public-key", tmp_path / "absent", code=2)[1]
     assert not (llama / "penstock.manifest").exists()
 
 

@@ -129,7 +129,10 @@ def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
     assert "4 tensors" in message and not caught.value.mutated
     for offender in ("mean", "hidden.weight", "extra", "embed.weight"):
         assert offender in message
-    assert "hidden.bias" not in message
+    assert "hidden.bias" not in message and "strict" not in (caught.value.hint or "")
+    with pytest.raises(penstock.PlanError) as caught:
+        penstock.load_into({"extra": torch.zeros(3)}, path)
+    assert caught.value.hint == "or pass strict=False"  # which would do
     assert not any(tensor.any() for tensor in targets.values())
 
 
