@@ -227,8 +227,8 @@ def main() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections in a child leave what it shares with the others alone
-    with socket.socket(fileno=int(sys.argv[1])) as line:
-        _serve(line)
+    with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        _serve(line)  # until who asks is gone, perhaps before it was answered
 
 
 if __name__ == "__main__":

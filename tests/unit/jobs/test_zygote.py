@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +100,13 @@ def test_it_ends_with_the_thread_that_started_it() -> None:
     ((zygote, process),) = found
     assert ends(process.pid) and ends(zygote.pid)
     zygote.close()
+
+
+def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.send(json.dumps({"function": "time:sleep", "arguments": [600]}).encode())
+    mine.close()
+    command = [sys.executable, "-m", "penstock.jobs.zygote", str(theirs.fileno())]
+    done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60, check=False)
+    theirs.close()
+    assert (done.returncode, done.stderr) == (0, "")
