@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.engine.check import TensorChecker
-from penstock.engine.executors import Executor, Pending
+from penstock.engine.executors import Executor, Pending, Step, Work
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import OperationFailed, PenstockError
@@ -183,7 +183,7 @@ class _TaskRun:
             self.wanted.append((at, at + last - first))
             self.sizes.append(at + high - first)
         self.buffer = self.worker.buffers.get(packed(self.sizes)[-1])
-        steps: list[_Step] = []
+        steps: list[Step] = []
         for (one, _, _), (low, high), raw in zip(given, ranges, cut(self.buffer, self.sizes), strict=True):
             view, leaf_bytes = as_view(raw)[len(raw) - (high - low) :], held_to[one.source] or 1
             step = max(READ_BYTES // leaf_bytes, 1) * leaf_bytes
@@ -203,7 +203,7 @@ class _TaskRun:
         if is_last:
             self.pass_on(self.worker.place, _PlaceIn(self))
 
-    def pass_on(self, executor: Executor, step: _Step) -> None:
+    def pass_on(self, executor: Executor, step: Step) -> None:
         """The next step, if anybody still waits for the task."""
         if self.worker.is_revoked(self.task):
             self.end()
@@ -266,36 +266,24 @@ class _TaskRun:
         self.worker.buffers.unreserve(int(self.worker.job.memory_bytes[self.task]))
 
 
-class _Step:
-    """What the steps of a task share. Earlier tasks first."""
+class _TaskStep(Work):
+    """What the steps of a task share. Earlier tasks first; one that is abandoned ends with its worker's memory."""
 
-    nbytes = 0
     what = ""
 
-    def __init__(self, run: _TaskRun) -> None:
-        self.run, self.ticket, self.priority = run, run.worker.ticket, run.task
-        self.name = f"{self.what} {run.name}"
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-
-    def abandon(self) -> None:
-        """See `Step.abandon`: the worker ends, and its memory with it."""
+    def __init__(self, run: _TaskRun, nbytes: int = 0) -> None:
+        super().__init__(run.worker.ticket, run.task, f"{self.what} {run.name}", nbytes)
+        self.run = run
 
 
-class _Fetch(_Step):
+class _Fetch(_TaskStep):
     """Read one range."""
 
     what = "read"
 
     def __init__(self, run: _TaskRun, source: int, tensor: str, offset: int, into: memoryview) -> None:
-        super().__init__(run)
+        super().__init__(run, into.nbytes)
         self._source, self._tensor, self._offset, self._into = source, tensor, offset, into
-        self.nbytes = into.nbytes
 
     def start(self) -> None:
         self.run.worker.read(self._source, self._tensor, self._offset, self._into)
@@ -304,7 +292,7 @@ class _Fetch(_Step):
         self.run.arrived()
 
 
-class _PlaceIn(_Step):
+class _PlaceIn(_TaskStep):
     """Inputs to where they are computed with."""
 
     what = "place"
@@ -322,7 +310,7 @@ class _PlaceIn(_Step):
         self.run.pass_on(self.run.worker.compute, _Compute(self.run))
 
 
-class _Compute(_Step):
+class _Compute(_TaskStep):
     """The operation, the digests, and back to the host."""
 
     what = "make"
@@ -351,7 +339,7 @@ class _Compute(_Step):
         self.run.pass_on(self.run.worker.send, _Send(self.run))
 
 
-class _Send(_Step):
+class _Send(_TaskStep):
     """The outputs into their files."""
 
     what = "write"

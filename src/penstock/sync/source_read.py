@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from penstock.digest.strip import Strips
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
@@ -18,13 +18,11 @@ from penstock.sync.steps import Step
 from penstock.transport.choose import Reaching
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.protocol import Handle, Pending, Striding, Transport
+from penstock.transport.reads import wait_all
 from penstock.types import U64
 
 WAIT_S = 0.5
 """A question for digests is put again after this, so that a run that ended stops asking."""
-
-CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
-"""Transports whose copies, once a device has them, cannot be called back: after a stall they may still arrive."""
 
 
 class SourceRead:
@@ -79,29 +77,16 @@ class SourceRead:
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
         """Read a step; returns once nothing of it is under way: the first error, and whether a byte was written."""
-        posted: list[tuple[Transport, Pending]] = []
-        failed: PenstockError | None = None
-        is_touched = False
-        try:
-            for theirs, ours, rows in step.reads:
-                transport, descriptor, _ = self._route(theirs, ours)
-                into = self._into.handles(ours)[transport.name]
-                if isinstance(transport, Striding):
-                    posted.append((transport, transport.post_rectangles(into, descriptor, rows)))
-                else:
-                    posted.append((transport, transport.post_read(into, descriptor, rows.segments())))
-        except PenstockError as error:
-            failed, is_touched = error, error.mutated
-        for transport, pending in posted:
-            try:
-                transport.wait(pending, stall_s=stall_s)
-            except PenstockError as error:
-                is_touched |= error.mutated
-                if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
-                    failed, is_touched = DestinationError(f"{error.message}, and may still arrive"), True
-                failed = failed or error
-            is_touched |= pending.moved_bytes > 0
-        return failed, is_touched
+        return wait_all(self._posting(step), stall_s=stall_s)
+
+    def _posting(self, step: Step) -> Iterator[tuple[Transport, Pending]]:
+        for theirs, ours, rows in step.reads:
+            transport, descriptor, _ = self._route(theirs, ours)
+            into = self._into.handles(ours)[transport.name]
+            if isinstance(transport, Striding):
+                yield transport, transport.post_rectangles(into, descriptor, rows)
+            else:
+                yield transport, transport.post_read(into, descriptor, rows.segments())
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
         with self._lock:

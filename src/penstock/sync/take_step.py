@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.engine.executors import Pending
+from penstock.engine.executors import Pending, Work
 from penstock.errors import PenstockError
 from penstock.sync.source_read import SourceRead
 from penstock.sync.steps import Asked, Step
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from penstock.sync.take import _Run
 
 
-class AskStep:
+class AskStep(Work):
     """Ask a source for the digests of some steps."""
 
-    __slots__ = ("_asked", "_run", "_source", "_wanted", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_asked", "_run", "_source", "_wanted")
 
     def __init__(self, run: _Run, source: SourceRead, asked: Asked) -> None:
+        super().__init__(run.ticket, asked.steps[0].lap, f"ask {source.member}")
         self._run, self._source, self._asked = run, source, asked
         self._wanted: U64 | None = None
-        self.priority, self.ticket, self.nbytes = asked.steps[0].lap, run.ticket, 0
-        self.name = f"ask {source.member}"
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -51,20 +50,16 @@ class AskStep:
         for step, wanted in zip(self._asked.steps, self._asked.split(self._wanted), strict=True):
             self._run.told(step, wanted)
 
-    def abandon(self) -> None:
-        """The run is over."""
 
-
-class ReadStep:
+class ReadStep(Work):
     """Read what of a step is not here; ask its source for its digests before, unless all are asked for beside."""
 
-    __slots__ = ("_run", "_source", "_step", "_wanted", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_run", "_source", "_step", "_wanted")
 
     def __init__(self, run: _Run, source: SourceRead, step: Step) -> None:
+        super().__init__(run.ticket, step.lap, f"{source.member} lap {step.lap}", step.nbytes)
         self._run, self._source, self._step = run, source, step
         self._wanted: U64 | None = None
-        self.priority, self.ticket, self.nbytes = step.lap, run.ticket, step.nbytes
-        self.name = f"{source.member} lap {step.lap}"
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -89,19 +84,15 @@ class ReadStep:
         if self._wanted is not None:
             self._run.told(self._step, self._wanted)
 
-    def abandon(self) -> None:
-        """The run is over."""
 
-
-class VerifyStep:
+class VerifyStep(Work):
     """Digest a step's bytes, and compare."""
 
-    __slots__ = ("_run", "_step", "_wanted", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_run", "_step", "_wanted")
 
     def __init__(self, run: _Run, step: Step, wanted: U64) -> None:
+        super().__init__(run.ticket, step.lap, f"verify lap {step.lap}", step.nbytes)
         self._run, self._step, self._wanted = run, step, wanted
-        self.priority, self.ticket, self.nbytes = step.lap, run.ticket, step.nbytes
-        self.name = f"verify lap {step.lap}"
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -112,19 +103,15 @@ class VerifyStep:
         """See `Step.finish`."""
         self._run.verified(self._step)
 
-    def abandon(self) -> None:
-        """The run is over."""
 
-
-class BucketStep:
+class BucketStep(Work):
     """Hand the buckets of a lap on."""
 
-    __slots__ = ("_buckets", "_run", "name", "nbytes", "priority", "ticket")
+    __slots__ = ("_buckets", "_run")
 
     def __init__(self, run: _Run, lap: int, buckets: range) -> None:
+        super().__init__(run.ticket, lap, f"buckets {buckets.start} to {buckets.stop}")
         self._run, self._buckets = run, buckets
-        self.priority, self.ticket, self.nbytes = lap, run.ticket, 0
-        self.name = f"buckets {buckets.start} to {buckets.stop}"
 
     def start(self) -> Pending | None:
         """See `Step.start`."""
@@ -134,6 +121,3 @@ class BucketStep:
     def finish(self) -> None:
         """See `Step.finish`."""
         self._run.installed()
-
-    def abandon(self) -> None:
-        """The run is over."""
