@@ -22,3 +22,15 @@ def test_it_runs(more: list[str]) -> None:
     assert told["tensors"] == 3 + 3 * 12 + 2 * 2 + 2 * 32 * 3
     assert told["segments"] >= told["most_segments_of_a_receiver"] > 0
     assert 0 < told["plan_s"] < 60 and 1 <= told["most_given_over_mean"] < 2
+
+
+@pytest.mark.parametrize("op", ["linear", "fp8-block128"])
+def test_tasks_are_planned_and_placed(op: str) -> None:
+    small = ["--layers", "2", "--experts", "4", "--tasks", "500", "--workers", "16", "--op", op]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench_tasks", *small], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["workers"] == 16 and 250 < told["tasks"] < 1000
+    assert told["predicted_s"] >= told["limit_s"] > 0

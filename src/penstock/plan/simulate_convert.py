@@ -79,8 +79,9 @@ class _Run:
         self.events: list[tuple[float, int, str, int]] = []
         self.num_begun = 0
         self.now = 0.0
-        self.ended: list[tuple[float, int]] = []
-        """When a task ended first, and which."""
+        self.which: list[int] = []
+        self.when: list[float] = []
+        """Tasks as they ended first."""
         self.ends = np.zeros((3, 0))
         """Of these: when, bytes in, bytes out."""
         self.spans: list[Span] = []
@@ -112,9 +113,8 @@ class _Run:
                 self._lost(name)
             elif self.now <= one.dies and one.queue and one.queue[0][0] == task:
                 self._ended(name, one, task)
-        when, which = zip(*self.ended, strict=True) if self.ended else ((), ())
-        at = np.array(which, np.int64)
-        self.ends = np.array([when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
+        at = np.array(self.which, np.int64)
+        self.ends = np.array([self.when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
         """Deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
@@ -177,7 +177,8 @@ class _Run:
         done = self.placement.done(name, task, self.now)
         self._revoke(done.revoked)
         if done.first:
-            self.ended.append((self.now, task))
+            self.which.append(task)
+            self.when.append(self.now)
         if one.queue:
             self._begin(name, one)
         self._feed(name)
