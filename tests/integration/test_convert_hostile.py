@@ -21,7 +21,7 @@ import obstore
 import pytest
 
 import penstock
-from penstock.errors import DestinationError, DiskFull, SourceError
+from penstock.errors import DestinationError, DiskFull, OperationFailed, SourceError
 from penstock.jobs.convert import convert
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.testing.zygote import Zygote
@@ -68,6 +68,14 @@ def test_a_function_that_misbehaves_is_named(
     assert not (tmp_path / "out").exists()
     workers = [one["pid"] for one in said if one["event"] == "spawned"]
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    word = {"op": "function", "function": "penstock.testing.jobs:raises"}
+    with pytest.raises(OperationFailed):
+        convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
+    said = capfd.readouterr().err
+    assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
 
 
 def test_a_disk_too_small_for_the_output_is_said_before_anything_is_read(made, small_disk) -> None:

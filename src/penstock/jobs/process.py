@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 
 from penstock.config import Settings
 from penstock.engine.trace import Trace
-from penstock.errors import BudgetTooSmall, PeerLost, PenstockError, PlanError
+from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.jobs.held import held_tasks, shared_as
 from penstock.jobs.job import plan_job
 from penstock.jobs.messages import (
@@ -88,6 +89,8 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             except PeerLost:
                 raise
             except PenstockError as error:
+                if isinstance(error, OperationFailed) and error.__cause__ is not None:
+                    traceback.print_exception(error.__cause__)  # where in a user's code, which only this process knows
                 wire.send(failure_of(error))  # before what runs has ended: it may hang
                 raise
     except PeerLost:
@@ -212,11 +215,14 @@ def work(address: str, worker: str, device: str, secret: str) -> int:
     """Be a worker, in a process that is for this alone and ends with its parent; its exit code."""
     try:
         where = resolve_device(device)
-        torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
-        serve(connect(address, timeout_s=30.0), worker, secret, where)
-    except PeerLost:
-        return ALONE
     except PenstockError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
+    try:
+        serve(connect(address, timeout_s=30.0), worker, secret, where)
+    except PeerLost:
+        return ALONE
+    except PenstockError:
+        return 1  # the coordinator was told
     return 0
