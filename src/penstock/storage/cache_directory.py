@@ -172,7 +172,8 @@ def _boot() -> str:
 def _claimed(name: str, deadline: float) -> Iterator[None]:
     """Hold a name that one process of this host can hold, or after the deadline not; it is free when that ends.
 
-    A socket's name without a file: nothing of it is left, however the process ends.
+    A socket's name without a file: nothing of it is left, however the process ends. In another network namespace it is
+    another name, and the chunk is fetched twice.
     """
     claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
