@@ -46,7 +46,7 @@ class Store:
         keep: likewise, of names that stay as they are; none: what `transform.select` keeps, nothing for casts.
 
     Raises:
-        PlanError: no format has this tag.
+        ConfigError: no format has this tag.
     """
 
     def __init__(self, format: str, only: str | Sequence[str] = (), keep: str | Sequence[str] = ()) -> None:

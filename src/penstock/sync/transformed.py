@@ -71,7 +71,7 @@ def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     (`transform.select`).
 
     Raises:
-        PlanError: a tag that is none; a scale for a whole tensor of which this rank holds a part.
+        ConfigError: a tag that is none. PlanError: a scale for a whole tensor of which this rank holds a part.
     """
     asked = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     found = []

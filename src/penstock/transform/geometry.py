@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
 from penstock.types import Box, DType
 
 Scaling = Literal["none", "amax", "pow2", "mx", "nv"]
@@ -101,11 +101,11 @@ class Output:
 
 
 def format_of(tag: str) -> Format:
-    """The format of a tag. PlanError for a tag that is none."""
+    """The format of a tag. ConfigError for a tag that is none."""
     try:
         return FORMATS[tag]
     except KeyError:
-        raise PlanError(f"no transform is called {tag!r}", hint=f"one of {', '.join(FORMATS)}") from None
+        raise ConfigError(f"no transform is called {tag!r}", hint=f"one of {', '.join(FORMATS)}") from None
 
 
 def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:

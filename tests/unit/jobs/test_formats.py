@@ -80,7 +80,7 @@ def test_only_and_keep_are_patterns_of_whole_names():
     assert made(Store("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
     with pytest.raises(PlanError, match="no tensor is left"):
         Store("mxfp8", only=("d.*",)).recipes([table_of(given)])
-    with pytest.raises(PlanError, match="no transform is called"):
+    with pytest.raises(ConfigError, match="no transform is called"):
         Store("fp7")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.unit.sync.moved import move
 
-from penstock.errors import BudgetTooSmall, PlanError
+from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.fleet.sync_messages import TableReply
 from penstock.sync.declare import Row, Shard, declared
 from penstock.sync.offer import Offer
@@ -133,7 +133,7 @@ def test_several_formats_and_patterns() -> None:
         ("layers.1.w.weight", "fp8-block128"),
         ("layers.1.w.weight", "mxfp8"),
     ]
-    with pytest.raises(PlanError, match="no transform is called"):
+    with pytest.raises(ConfigError, match="no transform is called"):
         choose("fp9", rows)
 
 
