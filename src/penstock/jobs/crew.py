@@ -14,8 +14,9 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol
 
+from penstock.closing import Closing
 from penstock.engine.trace import Span
 from penstock.errors import ConfigError, PeerLost
 from penstock.jobs.zygote import END_S, Forked, Zygote
@@ -50,7 +51,7 @@ class Crew(Protocol):
         ...
 
 
-class LocalCrew:
+class LocalCrew(Closing):
     """Processes of this host, forked from one that imported torch for all. They end with the thread that started them,
     whatever ends that. A context manager: leaving it ends them.
 
@@ -94,12 +95,6 @@ class LocalCrew:
         if self.zygote is not None:
             self.zygote.close()
         self.zygote = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.closing import Closing
 from penstock.engine.check import TensorChecker
 from penstock.engine.executors import Executor, Pending, Step, Work
 from penstock.engine.ticket import Ticket
@@ -45,7 +46,7 @@ OnDone = Callable[[int, U64], None]
 """Called from an executor's thread: a task, and the digests of its pieces."""
 
 
-class Worker:
+class Worker(Closing):
     """A context manager: leaving it ends every thread.
 
     Args:
@@ -147,12 +148,6 @@ class Worker:
         for one in self._executors:
             one.close()
         self.buffers.close()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _TaskRun:

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from penstock.closing import Closing
 from penstock.errors import PeerLost
 
 START_S = 120.0
@@ -80,7 +81,7 @@ class Forked:
         return self._code
 
 
-class Zygote:
+class Zygote(Closing):
     """See the module. A context manager. Any thread.
 
     Args:
@@ -159,12 +160,6 @@ class Zygote:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def end_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from penstock.closing import Closing
 from penstock.errors import ConfigError, NotFound, SourceBusy
 from penstock.memory.tier import Block, Room
 from penstock.memory.tier_moves import SOURCE, Entry, Fill, Level, Moves, Tenant
@@ -25,7 +26,7 @@ from penstock.memory.tier_stats import TiersStats, TierStats
 __all__ = ["SOURCE", "Block", "Fill", "Level", "Tenant", "Tiers"]
 
 
-class Tiers:
+class Tiers(Closing):
     """See the module. Any thread calls any method; a context manager whose end frees every room.
 
     Args:
@@ -180,12 +181,6 @@ class Tiers:
             self._moves.release(entry)
         for level in self._moves.levels:
             level.tier.close()
-
-    def __enter__(self) -> Tiers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _index(self, tier: str | None) -> int:
         names = self._moves.names

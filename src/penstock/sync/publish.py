@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
+from penstock.closing import Closing
 from penstock.config import parse_bytes
 from penstock.errors import Cancelled, ConfigError, SourceStalled
 from penstock.fleet.member import Member
@@ -39,7 +39,7 @@ from penstock.sync.target import to_arenas
 from penstock.sync.transformed import Transforms
 
 
-class Publisher:
+class Publisher(Closing):
     """One rank. Made by `publisher`; a context manager. One thread at a time publishes.
 
     Attributes:
@@ -236,14 +236,6 @@ class Publisher:
         self._held.close()
         self.member.leave(0.0)
         self._roster.close()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def publisher(

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
+from penstock.closing import Closing
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -52,7 +52,7 @@ class Hooks:
     """Requests may go on."""
 
 
-class Subscriber:
+class Subscriber(Closing):
     """One rank. Made by `subscriber`; a context manager. One thread at a time updates.
 
     Attributes:
@@ -320,11 +320,3 @@ class Subscriber:
         self._attempts.close()
         self.member.leave(0.0)
         self._roster.close()
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,11 +7,11 @@ Not here: what lies in them (`plan.layout`), versions (`held`), reading into the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
 
+from penstock.closing import Closing
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError
 from penstock.sync.digester import Digester
@@ -21,7 +21,7 @@ from penstock.transport.protocol import Handle, Memory
 from penstock.types import I64, U64
 
 
-class Regions:
+class Regions(Closing):
     """Registered memory; a context manager.
 
     Args:
@@ -109,14 +109,6 @@ class Regions:
         for one in handles:
             for handle in one.values():
                 handle.close()
-
-    def __enter__(self) -> Regions:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:

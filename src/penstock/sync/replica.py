@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 
+from penstock.closing import Closing
 from penstock.engine.place_cuda import CudaRegistrar
 from penstock.memory.arena import Arena
 from penstock.memory.pages import populate
@@ -24,7 +24,7 @@ from penstock.transport.protocol import Memory
 from penstock.types import I64
 
 
-class Replica:
+class Replica(Closing):
     """A copy of a rank's regions, laid out alike; a context manager.
 
     Attributes:
@@ -101,11 +101,3 @@ class Replica:
         while self._pinned:
             registrar, address = self._pinned.pop()
             registrar.unregister(address)
-
-    def __enter__(self) -> Replica:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,8 +7,8 @@ Not here: reading (`take`), pausing the engine (`receive`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
+from penstock.closing import Closing
 from penstock.digest.strip import Strips
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
@@ -36,7 +36,7 @@ def beside(memories: Sequence[Memory]) -> list[Memory]:
     return found
 
 
-class Shadow:
+class Shadow(Closing):
     """Memory beside the live one; a context manager. As much again, on the same devices.
 
     Attributes:
@@ -73,11 +73,3 @@ class Shadow:
         """End the registrations and let go of the memory. Idempotent."""
         self.regions.close()
         self._copies.clear()
-
-    def __enter__(self) -> Shadow:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
