@@ -77,6 +77,12 @@ def reading(nbytes: int, **options):
         transport.close()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Until all its threads have heard of it, it gives bytes."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def whole(nbytes: int) -> Segments:
     return segments([(0, 0, nbytes)])
 
@@ -114,11 +120,11 @@ def test_a_killed_peer_is_lost() -> None:
 def test_a_stopped_peer_stalls_and_nothing_is_written_after(when: str) -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, buffer):
         if when == "before":
-            process.send_signal(signal.SIGSTOP)
+            stop(process)
         pending = transport.post_read(into, source, whole(NBYTES))
         if when == "under way":
             wait_for_bytes(pending)
-            process.send_signal(signal.SIGSTOP)
+            stop(process)
         began = time.monotonic()
         with pytest.raises(SourceStalled) as caught:
             transport.wait(pending, stall_s=0.6)

@@ -137,6 +137,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(slow, monkeypatch) -
         monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # until all its threads have heard of it, it gives bytes
         began = time.monotonic()
         error = waiting.join()
         assert isinstance(error, SourceStalled)

@@ -126,6 +126,7 @@ def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, chi
     with HubClient.connect(None) as a:
         hello(a)
         child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)  # until all its threads have heard of it, it answers
         try:
             with pytest.raises(UnknownMember):
                 a.beat(a.member, Beat())
