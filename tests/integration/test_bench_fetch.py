@@ -23,6 +23,12 @@ def test_the_command_prints_each_receiver_and_the_limit() -> None:
     assert limit["who"] == "limit"
 
 
+def test_a_device_that_is_none_is_told_before_processes_start() -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", "--device", "gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "'gpu' is not a device" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_has_every_row(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(so
         run(source, tmp_path / "out", trace=tmp_path / "none" / "trace.json")
     with pytest.raises(ConfigError, match="gpu: no device"):
         convert(source, tmp_path / "out", devices=["gpu"])
+    with pytest.raises(ConfigError, match="cuda:99 is not there"):
+        convert(source, tmp_path / "out", devices=["cuda:99"])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

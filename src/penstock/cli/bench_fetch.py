@@ -57,6 +57,9 @@ def bench_fetch(
     format: FormatOption = Format.human,
 ) -> None:
     """Fetch generated weights from one process into others of this host: seconds, GB/s, path, and the limit."""
+    from penstock.loader.session import resolve_device
+
+    resolve_device(device)
     nbytes = int(total_gb * GB)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory,

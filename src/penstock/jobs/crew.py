@@ -66,7 +66,13 @@ class LocalCrew(Closing):
         self._processes: dict[str, Forked] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`. What a user's function prints goes to stderr: stdout is the caller's."""
+        """See `Crew.spawn`. What a user's function prints goes to stderr: stdout is the caller's.
+
+        Raises:
+            ConfigError: this host has no such device.
+        """
+        if device != "cpu" and device not in (found := gpus()) and (device != "cuda" or not found):
+            raise ConfigError(f"device {device} is not there: {len(found)} CUDA devices")
         if self.zygote is None or not self.zygote.is_alive:
             self.close()
             self.zygote = Zygote(IMPORTS)
