@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, MemoryBytes, Operations, TaskBytes, To, Verify
+from penstock.cli.options import Format, FormatOption, Operations, TaskBytes, To, Verify, given
 from penstock.cli.output import bytes_text, note, plain, write_columns, write_fields, write_json, write_lines
 from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
@@ -67,6 +67,7 @@ def _value(text: str) -> object:
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)]
+WorkerBytes = Annotated[str | None, given("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
 ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
 Spool = Annotated[
     Path | None,
@@ -92,7 +93,7 @@ def convert(
     verify: Verify = None,
     devices: Devices = "all",
     workers: Workers = None,
-    memory_bytes: MemoryBytes = None,
+    memory_bytes: WorkerBytes = None,
     task_bytes: TaskBytes = "64M",
     shard_bytes: ShardBytes = "5000000000",
     spool: Spool = None,
@@ -203,15 +204,15 @@ def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
     facts: dict[str, int | str] = {
         "operation": job.operation.name,
         "job": job.key,
-        "tensors": len(job.files.table),
-        "files": len(job.files.body_nbytes),
-        "bytes": int(job.files.table.nbytes.sum()),
+        "num_tensors": len(job.files.table),
+        "num_files": len(job.files.body_nbytes),
+        "nbytes": int(job.files.table.nbytes.sum()),
         "read_bytes": int(job.read_bytes.sum()),
-        "tasks": len(job.tasks),
+        "num_tasks": len(job.tasks),
         "largest_task_bytes": int(job.memory_bytes.max(initial=0)),
     }
     if format is Format.json:
         write_json({**facts, "predicted_s": seconds, "predicted_by": by})
         return
-    shown = {name: bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
+    shown = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
     write_fields({**shown, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, by {by}"})

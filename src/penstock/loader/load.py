@@ -131,7 +131,7 @@ def load(
     Args:
         uri: a safetensors file, directory, index, glob, prefix (`s3://`, `gs://`, `az://`, `http(s)://`), or a list.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`.
-        names: glob, list of globs and names, compiled regex, or predicate of the name; None: all.
+        names: glob, list of globs and names, each of something; compiled regex, or predicate of the name; None: all.
         boxes: regions wanted, by name or by a function of (name, shape); only their bytes are read, give or take gaps.
         verify: compare with the manifest's leaf digests; None: if there is one; True: or fail; False: do not.
         group: a torch.distributed group whose ranks all call this; each reads its part once, all end with everything.

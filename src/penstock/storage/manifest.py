@@ -352,14 +352,21 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     if callable(names):
         return [row for row, tensor in enumerate(tensors) if names(tensor)]
     globs = [names] if isinstance(names, str) else list(names)
-    exact = set(globs)
-    matches = [re.compile(fnmatch.translate(one)).match for one in globs if any(c in one for c in "*?[")]
-    there = set(tensors)
-    missing = sorted(one for one in globs if one not in there and not any(c in one for c in "*?["))
+    row_of = {tensor: row for row, tensor in enumerate(tensors)}
+    found: set[int] = set()
+    missing: list[str] = []
+    for one in globs:
+        rows = [row_of[one]] if one in row_of else []
+        if any(c in one for c in "*?["):
+            match = re.compile(fnmatch.translate(one)).match
+            rows += [row for row, tensor in enumerate(tensors) if match(tensor)]
+        found.update(rows)
+        if not rows:
+            missing.append(one)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise PlanError(f"no such tensor: {', '.join(map(clip, missing[:5]))}{more}", uri=uri)
-    return [row for row, tensor in enumerate(tensors) if tensor in exact or any(match(tensor) for match in matches)]
+        raise PlanError(f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}", uri=uri)
+    return sorted(found)
 
 
 def build(weights: WeightSet, *, leaf_bytes: int = leaf.LEAF_BYTES, threads: int = 0) -> Manifest:

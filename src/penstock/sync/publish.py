@@ -302,7 +302,8 @@ def publisher(
 def _copies(name: str, mode: str, replica: str) -> str | None:
     """Where versions are copied to; None: nowhere."""
     if mode not in ("live", "snapshot") or replica not in ("device", "cpu") or not name:
-        raise ConfigError(f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}")
+        message = f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}"
+        raise ConfigError(message, hint="it has a name, mode live or snapshot, and replica device or cpu")
     return replica if mode == "snapshot" else None
 
 

@@ -18,6 +18,7 @@ from penstock.sync.report import UpdateMode
 from penstock.sync.roster import joined
 from penstock.sync.take import LEAST_BYTES
 from penstock.sync.target import Target, to_arenas
+from penstock.transform.geometry import format_of
 
 
 def subscriber(
@@ -64,7 +65,10 @@ def subscriber(
         BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
     """
     if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
-        raise ConfigError(f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}")
+        message = f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}"
+        raise ConfigError(message, hint="it has a name, mode staged or direct, and ranks count from 0")
+    for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
+        format_of(tag)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
