@@ -11,6 +11,7 @@ VENV   ?= .venv
 EXTRAS ?= torch,hub,redis,dev
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
+RAY    ?= ray==2.60.0
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -42,6 +43,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(NIXL) \
 		|| echo "NIXL does not install here: its tests are skipped" >&2
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(RAY) \
+		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
 
 demo: $(READY)  ## a checkpoint of 2 GiB loaded, fetched by a fleet on this host, synced and converted; compares every bit

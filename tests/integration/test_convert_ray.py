@@ -1,0 +1,97 @@
+"""A conversion on a real Ray cluster of two nodes, one of which dies in the middle: the files of one local worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.jobs.convert import convert
+from penstock.testing.checkpoints import write_llama
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+# Each worker leaves a mark, and the first waits for the others': whichever node dies, its worker has begun.
+MEETING = """
+import os, time
+from pathlib import Path
+
+def meet(tensor, name):
+    marks = Path(os.environ["MARKS"])
+    (marks / str(os.getpid())).touch()
+    deadline = time.monotonic() + 120
+    while len(list(marks.iterdir())) < int(os.environ["WORKERS"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.003)
+    return tensor
+
+meet.rows = True
+"""
+TOLD = {
+    "operations": [{"op": "function", "function": "meeting:meet"}],
+    "to": "cast:F32",
+    "task_bytes": "256K",
+    "devices": "cpu",
+}
+PROGRAM = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+from penstock.jobs.convert import convert
+
+source, into, told = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+cluster.wait_for_nodes()
+
+
+def said(done, total):
+    if len(nodes) == 2 and len(os.listdir(os.environ["MARKS"])) == 2:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+
+report = convert(source, into, workers=2, ray=cluster.address, on_progress=said, **told)
+print(json.dumps({"tasks": report.num_tasks, "ends": [one.end for one in report.workers], "left": len(nodes)}))
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Ray's files in a directory whose name is short enough for sockets; where workers meet, and who does."""
+    (tmp_path / "meeting.py").write_text(MEETING)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "both").mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MARKS", str(tmp_path / "alone"))
+    monkeypatch.setenv("WORKERS", "1")
+    both = {"MARKS": str(tmp_path / "both"), "WORKERS": "2"}
+    with tempfile.TemporaryDirectory(prefix="ps-") as folder:
+        ray = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        yield {**os.environ, **both, **ray}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_a_node_that_dies_costs_its_tasks_alone(tmp_path: Path, environ: dict[str, str]) -> None:
+    write_llama(tmp_path / "source", total_bytes=24_000_000)
+    convert(tmp_path / "source", tmp_path / "expected", workers=1, **TOLD)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "source"), str(tmp_path / "out"), json.dumps(TOLD)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environ)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["left"] == 1
+    assert any(end != "finished" for end in said["ends"])
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
