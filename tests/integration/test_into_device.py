@@ -111,13 +111,33 @@ def test_what_a_device_that_hangs_may_use_is_kept(kind, reader, holder) -> None:
     reader.driver.is_stuck = True
     stuck = staged.NUM_BUFFERS if kind == "staged" else 1
     for wanted in [*[DestinationError] * stuck, *([SourceStalled] if kind == "staged" else [])]:
-        with pytest.raises(wanted):
+        with pytest.raises(wanted) as caught:
             reader.read(holder.descriptor, stall_s=0.2)
+        assert caught.value.mutated is (wanted is DestinationError)
     reader.transport.close()
     gc.collect()
     assert len(reader.driver.pinned) == stuck
     never_freed.clear()
     reader.driver.is_stuck = False
+
+
+def test_what_a_copy_that_was_queued_in_part_may_use_is_kept(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = reader.driver.copy
+
+    def copy(*columns) -> None:
+        queue(*columns)
+        raise DestinationError("a later one is refused")
+
+    monkeypatch.setattr(reader.driver, "copy", copy)
+    with pytest.raises(DestinationError) as caught:
+        reader.read(holder.descriptor)
+    assert caught.value.mutated
+    del caught
+    reader.transport.close()
+    gc.collect()
+    assert len(reader.driver.pinned) == 1
+    assert any(reader.into in kept for kept in never_freed)
+    never_freed.clear()
 
 
 def test_it_reads_into_devices_only_and_shows_nothing(reader, holder) -> None:

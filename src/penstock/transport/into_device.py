@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -68,7 +69,8 @@ class IntoDevice:
         """Copy host memory from `base` on, which `keep` keeps alive; returns once it is there.
 
         Raises:
-            DestinationError: the device failed, or copied nothing for `stall_s`: both memories are kept for good.
+            DestinationError: the device failed, or copied nothing for `stall_s`: both memories are kept for good, and
+                `mutated` is true.
         """
         driver, device = self._driver, ordinal(into.memory.device)
         dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
@@ -79,19 +81,28 @@ class IntoDevice:
                 self._endpoint.check_open()
                 lane = self._lanes.of(device)
                 event, stream = lane.take_event(), lane.take_stream()
-                driver.copy(dst, src, rows.nbytes.astype(np.uint64), stream)
-                driver.record(event, stream)
-            try:
+                with self._used(into, keep):
+                    driver.copy(dst, src, rows.nbytes.astype(np.uint64), stream)
+                    driver.record(event, stream)
+            with self._used(into, keep):
                 while not driver.is_done(event):
                     if time.monotonic() > deadline:
                         raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
                     time.sleep(self.nap_s)
-            except PenstockError:
-                self._is_stuck = True
-                never_freed.append((self, into, keep))
-                raise
             with self._lock:
                 lane.give_event(event)
+
+    @contextmanager
+    def _used(self, *memories: object) -> Iterator[None]:
+        """Whatever ends the block early, the device may still copy then: what it uses is kept for good."""
+        try:
+            yield
+        except BaseException as error:
+            self._is_stuck = True
+            never_freed.append((self, *memories))
+            if isinstance(error, PenstockError):
+                error.mutated = True
+            raise
 
     def _close_lanes(self) -> None:
         """Order: the endpoint is closed. Does nothing where a device may still copy."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.errors import PenstockError
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.transport.cuda_driver import CudaDriver, ordinal
 from penstock.transport.cuda_lane import never_freed
@@ -111,8 +112,10 @@ class StagedTransport(IntoDevice):
             staged = Segments(src=batch.src, dst=at, nbytes=batch.nbytes)
             inside = self._inner.post_read(self._handle(buffer), source, staged)
             self._inner.wait(inside, stall_s=stall_s)
-        except BaseException:
+        except BaseException as error:
             pool.release(buffer)
+            if isinstance(error, PenstockError):
+                error.mutated = False  # of the buffer alone
             raise
         rows = Segments(src=at, dst=batch.dst, nbytes=batch.nbytes)
         self.copy(into, buffer.address, rows, stall_s, keep=buffer)

@@ -35,7 +35,7 @@ class WaitedRead(Generic[*Ts]):
                 try:
                     self._carry(stall_s, *self._work)
                 except PenstockError as error:
-                    error.mutated = self.moved_bytes > 0
+                    error.mutated = error.mutated or self.moved_bytes > 0
                     self._error = error.with_traceback(None)  # whose frames hold both memories
                 self._work = None
             if self._error is not None:
