@@ -24,7 +24,7 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
         stall_s: see `Transport.wait`.
 
     Returns:
-        The first failure, but for a DestinationError, which says that bytes may still arrive; whether any was written.
+        The first failure, but a DestinationError before others: bytes may still arrive. And whether any was written.
     """
     posted: list[tuple[Transport, Pending]] = []
     failed: PenstockError | None = None
@@ -38,9 +38,11 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
         try:
             transport.wait(pending, stall_s=stall_s)
         except PenstockError as error:
-            is_touched |= error.mutated
+            met: PenstockError = error
             if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
-                failed, is_touched = DestinationError(f"{error.message}, and may still arrive", mutated=True), True
-            failed = failed or error
+                met = DestinationError(f"{error.message}, and may still arrive", mutated=True)
+            is_touched |= met.mutated
+            if failed is None or (isinstance(met, DestinationError) and not isinstance(failed, DestinationError)):
+                failed = met
         is_touched |= pending.moved_bytes > 0
     return failed, is_touched

@@ -1,0 +1,75 @@
+"""Reads posted together: all are waited for, and what a device may still write to is told before what a source did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.errors import DestinationError, PenstockError, SourceStalled, StaleDescriptor
+from penstock.testing.transport_suite import segments
+from penstock.transport.loopback import LoopbackTransport
+from penstock.transport.protocol import Memory, Pending, Transport
+from penstock.transport.reads import wait_all
+
+
+class Ending(LoopbackTransport):
+    """Its reads end with an error."""
+
+    def __init__(self, error: PenstockError, name: str = "loopback") -> None:
+        super().__init__()
+        self.name, self._error = name, error
+        self.num_waited = 0
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        self.num_waited += 1
+        raise self._error
+
+
+def read(transport: LoopbackTransport) -> tuple[Transport, Pending]:
+    source, into = (transport.register(Memory.of_buffer(bytearray(100))) for _ in range(2))
+    return transport, LoopbackTransport.post_read(transport, into, source.descriptor, segments([(0, 0, 100)]))
+
+
+@pytest.fixture
+def whole() -> Iterator[LoopbackTransport]:
+    made = LoopbackTransport()
+    yield made
+    made.close()
+
+
+def test_the_first_error_is_told_and_every_read_is_waited_for(whole) -> None:
+    first, second = Ending(StaleDescriptor("one")), Ending(SourceStalled("two"))
+    failed, is_touched = wait_all([read(first), read(second)], stall_s=5)
+    assert (failed is not None and failed.message, is_touched) == ("one", False)
+    assert second.num_waited == 1
+    failed, is_touched = wait_all([read(first), read(whole)], stall_s=5)
+    assert (failed is not None and failed.message, is_touched) == ("one", True)
+    assert wait_all([read(whole)], stall_s=5) == (None, True)
+
+
+def test_a_post_that_fails_ends_the_posting_and_those_before_are_waited_for(whole) -> None:
+    source, into = (whole.register(Memory.of_buffer(bytearray(100))) for _ in range(2))
+    old = source.descriptor
+    source.fence()
+
+    def posting() -> Iterator[tuple[Transport, Pending]]:
+        yield read(whole)
+        yield whole, whole.post_read(into, old, segments([(0, 0, 100)]))
+        raise AssertionError("it goes on after a failure")
+
+    failed, is_touched = wait_all(posting(), stall_s=5)
+    assert isinstance(failed, StaleDescriptor)
+    assert is_touched
+
+
+@pytest.mark.parametrize("by", ["staged_http", "cuda_ipc", "pinned_shm"])
+def test_a_device_that_may_still_write_is_told_before_a_source(by: str) -> None:
+    silent = SourceStalled("no byte") if by != "staged_http" else DestinationError("a device hangs", mutated=True)
+    for before in (StaleDescriptor("gone"), None):
+        posted = [] if before is None else [read(Ending(before))]
+        failed, is_touched = wait_all([*posted, read(Ending(silent, by))], stall_s=5)
+        assert isinstance(failed, DestinationError)
+        assert failed.mutated
+        assert is_touched
+    assert isinstance(wait_all([read(Ending(SourceStalled("no byte"), "shm"))], stall_s=5)[0], SourceStalled)
