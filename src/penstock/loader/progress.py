@@ -48,7 +48,7 @@ class Progress:
 
     def follow(self, ticket: Ticket, *, stall_s: float) -> None:
         """Wait for the ticket, drawing as it moves."""
-        while self._enabled and not ticket.done:
+        while self._enabled and not ticket.done and ticket.look() <= stall_s:
             self.show(ticket)
             time.sleep(_REDRAW_S)
         ticket.wait(stall_s=stall_s)
