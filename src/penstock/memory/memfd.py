@@ -48,8 +48,9 @@ class Mapping(mmap.mmap):
             return
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED | _SEAL_FUTURE_WRITE)
-        except OSError:  # a kernel before 5.1: readers map it read-only all the same
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED)
+        except OSError:  # a kernel before 5.1: readers map it read-only all the same; or another thread was first
+            if not _is_sealed(self.fd):
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED)
 
 
 def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:

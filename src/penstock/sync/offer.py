@@ -41,7 +41,7 @@ class Offer:
         memory_bytes: bound of all that.
 
     Raises:
-        PlanError: a tag that is none, or that no tensor here can have.
+        ConfigError: a tag that is none. PlanError: one that no tensor here can have.
         BudgetTooSmall: it takes more than `memory_bytes`; has the least.
         DeviceOutOfMemory, DestinationError: there is no room.
     """
