@@ -66,6 +66,7 @@ def test_sigterm_leaves_cleanly(host: Host, made: Path, truth) -> None:
     check(stays, truth)
     check(goes, truth)
     host.wait_for(lambda held: len(held) == 2)
+    goes.say_until("serving")
     begun = time.monotonic()
     goes.kill(signal.SIGTERM)
     assert goes.process.wait(20) == 0
@@ -80,6 +81,7 @@ def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth)
     reader = host.start()
     reader.say_until("joined")
     host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    holder.say_until("serving")
     holder.kill(signal.SIGTERM)
     host.wait_for(lambda held: any(one.state == "draining" for one in held))
     late = host.start(fallback=str(made))  # whom it asks is the reader, and storage

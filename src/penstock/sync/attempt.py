@@ -136,9 +136,9 @@ class Attempts:
         """Of the layout; empty: not known yet."""
         return "" if self._landing is None else self._landing.digest
 
-    def planners(self) -> list[SyncMember]:
+    def planners(self, *, max_age_s: float = _LOOK_S) -> list[SyncMember]:
         """Who may plan for us, the likeliest first: publishers' rank 0, then receivers that have the newest version."""
-        members = self._roster.look(max_age_s=_LOOK_S)
+        members = self._roster.look(max_age_s=max_age_s)
         zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
         zeros.sort(key=lambda one: (-one.state.version, one.since))
         having = [one for one in members if one.state.side == "subscriber" and one.state.state == "open"]
@@ -225,10 +225,13 @@ class Attempts:
 
     def _planner(self, lost: dict[str, PenstockError]) -> SyncMember:
         found = [one for one in self.planners() if one.member not in lost]
+        if not found and lost:  # who came in their place is news
+            found = [one for one in self.planners(max_age_s=0.0) if one.member not in lost]
         if not found:
             if lost:
                 raise next(reversed(lost.values()))
-            raise NotFound(f"nobody publishes {self._roster.name!r} yet")
+            hint = "start the publisher under this name and hub; `penstock status` shows who takes part"
+            raise NotFound(f"nobody publishes {self._roster.name!r} yet", hint=hint)
         return found[0]
 
     def _landed(self, planner: SyncMember) -> Landing:

@@ -288,6 +288,9 @@ def _load_alone(task: Task) -> None:
 
 def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
     """Words of input while it serves; at their end it leaves as one that is told to terminate."""
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.001)  # it does not serve yet
+    say("serving")
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
         if word == "fence":
@@ -295,8 +298,6 @@ def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
         elif word == "corrupt":
             _corrupt(weights, int(number))
         say(f"done {word}", digests=digests(weights))
-    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        time.sleep(0.001)  # it does not serve yet
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
 from penstock.transform.geometry import FORMATS, alignment, foreign, format_of, needed, outputs, owned, widened
 from penstock.types import Box, DType
 
@@ -85,5 +85,5 @@ def test_whole_rows_and_a_scale_for_all() -> None:
 def test_what_a_format_does_not_take(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         outputs(format_of(tag), "w", dtype, shape, Box.full(shape))
-    with pytest.raises(PlanError, match="fp8-block128"):
+    with pytest.raises(ConfigError, match="fp8-block128"):
         format_of("int8")
