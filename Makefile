@@ -12,6 +12,8 @@ EXTRAS ?= torch,hub,redis,dev
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
+# What is imported is compiled then; all of torch and transformers would take half a minute.
+PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -40,10 +42,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(NIXL) \
+	@$(VENV)/bin/$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(VENV)/bin/$(PIP) --no-deps $(NIXL) \
 		|| echo "NIXL does not install here: its tests are skipped" >&2
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(RAY) \
+	@$(VENV)/bin/$(PIP) -c constraints.txt $(RAY) \
 		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
 

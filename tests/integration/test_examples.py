@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
 SERVES = DIRECTORY / "fetch_two_terminals.py"
 IS_IMPORTED = DIRECTORY / "fold_norms.py"  # by a conversion; test_convert_operations runs it
-IS_OF_ENGINES = DIRECTORY / "sync_torchrun.py"  # four processes that import transformers; tests/engines runs it
-EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES, IS_IMPORTED, IS_OF_ENGINES})
+OF_ENGINES = {DIRECTORY / "sync_torchrun.py", DIRECTORY / "sync_ray.py"}  # a minute each; tests/engines runs them
+EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES, IS_IMPORTED} - OF_ENGINES)
 LAST_S = 150.0
 
 
