@@ -110,6 +110,7 @@ class Door:
         self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
         self._holdings: dict[str, Holding] = {}
         self._leases: dict[str, _Leased] = {}
+        self._draining: set[str] = set()
         self._lock = threading.Lock()
         self._servers: list[socketserver.BaseServer] = []
         self.addresses: list[str] = []
@@ -140,7 +141,8 @@ class Door:
         try:
             server = bind()
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"the door cannot be opened at {where}: {error}") from error
+            hint = "an address of this host; port 0 takes a free one"
+            raise ConfigError(f"the door cannot be opened at {where}: {error}", hint=hint) from error
         self._servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.1,), name="penstock-door", daemon=True).start()
         return server
@@ -178,10 +180,14 @@ class Door:
 
     def drain(self, key: str, wait_s: float) -> int:
         """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
+        with self._lock:
+            self._draining.add(key)
         self.hide(key)
         deadline = time.monotonic() + wait_s
         while (left := self.num_readers(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
+        with self._lock:
+            self._draining.discard(key)
         return left
 
     def close(self) -> None:
@@ -203,7 +209,10 @@ class Door:
                     return Fault(error=why, hint="ask again")
                 given = self._lease(request)
         if given is None:
-            raise NotFound("this member does not hold that key")
+            with self._lock:
+                is_draining = request.key in self._draining
+            does = "is draining: it lets nobody new in to" if is_draining else "does not hold"
+            raise NotFound(f"this member {does} that key")
         return given
 
     def _lease(self, request: LeaseRequest) -> Lease | Fault | None:

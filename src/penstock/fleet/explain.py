@@ -88,7 +88,8 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, our
         for name, held in sorted(view.held.items()):
             if other == key:
                 if ours:
-                    yield f"{name} {_has(held)}: the identities are equal, it can be taken from"
+                    can = "it lets nobody new in" if held.holding.state == "draining" else "it can be taken from"
+                    yield f"{name} {_has(held)}: the identities are equal, {can}"
                 continue
             differing = identity.differences(held.holding.identity)
             words = "; ".join(

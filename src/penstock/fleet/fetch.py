@@ -20,7 +20,7 @@ from penstock.closing import Closing
 from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
-from penstock.errors import IntegrityError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.errors import IntegrityError, PenstockError, PermissionDenied, SourceStalled, SourceUnavailable
 from penstock.fleet.arrival import Arrival, take, verify
 from penstock.fleet.holding import Bools, Holding
 from penstock.fleet.member import Member
@@ -89,7 +89,7 @@ class Fetch(Closing):
         self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_says = "not asked yet"
-        self._is_alone = False
+        self._is_alone = self._is_refused = False
         self._threads: list[threading.Thread] = []
 
     def run(self) -> Outcome:
@@ -134,14 +134,21 @@ class Fetch(Closing):
                 reads = self._storage is not None and not self._is_storage_out
                 reply = self._member.flight(self._holding, can_read_storage=reads)
                 wait_s = reply.ask_again_s
-                self._is_alone = False
+                self._is_alone = self._is_refused = False
                 if self._storage is None:
                     self._hub_says = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
-                self._hub_says = error.message  # known upstreams stay in use
+                self._hub_failed(error)  # known upstreams stay in use
             if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
                 self._ask_now.wait(wait_s * 3 / 4)
+
+    def _hub_failed(self, error: PenstockError) -> None:
+        """It did not answer, or it refused us: that will not be otherwise later, so nobody waits for it."""
+        self._is_refused = isinstance(error, PermissionDenied)
+        self._hub_says = f"it refused: {error.message}" if self._is_refused else error.message
+        if self._is_refused and self._storage is None and not self._following:
+            self.ticket.fail(error)
 
     def _is_idle(self) -> bool:
         """Whether nobody that is followed has anything for us now: then others are asked for sooner."""
@@ -196,7 +203,8 @@ class Fetch(Closing):
                 if ranges:
                     wait_s = 0.0 if self._read_claim(ranges) else TURN_S
             except PenstockError as error:
-                self._hub_says = error.message
+                self._hub_failed(error)
+                wait_s = 0.0 if self._is_refused and not self._is_alone else wait_s
             self._closing.wait(wait_s)
         while self._is_storage_out and not self._closing.is_set():
             try:
@@ -206,13 +214,13 @@ class Fetch(Closing):
                 self._closing.wait(0.5)
 
     def _should_go_alone(self) -> bool:
-        """Whether nothing came for so long that storage is read without the hub's word, rather than nothing at all.
+        """Whether the hub refused us, or nothing came for so long that storage is read without its word.
 
-        The hub is away, or a member that was given what is missing lives and does not get on with it.
+        Then the hub is away, or a member that was given what is missing lives and does not get on with it.
         """
-        if not self._is_alone and self.ticket.silent_s > self.stall_s / 2:
+        if not self._is_alone and (self._is_refused or self.ticket.silent_s > self.stall_s / 2):
             self._is_alone = True
-            self.outcome.faults.append(f"hub: {self._hub_says}; storage is read without a claim")
+            self.outcome.goes_alone(self._hub_says)
         return self._is_alone
 
     def _next_missing(self) -> I64:

@@ -272,7 +272,8 @@ def _check_models(operation: _Operation, caller: Caller, parameter: str, said: A
         models = (parameter,)
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
-        raise _Refused(403, f"this token is not for {', '.join(sorted(set(models))) or 'all models'}")
+        about = ", ".join(filter(None, sorted(set(models)))) or "all models"
+        raise _Refused(403, f"this token is not for {about}", "give one that the hub's --token-file lists for it")
 
 
 def _check_life(request: Request, member: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from penstock.errors import SourceError
 
 NEAREST = "the nearest there is"
+NOBODY = "no member had these chunks or was reading them"
 
 
 @dataclass(slots=True)
@@ -22,12 +23,18 @@ class Outcome:
     """Upstreams that failed, and why."""
     why: dict[str, str] = field(default_factory=dict)
     """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
+    why_storage: str = NOBODY
 
     def took(self, path: str, nbytes: int) -> None:
         """Note bytes that were verified."""
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
         if path.startswith("storage "):
-            self.why[path] = "no member had these chunks or was reading them"
+            self.why[path] = self.why_storage
+
+    def goes_alone(self, hub_says: str) -> None:
+        """Storage is read without the hub's word, since it says this, or nothing."""
+        self.faults.append(f"hub: {hub_says}; storage is read without a claim")
+        self.why_storage = f"read without a claim, the hub: {hub_says}"
 
     def stalled(self, kind: type[SourceError], what: str, asked: str) -> SourceError:
         """That nothing came any more, and what was tried."""

@@ -1,0 +1,107 @@
+"""A token that is for other models, a holder that drains, one that is not there: each is said, none is waited for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.cli.main import run
+from penstock.fleet import door
+from penstock.fleet.auth import Auth
+from penstock.fleet.directory import Directory
+from penstock.fleet.messages import FlightRequest, HoldingState, WhyRequest
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+
+ALL, OTHERS = "all-models-0123456789", "other-models-0123456789"
+FAR_S = "120"
+"""A deadline that a test would run into, were anything waited for."""
+
+
+@pytest.fixture(autouse=True)
+def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setenv("PENSTOCK_STALL_S", FAR_S)
+    yield
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "tokens").write_text(f"{ALL}\n{OTHERS} other*\n")
+    auth = Auth.of(token_file=tmp_path / "tokens")
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
+    running.start()
+    yield running.url
+    running.stop()
+
+
+def test_storage_is_read_at_once_by_who_is_refused(hub, made, truth, tmp_path, capsys) -> None:
+    (tmp_path / "mine").write_text(OTHERS)
+    asked = ["m", "--hub", hub, "--token-file", str(tmp_path / "mine"), "--fallback", str(made), "--format", "json"]
+    with pytest.raises(SystemExit) as ended:
+        run(["pull", "--to", str(tmp_path / "out"), *asked])
+    said = json.loads(capsys.readouterr().out)
+    assert not ended.value.code
+    assert said["wall_s"] < float(FAR_S) / 4  # half of it, where a hub that is away is waited for
+    assert ["refused" in fault and "this token is not for m" in fault for fault in said["faults"]] == [True]
+    assert ["it refused: this token is not for m" in why for why in said["why"].values()] == [True]
+    assert_same(by_safetensors(tmp_path / "out"), truth)
+
+
+def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> None:
+    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    with ps.join("m", hub=hub, token=OTHERS) as fleet:
+        for target in ({}, targets):
+            with pytest.raises(ps.PermissionDenied, match="this token is not for m") as caught:
+                fleet.fetch(target)
+            assert caught.value.hint and not caught.value.mutated
+    with pytest.raises(ps.PermissionDenied, match="this token is not for m"):
+        ps.attach("m", hub=hub, token=OTHERS, wait_s=float(FAR_S))
+
+
+def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
+    monkeypatch.setattr(door, "LEASE_TTL_S", float(FAR_S))
+    with ps.join("m", hub=hub, token=ALL) as holder, ps.join("m", hub=hub, token=ALL) as reader:
+        holder.fetch({}, fallback=made)
+        (held,) = holder.member.holdings
+        asked = FlightRequest(
+            member=reader.member.id,
+            holding=HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0),
+            source=holder.member.id,
+        )
+        (upstream,) = reader.member.hub.flight(asked).upstreams
+        with reader.member.peer(upstream, held.key) as peer:
+            peer.lease()
+            leaving = threading.Thread(target=holder.leave, args=(float(FAR_S),))
+            leaving.start()
+            why, said = WhyRequest(model="m", identity=held.identity), "is draining with"
+            while not any(said in line and "lets nobody new in" in line for line in reader.member.hub.why(why).lines):
+                time.sleep(0.02)  # ended by pytest's deadline
+            with ps.join("m", hub=hub, token=ALL) as late:
+                weights: dict[str, torch.Tensor] = {}
+                report = late.fetch(weights, fallback=made)
+        leaving.join()
+    assert_same(weights, truth)
+    assert any("is draining" in fault for fault in report.faults), report.faults
+    assert list(report.nbytes_by_path) == [f"storage {made}"]
+
+
+def test_a_holder_that_is_not_there(hub, made) -> None:
+    with ps.join("m", hub=hub, token=ALL) as fleet:
+        with pytest.raises(ps.NotFound, match="no member holds 'm'"):
+            fleet.fetch({}, wait_s=0.0)
+        report = fleet.fetch({}, fallback=made)
+    assert report.faults == ()
+    assert list(report.why.values()) == ["no member had these chunks or was reading them"]
