@@ -18,6 +18,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,7 +46,7 @@ _MAGIC = b"PSCHUNK1"
 
 
 OTHERS_SHARE = 0.5
-"""Of `stall_s`: how long a chunk is waited for that another process fetches. Reason: that one may be stopped, and who
+"""Of `stall_s`: how long a read waits for chunks that another process fetches. Reason: that one may be stopped, and who
 waits must not be taken for stalled."""
 
 
@@ -102,13 +103,12 @@ class CachedSource:
         self._place = directory.path / key[:2] / key
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * OTHERS_SHARE
-        self._spare: list[bytearray] = []
         self._lock = threading.Lock()
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. `cache` when every byte came from the cache, else the source's own word."""
         stop, left = span(self, offset, buffers)
-        path = "cache"
+        path, until = "cache", time.monotonic() + self._others_s
         while left:
             start = offset - offset % CACHE_CHUNK_BYTES
             end = min(start + CACHE_CHUNK_BYTES, self.nbytes)
@@ -116,7 +116,7 @@ class CachedSource:
             taken = sum(view.nbytes for view in wanted)
             with self._around(offset - start, end - offset - taken) as (before, after):
                 views = [view for view in (before, *wanted, after) if view.nbytes]
-                found = self._chunk(start, views)
+                found = self._chunk(start, views, until)
             self._count(hits=found is None, asked_bytes=taken)
             path = found or path
             offset += taken
@@ -136,7 +136,7 @@ class CachedSource:
 
     def close(self) -> None:
         """See `Source.close`."""
-        self._spare.clear()
+        self._directory.spare.clear()
         self._source.close()
 
     @contextlib.contextmanager
@@ -145,26 +145,31 @@ class CachedSource:
         if not before + after:
             yield memoryview(b""), memoryview(b"")
             return
-        with self._lock:
-            scratch = self._spare.pop() if self._spare else bytearray(CACHE_CHUNK_BYTES)
+        spare = self._directory.spare
+        try:
+            scratch = spare.pop()
+        except IndexError:
+            scratch = bytearray(CACHE_CHUNK_BYTES)
         view = memoryview(scratch)
         yield view[:before], view[before : before + after]
-        with self._lock:
-            self._spare.append(scratch)
+        spare.append(scratch)
 
-    def _chunk(self, start: int, views: list[memoryview]) -> str | None:
+    def _chunk(self, start: int, views: list[memoryview], until: float) -> str | None:
         """Fill `views`, which span one chunk. None: from the cache; else the source's path."""
         file = self._place / f"{start // CACHE_CHUNK_BYTES:08d}"
         if self._hit(file, views):
             return None
-        with self._directory.flight(file, wait_s=self._wait_s, others_s=self._others_s):
-            if self.why is None and self._hit(file, views):
-                return None
-            path = self._source.readv(start, views)
-            nbytes = sum(view.nbytes for view in views)
-            self._count(misses=1, miss_bytes=nbytes)
-            if self.why is None:
-                self._keep(file, views, nbytes)
+        if self.why is not None:  # who waited for another would find nothing
+            return self._fetch(file, start, views)
+        with self._directory.flight(file, wait_s=self._wait_s, until=until):
+            return None if self._hit(file, views) else self._fetch(file, start, views)
+
+    def _fetch(self, file: Path, start: int, views: list[memoryview]) -> str:
+        path = self._source.readv(start, views)
+        nbytes = sum(view.nbytes for view in views)
+        self._count(misses=1, miss_bytes=nbytes)
+        if self.why is None:
+            self._keep(file, views, nbytes)
         return path
 
     def _hit(self, file: Path, views: list[memoryview]) -> bool:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.fork import let_go_in_children
+
 IOV = 512
 """Buffers of one system call. Reason: Linux takes 1024 at most (IOV_MAX)."""
 
@@ -41,13 +43,18 @@ _ASK_S = 0.01
 
 
 class CacheDirectory:
-    """The chunk files below one directory. One per process and path; use `directory_at`."""
+    """The chunk files below one directory. One per process and path; use `directory_at`.
+
+    Attributes:
+        spare: scratch memory of a chunk each that no reader uses now, of all sources together.
+    """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self.path = path
         self._limit_bytes = limit_bytes
         self._known_bytes: int | None = None
         self._since_scan_bytes = 0
+        self.spare: list[bytearray] = []
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -66,18 +73,18 @@ class CacheDirectory:
         return f"{boot}/{found.st_dev}/{found.st_ino}"
 
     @contextlib.contextmanager
-    def flight(self, file: Path, *, wait_s: float, others_s: float) -> Iterator[None]:
+    def flight(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
         """Fetch `file` in one thread of one process of this host at a time.
 
-        After `wait_s` seconds for a thread, or `others_s` for a process, it goes on regardless: the worst is that the
-        chunk is fetched twice.
+        After `wait_s` seconds for a thread, or when the clock is at `until` for a process, it goes on regardless: the
+        worst is that the chunk is fetched twice.
         """
         with self._lock:
             lock, users = self._flights.get(file, (threading.Lock(), 0))
             self._flights[file] = (lock, users + 1)
         held = lock.acquire(timeout=wait_s)
         try:
-            with _claimed(f"{self.name}/{file.relative_to(self.path)}", time.monotonic() + others_s):
+            with _claimed(f"{self.name}/{file.relative_to(self.path)}", until):
                 yield
         finally:
             if held:
@@ -162,6 +169,10 @@ class CacheDirectory:
         return total
 
 
+_claims = let_go_in_children(socket.socket.close)
+"""A child would hold them for as long as it lives."""
+
+
 @functools.cache
 def _boot() -> str:
     """Unlike that of any other host."""
@@ -177,6 +188,7 @@ def _claimed(name: str, deadline: float) -> Iterator[None]:
     """
     claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        _claims.add(held)
         while True:
             try:
                 held.bind(f"\0penstock-chunk-{claim}")

@@ -9,14 +9,16 @@ import shutil
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from penstock.config import Settings
 from penstock.errors import SourceUnavailable
-from penstock.storage import MemorySource, Source, cache
+from penstock.storage import MemorySource, Source, cache, cache_directory
 from penstock.storage.cache import CachedSource, open_cached
 from penstock.testing.source_suite import read, sample
 
@@ -245,6 +247,78 @@ def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
     assert len(other.reads) == 1
     inner.gate.set()
     first.join()
+
+
+def test_a_read_waits_for_others_once_however_many_chunks_it_has(tmp_path, monkeypatch) -> None:
+    until, claimed = list[float](), cache_directory._claimed
+
+    def noting(name: str, deadline: float) -> AbstractContextManager[None]:
+        until.append(deadline)
+        return claimed(name, deadline)
+
+    monkeypatch.setattr(cache_directory, "_claimed", noting)
+    read(cached(CountingSource(), tmp_path), 5, [3 * CHUNK])
+    assert len(until) == 4 and len(set(until)) == 1
+
+
+def test_who_keeps_nothing_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "penstock-chunks").write_bytes(b"")
+    inner, other = CountingSource(), CountingSource()
+    inner.gate.clear()
+    settings = Settings(cache_dir=tmp_path, cache_bytes=1 << 29, stall_s=600.0)
+    source = open_cached(other, settings=settings)
+    assert isinstance(source, CachedSource)
+    read(source, 2 * CHUNK, [10])
+    assert source.why is not None
+    first, _ = in_a_thread(cached(inner, tmp_path))
+    while not inner.reads:
+        time.sleep(0.001)
+    second, got = in_a_thread(source)
+    second.join(20)
+    waited = second.is_alive()
+    inner.gate.set()
+    for thread in (first, second):
+        thread.join()
+    assert not waited and got == [DATA[5:105]]
+
+
+def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
+    directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
+    file = directory.path / "ab" / "00000000"
+    hold, go = os.pipe()
+    with directory.flight(file, wait_s=1.0, until=until):
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(hold, 1)
+            os._exit(0)
+    entered = threading.Event()
+
+    def again() -> None:
+        with directory.flight(file, wait_s=1.0, until=until):
+            entered.set()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    is_free = entered.wait(20)
+    for fd in (go, hold):
+        os.close(fd)
+    os.waitpid(child, 0)
+    thread.join()
+    assert is_free
+
+
+def test_sources_share_their_scratch_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "CACHE_CHUNK_BYTES", 1 << 20)
+    sources = [cached(CountingSource(uri=f"s3://b/{i}"), tmp_path) for i in range(8)]
+    tracemalloc.start()
+    for source in sources:
+        read(source, 5, [10])
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < 2 << 20
+    for source in sources:
+        source.close()
 
 
 def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
