@@ -143,10 +143,11 @@ class Zygote(Closing):
                 self._line.settimeout(self._patience_s)
                 socket.send_fds(self._line, [json.dumps(what).encode()], fds)
                 said = self._line.recv(_MAX_MESSAGE_BYTES)
-            except OSError as error:  # what it may say later would be taken for another answer
-                self._process.kill()
+            except OSError as error:
+                self._kill()  # what it may say later would be taken for another answer
                 raise PeerLost(f"the process that forks others does not answer: {error.strerror or error}") from error
             if not said:
+                self._kill()
                 raise PeerLost("the process that forks others has ended")
             self._patience_s = ANSWER_S
             return int(said)
@@ -157,9 +158,13 @@ class Zygote(Closing):
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+            self._kill()
+
+    def _kill(self) -> None:
+        """It has ended when this returns, so that nobody takes it for alive."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
 
 
 def end_with_parent(parent: int) -> None:

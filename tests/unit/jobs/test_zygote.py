@@ -87,6 +87,16 @@ def test_they_end_with_it(zygote: Zygote) -> None:
     assert not zygote.is_alive
 
 
+def test_one_that_does_not_answer_is_not_taken_for_alive(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.jobs.zygote.ANSWER_S", 0.5)
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGSTOP)
+    with pytest.raises(PeerLost, match="does not answer"):
+        sleeping(zygote)
+    assert not zygote.is_alive
+    assert ends(process.pid)
+
+
 def test_it_ends_with_the_thread_that_started_it() -> None:
     found = list[tuple[Zygote, Forked]]()
 
