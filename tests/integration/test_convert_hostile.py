@@ -21,10 +21,15 @@ import obstore
 import pytest
 
 import penstock
-from penstock.errors import DestinationError, DiskFull, OperationFailed, SourceError
+from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
 from penstock.jobs.convert import convert
+from penstock.jobs.crew import LocalCrew
+from penstock.jobs.messages import Hello
+from penstock.jobs.process import connect
+from penstock.storage.output import write_file
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.testing.zygote import Zygote
+from penstock.types import DType
 
 TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000}
 
@@ -76,6 +81,64 @@ def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd
         convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
     said = capfd.readouterr().err
     assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
+
+
+class Visited(LocalCrew):
+    """A crew to whose coordinator somebody talks who is none of its workers."""
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        self.guest = connect(address, timeout_s=5.0)
+        self.guest.send(Hello(worker=worker, secret="gu\u00e9ss", pid=1, device=device))
+        super().spawn(worker, device, address, secret)
+
+
+def test_who_guesses_the_secret_in_any_letters_is_turned_away(made: Path, tmp_path: Path) -> None:
+    with Visited() as crew:
+        convert(made, tmp_path / "out", workers=1, crew=crew, **TOLD)
+        with pytest.raises(PeerLost):
+            crew.guest.to_worker()
+        crew.guest.close()
+
+
+FIRST = """
+import os
+import time
+from pathlib import Path
+
+def waits(tensor, name):
+    try:
+        open(os.environ["MARKS"] + "/begun", "x").close()
+    except FileExistsError:
+        return tensor
+    while not Path(os.environ["MARKS"], "over").exists():
+        time.sleep(0.01)
+    return tensor
+"""
+
+
+def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "first.py").write_text(FIRST)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    write_file(tmp_path / "one.safetensors", {"a": (DType.F32, (256,), bytes(1024))})
+    word = {"op": "function", "function": "first:waits"}
+
+    def overwrite(done: int, total: int) -> None:
+        """As the slower worker does, where the function gives it other bytes."""
+        (growing,) = tmp_path.glob(".out.penstock-*/model.safetensors")
+        with open(growing, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        (tmp_path / "over").touch()
+
+    told: dict[str, Any] = {"operations": [word], "devices": "cpu", "workers": 2}
+    with pytest.raises(OperationFailed, match="ran on a task again"):
+        convert(tmp_path / "one.safetensors", tmp_path / "out", on_progress=overwrite, **told)
+    assert not (tmp_path / "out").exists()
+    report = convert(tmp_path / "one.safetensors", tmp_path / "out", **told)
+    assert (report.num_tasks, report.num_resumed) == (1, 0)
+    assert penstock.verify(tmp_path / "out").verified
 
 
 def test_a_disk_too_small_for_the_output_is_said_before_anything_is_read(made, small_disk) -> None:

@@ -34,6 +34,7 @@ from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.report import ConvertReport, how_verified
 from penstock.jobs.result import (
     METADATA,
+    check_repeated,
     check_unchanged,
     forget_what_did_not_last,
     manifest_of,
@@ -280,6 +281,7 @@ def _run(
     origin = time.perf_counter()
     with coordinator:
         coordinator.run()
+    check_repeated(job, journal, grown.out, coordinator.repeated)
     if trace is not None:
         save_spans(trace, rows_of(coordinator.traces, EXECUTORS), origin)
     return coordinator, predicted

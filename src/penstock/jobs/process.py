@@ -81,8 +81,10 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         said: list[ToWorker] = []
         while not said:
             said = wire.to_worker()
-        (words,) = said
+        words, *more = said
         assert isinstance(words, Words)
+        if more:
+            return  # it is told to stop before it began
         with ExitStack() as stack:
             try:
                 _serve(wire, words, device, stack)

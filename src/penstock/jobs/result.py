@@ -7,7 +7,7 @@ Not here: the run (`run`), publishing (`convert`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from penstock.config import Settings
 from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves
+from penstock.errors import OperationFailed
 from penstock.jobs.job import Job
 from penstock.jobs.journal import Journal
 from penstock.storage import list_uris, read_small
@@ -37,15 +38,35 @@ _MAX_SMALL_BYTES = 64 * MIB
 def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
     """Read back what earlier runs wrote, and forget tasks whose bytes are not those of their digests."""
 
+    if lost := _lost(job, journal, out, journal.done):
+        journal.forget(dict.fromkeys(lost))
+    journal.kept = frozenset(journal.done)
+
+
+def check_repeated(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> None:
+    """Read back tasks that were run more than once. Order: once nobody writes any more.
+
+    Raises:
+        OperationFailed: their runs gave different bytes, which lie over each other.
+    """
+    if lost := _lost(job, journal, out, tasks):
+        recipe = job.recipes[next(job.tasks.entries(lost[0]))[0]]
+        raise OperationFailed(
+            f"{job.operation.name} gave other bytes when it ran on a task again",
+            tensor=recipe.outputs[0].spec.name,
+            hint="it must give the same for the same inputs, on all devices at once",
+        )
+
+
+def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> list[int]:
+    """Those of the tasks whose bytes are not those of their digests."""
+
     def lasted(task: int) -> bool:
         return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
 
+    tasks = sorted(tasks)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="penstock-resume") as pool:
-        tasks = list(journal.done)
-        lost = [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
-    if lost:
-        journal.forget(dict.fromkeys(lost))
-    journal.kept = frozenset(journal.done)
+        return [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
 
 
 def _digests_of(job: Job, task: int, out: OutputSet) -> U64:

@@ -115,6 +115,8 @@ class Coordinator:
         self.traces: list[WorkerTrace] = []
         self._places: dict[str, _Place] = {}
         self._strikes: dict[int, int] = {}
+        self._tried, self.repeated = set[int](), set[int]()
+        """Tasks that the operation began to run on, and those of them on which it did again."""
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self._began, self.moving_s = math.inf, 0.0
@@ -204,7 +206,7 @@ class Coordinator:
         wire.close()
 
     def _is_ours(self, hello: Hello) -> bool:
-        return secrets.compare_digest(hello.secret, self._secret)
+        return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
     def _hear(self, name: str) -> None:
         place = self._places.get(name)
@@ -226,7 +228,7 @@ class Coordinator:
             place.stats.came(message.fetched_bytes, message.asked_bytes)
             self._ended(name, message, now)
         elif isinstance(message, Began):
-            place.at = message.task
+            self._begins(place, message.task)
         elif isinstance(message, Beat):
             if message.moved_bytes != place.stats.moved_bytes or not self._given(name):
                 place.spoke = now
@@ -238,6 +240,10 @@ class Coordinator:
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, Failure):
             raise _error_of(message)
+
+    def _begins(self, place: _Place, task: int) -> None:
+        place.at = task
+        (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: Done, now: float) -> None:
         if not 0 <= message.task < len(self._job.tasks):
@@ -356,6 +362,8 @@ class Coordinator:
                     for message in place.wire.from_worker():
                         if isinstance(message, Beat):
                             place.note(message)
+                        elif isinstance(message, Began):
+                            self._begins(place, message.task)
                 except (PeerLost, FormatError):
                     self._select.unregister(place.wire)
                     del left[name]

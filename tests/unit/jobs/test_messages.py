@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from penstock.errors import FormatError, PeerLost
-from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, Wire, Work
+from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, Stop, Wire, Words, Work
+from penstock.jobs.process import serve
 
 Pair = tuple[socket.socket, Wire]
 
@@ -59,3 +62,22 @@ def test_an_end_within_a_message_is_an_end(pair: Pair):
         wire.from_worker()
     with pytest.raises(PeerLost):
         wire.send(Work(revoked=(1,)))
+
+
+def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
+    here, there = socket.socketpair()
+    words = Words(
+        sources=("nowhere",),
+        operation=(),
+        key="",
+        directory="",
+        task_bytes=1,
+        shard_bytes=1,
+        leaf_bytes=1,
+        memory_bytes=1,
+        stall_s=1.0,
+    )
+    here.sendall(framed(words) + framed(Stop()))
+    with here, there:
+        serve(Wire(there), "w0", "s", torch.device("cpu"))
+        assert here.recv(1 << 16) == framed(Hello(worker="w0", secret="s", pid=os.getpid(), device="cpu"))
