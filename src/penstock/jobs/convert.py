@@ -184,6 +184,7 @@ def _open(
         task_bytes=parse_bytes(task_bytes),
         shard_bytes=parse_bytes(shard_bytes),
         verify=verify is not False,
+        words=words,
     )
     told = Words(
         sources=tuple(_uris(sources)),

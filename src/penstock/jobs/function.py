@@ -60,16 +60,16 @@ def function_of(function: str, **options: Any) -> Operation:
 def code_of(operation: Operation) -> str:
     """What tells the code of a user's operations from what it was: a digest of their modules' files; "" of our own.
 
-    What such a module imports is not looked at.
+    Those are where it is, and where it is from; what else such a module imports is not looked at.
     """
     if isinstance(operation, Chain):
         return code_of(operation.first) + code_of(operation.second)
-    written = operation.call if isinstance(operation, Function) else type(operation)
-    module = getattr(written, "__module__", "")
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or module.startswith("penstock."):
-        return ""
-    return blake3(Path(path).read_bytes()).hexdigest()
+    modules = [type(operation).__module__]
+    if isinstance(operation, Function):
+        modules = [operation.words.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
+    theirs = (one for one in dict.fromkeys(modules) if not one.startswith("penstock."))
+    paths = (getattr(sys.modules.get(one), "__file__", None) for one in theirs)
+    return "".join(blake3(Path(path).read_bytes()).hexdigest() for path in paths if path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -17,6 +18,7 @@ from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall
 from penstock.jobs.function import code_of
 from penstock.jobs.operation import Operation
+from penstock.jobs.words import Word
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
 from penstock.types import GB, I64, Manifest
@@ -98,6 +100,7 @@ def plan_job(
     shard_bytes: int = SHARD_BYTES,
     leaf_bytes: int = LEAF_BYTES,
     verify: bool = True,
+    words: Sequence[Word] = (),
 ) -> Job:
     """Decide all of a conversion.
 
@@ -108,6 +111,7 @@ def plan_job(
         shard_bytes: files of at most so many bytes.
         leaf_bytes: of the output's digests.
         verify: hold what is read to the sources' digests, where they have any.
+        words: what the operation was made of: a user's may leave some of them out of its name.
 
     Raises:
         PlanError: see `Operation.recipes`.
@@ -117,9 +121,10 @@ def plan_job(
     files = lay_out(specs, shard_bytes=shard_bytes)
     held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)
     told = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
+    told.append(msgspec.json.encode(words).decode())
     for manifest in sources:
         told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    digest = blake3(b"penstock job 4\0")
+    digest = blake3(b"penstock job 5\0")
     for word in told:
         digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     digest.update(canonical(files.table, name_order(files.table)))

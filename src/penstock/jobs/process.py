@@ -125,6 +125,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
         shard_bytes=words.shard_bytes,
         leaf_bytes=words.leaf_bytes,
         verify=words.verify,
+        words=words.operation,
     )
     if job.key != words.key:
         raise PlanError("this worker does not plan the same job: a source, Penstock or the operation's code differs")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from penstock.errors import ConfigError, OperationFailed
+from penstock.jobs.convert import plan
 from penstock.jobs.function import code_of, function_of
 from penstock.jobs.operation import Chain, Copy
+from penstock.testing.checkpoints import write_llama
 from penstock.testing.operations import check_rows, made
+from penstock.types import MIB
 
 TENSORS = {
     "mlp.up": torch.randn(33, 9).bfloat16(),
@@ -48,6 +53,15 @@ class Named:
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
+
+
+class Scaled(Copy):
+    """An operation whose name does not say all that it was told."""
+
+    name = "scaled"
+
+    def __init__(self, by: int) -> None:
+        pass
 
 
 def here(name: str) -> str:
@@ -99,3 +113,23 @@ def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
     assert codes[0] == codes[1] != codes[2] == ""
     file.write_text("def same(tensor, name):\n    return tensor * 1\n")
     assert code_of(first) != codes[0]
+
+
+def test_the_code_of_what_is_made_of_a_function_is_where_it_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "partly.py"
+    told = (
+        "import functools\n\ndef of(tensor, name, by):\n    return tensor {} by\n\nsame = functools.partial(of, by=1)\n"
+    )
+    file.write_text(told.format("*"))
+    found = function_of("partly:same")
+    before = code_of(found)
+    file.write_text(told.format("/"))
+    assert code_of(found) != before
+
+
+def test_options_that_are_not_in_its_name_make_another_job(tmp_path: Path) -> None:
+    write_llama(tmp_path / "made", total_bytes=MIB)
+    words = [{"op": "function", "function": here("Scaled"), "by": by} for by in (2, 3, 3)]
+    keys = [plan(tmp_path / "made", operations=[word]).key for word in words]
+    assert keys[0] != keys[1] == keys[2]
