@@ -112,8 +112,10 @@ def convert(
         from penstock.jobs.convert import plan
         from penstock.jobs.crew import devices_of
         from penstock.jobs.predict import predict
+        from penstock.jobs.sink import ONE_FILE, SCHEME
 
-        job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shard_bytes)
+        shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
+        job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shards)
         where = devices_of(devices.split(","), workers) if ray is None else ()
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return

@@ -92,3 +92,12 @@ def test_a_dry_run_predicts_by_the_rates_of_the_machine(tmp_path: Path, capsys) 
         else:
             assert found["predicted_s"] > least and "mine" in found["predicted_by"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_into_a_keeper_is_of_one_file(tmp_path: Path, capsys) -> None:
+    write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
+    for into, is_one in ("keeper:made", True), (str(tmp_path / "out"), False):
+        with pytest.raises(SystemExit) as caught:
+            run(["convert", str(tmp_path / "llama"), into, "--shard-bytes", "500K", "--dry-run", "--format", "json"])
+        assert not caught.value.code
+        assert (json.loads(capsys.readouterr().out)["num_files"] == 1) == is_one
