@@ -66,6 +66,31 @@ def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
+    """There is no manifest: what members exchange by is another word, of the files."""
+    (kept,) = keeper.models()
+    word = kept.revision
+    assert word.startswith("w1-") and not keeper.member.holdings[0].identity.revision.startswith("w1-")
+    (held,) = (held for member in keeper.member.hub.status().members for held in member.holdings)
+    assert held.revision == word
+    for asked in (None, word, word[:19]):
+        with ps.attach("llama", revision=asked, verify=True) as attached:
+            assert attached.report.revision == word
+    for asked in (word, word[:19]):
+        for more in ([], ["--fallback", llama]):
+            capsys.readouterr()
+            assert command("llama", "--device", "cpu", "--revision", asked, *more, "--format", "json") == 0
+            said = json.loads(capsys.readouterr().out)
+            assert said["revision"] == word and said["storage_bytes"] == 0
+    other = f"w1-{'0' * 64}"
+    assert command("llama", "--device", "cpu", "--revision", other, "--wait-s", "0") == 3
+    assert word in capsys.readouterr().err
+    assert command("llama", "--to", tmp_path / "out", "--revision", other, "--fallback", llama) == 3
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ps.NotFound):
+        ps.attach("llama", revision=other, wait_s=0.0)
+
+
 def test_every_dtype_torch_has(tmp_path) -> None:
     (tmp_path / "all").mkdir()
     made = every_dtype(tmp_path / "all" / "model.safetensors")

@@ -25,7 +25,7 @@ def pull(
     ] = None,
     fallback: Annotated[str | None, given("--fallback", "URI", "Where storage has what no member has.")] = None,
     revision: Annotated[
-        str, typer.Option("--revision", help="Only this one.", metavar="REVISION", show_default=False)
+        str, typer.Option("--revision", help="Only this one, or as it begins.", metavar="REVISION", show_default=False)
     ] = "",
     hub: Hub = None,
     listen: Listen = None,
@@ -39,6 +39,10 @@ def pull(
     """Fetch a model from the fleet and report what came from where, by which path, and how fast."""
     if (to is None) == (device is None):
         raise ConfigError("say where to: either --to DIR or --device DEVICE")
+    if fallback is not None:
+        from penstock.storage.place import look
+
+        look(fallback)
     from penstock import api
     from penstock.fleet.pull import pull as fetch
 

@@ -25,6 +25,7 @@ _HEADER = [
     "host",
     "model",
     "key",
+    "revision",
     "state",
     "tier",
     "chunks",
@@ -91,7 +92,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
             rows.append([who, member.host[:8], *_cells(holding), silent])
     if member.syncs:
         return rows
-    return rows or [[who, member.host[:8], "", "", "idle", "", "", "", "", "", "", "", silent]]
+    return rows or [[who, member.host[:8], "", "", "", "idle", "", "", "", "", "", "", "", silent]]
 
 
 def _who(member: MemberStatus) -> str:
@@ -124,6 +125,7 @@ def _cells(holding: HoldingState) -> list[object]:
     return [
         holding.identity.model,
         holding.key[:8],
+        holding.revision[:19],  # as reports show it; `--revision` takes it
         holding.state,
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",

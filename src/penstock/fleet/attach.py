@@ -55,7 +55,8 @@ class _SeveralRevisions(ConfigError):
 
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
-"""A keeper that comes, goes or is not whole yet; anything else will not be otherwise a moment later."""
+"""A keeper that comes, goes or is not whole yet; anything else will not be otherwise a moment later, nor will what the
+hub itself refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class AttachReport:
     model: str
     key: str
     revision: str
+    """`w1-`: the root of the keeper's digests."""
     num_tensors: int
     nbytes: int
     device: str
@@ -177,24 +179,25 @@ def attach(
         NotFound: nobody on this host keeps it, after `wait_s`.
         ConfigError: what is kept cannot be mapped here (another device, another container), or several revisions are.
         IntegrityError: the bytes are not those of the digests.
-        HubUnavailable: there is no hub at `hub`.
+        HubUnavailable: there is no hub at `hub`. PermissionDenied: it does not take `token` for this model.
     """
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
-    deadline, stall_s = time.monotonic() + wait_s, Settings.read().stall_s
+    deadline, stall_s, url = time.monotonic() + wait_s, Settings.read().stall_s, ""
     while True:
         left = max(0.2, deadline - time.monotonic())
         try:
-            url = hub or find_hub()
-            if url is None:
+            url = (hub or find_hub() or "").rstrip("/")
+            if not url:
                 raise NotFound(f"nobody keeps {model!r}: no hub runs on this host", hint=_HINT)
             with HubClient.connect(url, token=token, timeout_s=left) as client:
                 search = _Search(client, model, revision, wanted, token)
                 return search.attach(phases, verify)
         except SourceBusy:
             deadline = max(deadline, time.monotonic() + stall_s)  # it is on its way back, at the pace of its tier
-        except _PASSING:
-            if time.monotonic() >= deadline:
+        except _PASSING as error:
+            is_refused = isinstance(error, PermissionDenied) and error.uri == url
+            if is_refused or time.monotonic() >= deadline:
                 raise
         time.sleep(_ASK_S)
 
@@ -237,7 +240,7 @@ class _Search:
         here, kept = host_id(), []
         for member in self._hub.status(self._model).members:
             for held in member.holdings:
-                if member.host != here or not held.identity.revision.startswith(self._revision or ""):
+                if member.host != here or not held.is_of(self._revision or ""):
                     continue
                 kind = held.device.partition(":")[0]
                 is_there = self._device is None or self._device.type == kind
@@ -248,7 +251,7 @@ class _Search:
         if not kept:
             others = f" (here: {'; '.join(seen[:4])})" if seen else ""
             raise NotFound(f"nobody on this host keeps {self._model!r} as asked{others}", hint=_HINT)
-        revisions = sorted({held.identity.revision for _, held in kept})
+        revisions = sorted({held.revision for _, held in kept})
         if len(revisions) > 1:
             short = ", ".join(one[:19] for one in revisions)
             raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
@@ -290,7 +293,7 @@ class _Search:
         report = AttachReport(
             model=self._model,
             key=held.key,
-            revision=held.identity.revision,
+            revision=held.revision,
             num_tensors=len(tensors),
             nbytes=line.nbytes,
             device=regions[0].device if regions else held.device,

@@ -6,6 +6,7 @@ Not here: fetching it (`fetch`), what the user calls (`join`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -145,20 +146,21 @@ class Discovery:
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         at = np.fromiter(map(row_of.__getitem__, line.table.names), np.int64, len(line.table))
         leaves = leaves_of(manifest, at)
-        revision = revision_of(manifest)
+        revision, asked = revision_of(manifest), self._identity.revision
         if leaves is not None:
-            asked = self._identity.revision
-            if asked.startswith("w1-") and asked != revision:
-                raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
+            if asked.startswith("w1-"):
+                if not revision.startswith(asked):
+                    raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
+                asked = ""
             if len(line.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
                 revision = root_revision(line.table, manifest.leaf_bytes, leaves)
+        elif asked.startswith("w1-") and self._have_read(line, revision, asked):
+            asked = ""
         flat = None
         if rows is not None:
             _, flat = line_of_tensors(rows)
         return Found(
-            identity=msgspec.structs.replace(
-                self._identity, revision=self._identity.revision or revision, layout=line.layout
-            ),
+            identity=msgspec.structs.replace(self._identity, revision=asked or revision, layout=line.layout),
             line=line,
             rows=flat,
             device=session.options.device,
@@ -169,27 +171,38 @@ class Discovery:
     def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
         asked = {name for name in open_fields if not getattr(identity, name)}
+        return _patiently(lambda: self._held_now(identity, asked, f" after {wait_s} s"), wait_s, NotFound)
 
-        def look() -> HoldingState:
-            best: HoldingState | None = None
-            others: dict[str, str] = {}
-            for member in self._member.hub.status(identity.model).members:
-                for held in member.holdings:
-                    if member.member == self._member.id:
-                        continue
-                    differ = {k: v for k, v in identity.differences(held.identity).items() if k not in asked}
-                    if differ:
-                        words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
-                        others[member.member[:8]] = ", ".join(words)
-                    elif best is None or _num_have(held) > _num_have(best):
-                        best = held
-            if best is not None:
-                return best
-            seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
-            message = f"no member holds {identity.model!r} with this identity after {wait_s} s{seen}"
-            raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
+    def _held_now(self, identity: Identity, asked: set[str], since: str = "") -> HoldingState:
+        """See `_held`. NotFound: nobody holds it now; `since` says how long that was so."""
+        best: HoldingState | None = None
+        others: dict[str, str] = {}
+        for member in self._member.hub.status(identity.model).members:
+            for held in member.holdings:
+                if member.member == self._member.id:
+                    continue
+                differ = {k: v for k, v in identity.differences(held.identity).items() if k not in asked}
+                if "revision" in differ:
+                    differ["revision"] = identity.revision, held.revision or held.identity.revision
+                    if identity.revision.startswith(("w1-", "h1-")) and held.is_of(identity.revision):
+                        del differ["revision"]
+                if differ:
+                    words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
+                    others[member.member[:8]] = ", ".join(words)
+                elif best is None or _num_have(held) > _num_have(best):
+                    best = held
+        if best is not None:
+            return best
+        seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
+        message = f"no member holds {identity.model!r} with this identity{since}{seen}"
+        raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
 
-        return _patiently(look, wait_s, NotFound)
+    def _have_read(self, line: Line, revision: str, asked: str) -> bool:
+        """Whether members read these very files, which have no digests, and found what is asked for."""
+        same = msgspec.structs.replace(self._identity, revision=revision, layout=line.layout)
+        with contextlib.suppress(SourceError):
+            return self._held_now(same, set()).is_of(asked)
+        return False
 
     def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
         """The tensors of a key, from a member that holds it; waits for one that has a place."""

@@ -143,6 +143,7 @@ class Holding:
         self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
         self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
         self.changed = threading.Condition()
+        self._root = ""
         self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
         self._num_logged = 0
         self._told_by: list[str] = []
@@ -295,13 +296,18 @@ class Holding:
 
     def root(self) -> str:
         """The `w1-` revision of all digests: what is held, once it is whole."""
-        return revision(self.line.table, self.line.chunks.leaf_bytes, self.leaves)
+        return self._root or revision(self.line.table, self.line.chunks.leaf_bytes, self.leaves)
 
-    def check_revision(self) -> None:
-        """Hold the digests to the revision, where that is their root. IntegrityError if they are another's."""
-        named, found = self.identity.revision, self.root()
-        if named.startswith("w1-") and found != named:
-            raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
+    def check_revision(self, asked: str = "") -> None:
+        """Hold the digests to the revision, and to what was asked for, where those are roots, or begin as one does.
+
+        Raises:
+            IntegrityError: they are another's.
+        """
+        found = self.root()
+        for named in (self.identity.revision, asked):
+            if named.startswith("w1-") and not found.startswith(named):
+                raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
 
     def canary(self, chance: random.Random) -> int | None:
         """Digest one verified chunk again, any; its number if its bytes are no longer those that were verified."""
@@ -317,6 +323,8 @@ class Holding:
 
     def become(self, state: State) -> None:
         """Say so to readers."""
+        if state == "whole":
+            self._root = self.root()
         with self.changed:
             self.state = state
             self.changed.notify_all()
@@ -382,6 +390,7 @@ class Holding:
                 gb_per_s=self.gb_per_s,
                 kept=self.kept,
                 tier=self.tier,
+                revision=self._root,
             )
 
 

@@ -126,7 +126,7 @@ class Fleet:
                 outcome = running.run()
             phases.enter("commit")
             if not holding.has_manifest:  # with one, each byte was compared with what it should be
-                holding.check_revision()
+                holding.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
@@ -218,7 +218,8 @@ def join(
         model: the name members agree on.
         hub: `http(s)://host:port`, `unix:///path`; None: this host's own, which the first to join hosts.
         token: of hub and doors, where they ask for one.
-        revision: exchange only this one; empty: that of the fallback, or what the fleet has.
+        revision: exchange only this one, by its `w1-` root or as that begins, or by a word of one's own; empty: that of
+            the fallback, or what the fleet has.
         dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only when all agree.
         quantization: the quantisation config, or a digest of it.
         parallel: coordinates, e.g. `{"tp": "1/4"}`.

@@ -57,6 +57,7 @@ class Kept:
     model: str
     key: str
     revision: str
+    """The `w1-` root of its digests."""
     nbytes: int
     """Of memory, gaps between tensors included."""
     device: str
@@ -143,8 +144,9 @@ class Keeper:
         """
         found = inspect(uri, storage_options=storage_options)
         revision = revision_of(found.manifest)
-        if any((one.model, one.revision) == (model, revision) for one in self.models()):
-            raise ConfigError(f"{model!r} is kept already, in this revision", uri=found.uri)
+        if any((one.name, one.shown.identity.revision) == (model, revision) for one in self._kept.values()):
+            hint = "give it another name, or drop what is kept first"
+            raise ConfigError(f"{model!r} is kept already, in this revision", uri=found.uri, hint=hint)
         nbytes = needed_bytes([*found.manifest.tensors.nbytes.tolist(), 0])  # whatever their order
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         kept = KeptModel(fleet, revision, nbytes, uri, storage_options)
@@ -184,7 +186,7 @@ class Keeper:
             Kept(
                 model=one.name,
                 key=key,
-                revision=one.shown.identity.revision,
+                revision=one.shown.root(),
                 nbytes=one.nbytes,
                 device=str(one.shown.device),
                 num_attached=self.member.door.num_attached(key),
@@ -227,7 +229,8 @@ class Keeper:
         """
         keys = [one.key for one in self.models() if one.model == model and revision in (None, one.revision)]
         if not keys:
-            raise NotFound(f"{model!r} is not kept here in revision {revision or 'of any kind'}")
+            what = "is not kept here" if revision is None else f"is not kept here in revision {revision}"
+            raise NotFound(f"{model!r} {what}", hint="Keeper.models() says what is, and in which revision")
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))

@@ -102,4 +102,4 @@ def verify_mapped(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], 
     wrong = mapped.differing(chunks, mapped.digest(chunks), leaves)
     if len(wrong):
         raise IntegrityError(f"chunk {int(wrong[0])} of what is kept differs from its digest", uri=held.key)
-    mapped.check_revision()
+    mapped.check_revision(held.revision)

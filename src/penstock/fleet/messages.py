@@ -94,6 +94,12 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
     """Where a keeper's bytes rest, off its device: `host`, `disk`, `source`; they come back when they are asked for."""
+    revision: Annotated[str, Meta(max_length=256)] = ""
+    """What people call it, whatever the identity says: the `w1-` root of its digests; empty until it is whole."""
+
+    def is_of(self, asked: str) -> bool:
+        """Whether it is of a revision that is asked for: by its root, by its identity, or as either begins."""
+        return self.revision.startswith(asked) or self.identity.revision.startswith(asked)
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

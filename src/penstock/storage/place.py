@@ -24,6 +24,7 @@ SIDECAR = "penstock.manifest"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX = f"model{INDEX_SUFFIX}"
+_ONLY = "name a file, or a directory or prefix that has files of safetensors itself; other formats are not read"
 
 Uri = str | os.PathLike[str]
 Uris = Uri | Sequence[Uri]
@@ -74,6 +75,28 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     return _of_directory(place, prefix, settings, storage_options)
 
 
+def look(uri: Uri) -> None:
+    """Whether a local place is there, before torch is imported to read it; no file is opened, a remote one not asked.
+
+    Raises:
+        NotFound: it is not there, or has no safetensors file. PermissionDenied, SourceUnavailable: see `list_uris`.
+    """
+    place = _text(uri)
+    if is_remote(place):
+        return
+    if _is_file(place) or place.endswith(INDEX_SUFFIX):
+        if not os.path.exists(place):
+            raise _nothing_at(place)
+        return
+    prefix = _prefix_of(place)
+    try:
+        found = list_uris(place if prefix is None or _is_glob(place) else prefix, settings=Settings.read())
+    except NotFound as error:
+        raise _nothing_at(place) from error
+    if _choose_index(prefix or "", found) is None:
+        _weights(found, place, prefix)
+
+
 def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
     if _is_http(place):
         return _as_published(place, prefix, settings, options)
@@ -100,7 +123,7 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
 def _nothing_at(path: str) -> NotFound:
     """What is said of a local path with no file in it, or that is not there."""
     if os.path.isdir(path):
-        return NotFound(f"no *{SUFFIX} there", uri=path)
+        return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
     scheme, _, rest = path.partition(":/")
     hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in REMOTE_SCHEMES else None
     return NotFound("no such file or directory", uri=path, hint=hint)
@@ -191,7 +214,7 @@ def _beside(file: str) -> str | None:
 def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
     files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, prefix)]
     if not files:
-        raise NotFound(f"no *{SUFFIX} there", uri=display(place))
+        raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
     return files
 
 
