@@ -62,8 +62,10 @@ def bench_load(
 ) -> None:
     """Load again and again: Penstock, and safetensors when it is installed and the files are local."""
     from penstock import api
+    from penstock.storage.place import look
 
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    look(uri)
     files = _local_files(uri)
     if cold and not files:
         raise ConfigError("--cold is for local files", uri=uri)

@@ -46,12 +46,15 @@ def keep(
 ) -> None:
     """Keep models in memory for engines of this host, which attach without a copy; be a source for the fleet."""
     from penstock import api
+    from penstock.storage.place import look
 
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):
         raise ConfigError(
             f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
         )
+    for uri in uris:
+        look(uri)
     with api.Keeper(
         device=device,
         memory_bytes=memory_bytes,

@@ -38,7 +38,9 @@ def load(
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
         return
     from penstock import api
+    from penstock.storage.place import look
 
+    look(uri)
     weights = api.load(
         uri,
         device=device,

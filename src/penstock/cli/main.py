@@ -7,32 +7,36 @@ Not here: the commands (one file each).
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-import typer
+DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-from penstock.cli import (
-    bench,
-    convert,
-    doctor,
-    hub,
-    inspect,
-    keep,
-    load,
-    manifest,
-    output,
-    plan,
-    pull,
-    simulate,
-    status,
-    version,
-)
-from penstock.errors import ConfigError, PenstockError
+try:  # a process that is interrupted while it imports ends as one that is interrupted later
+    import typer
 
-DONE, USAGE, FAILED, DIRTY = 0, 2, 3, 4
+    from penstock.cli import (
+        bench,
+        convert,
+        doctor,
+        hub,
+        inspect,
+        keep,
+        load,
+        manifest,
+        output,
+        plan,
+        pull,
+        simulate,
+        status,
+        version,
+    )
+    from penstock.errors import ConfigError, PenstockError
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 app = typer.Typer(
     name="penstock",
@@ -67,23 +71,58 @@ def exit_code(error: PenstockError) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave the process by `SystemExit`.
+    """Run the command line and leave the process by `SystemExit`, once what was written to stdout is out."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = _run(given)
+    if (lost := _lost()) is not None:
+        code = code or _lost_code(lost)
+    sys.exit(code)
+
+
+def _run(given: list[str]) -> int:
+    """The exit code of a command line.
 
     The one place that holds on to any exception: what is not a `PenstockError` is our own fault, and nothing is known
     of the destination, so it counts as dirty.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app(args=given, prog_name="penstock")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
     except PenstockError as error:
         code = exit_code(error)
         output.write_error(error, exit_code=code, as_json=_asks_for_json(given))
-        sys.exit(code)
-    except Exception:  # noqa: BLE001
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001
+        if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
+            return _lost_code(lost)
         traceback.print_exc()
         output.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
-        sys.exit(DIRTY)
-    sys.exit(DONE)
+        return DIRTY
+    return DONE
+
+
+def _lost(more: str = "") -> OSError | None:
+    """Why what was written to stdout, and `more`, cannot be; then the interpreter does not fail at it in its end."""
+    try:
+        sys.stdout.write(more)
+        sys.stdout.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return error
+    return None
+
+
+def _lost_code(lost: OSError) -> int:
+    """The exit code of output that was lost: its reader had enough of it, or it is said why."""
+    if isinstance(lost, BrokenPipeError):
+        return CLOSED
+    output.note(f"penstock: stdout cannot be written: {lost.strerror}")
+    return FAILED
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -106,3 +107,85 @@ def test_the_installed_command_runs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert json.loads(done.stdout)["penstock"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["version"], ["version", "--format", "json"], ["load", "--help"]])
+def test_a_stdout_that_takes_nothing_is_said_in_one_line(arguments: list[str], unbuffered: str) -> None:
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "penstock.cli.main", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False)
+    assert (done.returncode, done.stderr) == (3, "penstock: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_more_than_a_buffer_into_a_full_stdout() -> None:
+    code = (
+        "from penstock.cli import main, version\nimport sys\n"
+        "main.app.command('much')(lambda: sys.stdout.write('x' * 1_000_000))\nmain.run(['much'])\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "penstock: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_had_enough_is_no_fault(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "version"]
+    read, write = os.pipe()
+    os.close(read)
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environ, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
+    assert run(["fail"], raises=KeyboardInterrupt(), monkeypatch=monkeypatch) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["load", "missing"],
+        ["load", "missing.safetensors"],
+        ["load", "missing/*.safetensors"],
+        ["load", "empty"],
+        ["keep", "missing"],
+        ["pull", "m", "--device", "cpu", "--fallback", "missing"],
+        ["bench", "load", "missing"],
+        ["convert", "missing", "there"],
+    ],
+    ids=" ".join,
+)
+def test_a_place_that_is_not_there_is_told_without_torch(arguments: list[str], tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    code = (
+        "import sys\nfrom penstock.cli.main import run\n"
+        f"try:\n    run({arguments!r})\n"
+        "except SystemExit as end:\n    assert end.code == 3, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "NotFound" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["typer", "penstock.cli.load", "torch"])
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(module: str, tmp_path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    code = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from penstock.cli.main import run\n"
+        f"run(['load', {str(tmp_path)!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
