@@ -209,6 +209,23 @@ class Wire:
         self._socket.close()
 
 
+def listen(host: str | None, name: str) -> tuple[socket.socket, str]:
+    """Where workers connect, and what they are told of it.
+
+    Args:
+        host: address of this host; None: they are all here.
+        name: unlike that of any other job.
+    """
+    if host is not None:
+        listener = socket.create_server((host, 0), backlog=256)
+        return listener, f"tcp:{host}:{listener.getsockname()[1]}"
+    # A name without a file: nothing of it remains, however the coordinator ends.
+    listener, told = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
+    listener.bind(f"\0{told}")
+    listener.listen(256)
+    return listener, f"unix:{told}"
+
+
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:
     """Let a connection to another host end once that is silent for `stall_s`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

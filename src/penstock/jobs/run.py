@@ -13,7 +13,6 @@ import contextlib
 import math
 import secrets
 import selectors
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from penstock.jobs.messages import (
     Words,
     Work,
     end_with_peer,
+    listen,
 )
 from penstock.plan.placement import Placement
 
@@ -125,7 +125,8 @@ class Coordinator:
         """Connections that have not said who they are, and when they came."""
         self._looked = time.monotonic()
         self._select = selectors.DefaultSelector()
-        self._listener, self._address = _listen(crew.listen, self._secret)
+        self._listener, self._address = listen(crew.listen, secrets.token_hex(8))
+        self._listener.settimeout(HELLO_S)
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
@@ -159,8 +160,7 @@ class Coordinator:
     def _spawn(self, device: str, respawns: int) -> None:
         name = f"w{self._numbers}"
         self._numbers += 1
-        stats = WorkerStats(name, device)
-        trace = WorkerTrace(f"{name} {device}")
+        stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
         self.stats.append(stats)
         self.traces.append(trace)
         self._crew.spawn(name, device, self._address, self._secret)
@@ -373,21 +373,6 @@ class Coordinator:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(is_done=kind is None)
-
-
-def _listen(host: str | None, secret: str) -> tuple[socket.socket, str]:
-    """Where workers connect, and what they are told of it."""
-    if host is None:
-        # A name without a file: nothing of it remains, however the coordinator ends.
-        listener, name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{secret[:16]}"
-        listener.bind(f"\0{name}")
-        told = f"unix:{name}"
-    else:
-        listener = socket.create_server((host, 0))
-        told = f"tcp:{host}:{listener.getsockname()[1]}"
-    listener.listen(256)
-    listener.settimeout(HELLO_S)
-    return listener, told
 
 
 def _error_of(failure: Failure) -> PenstockError:
