@@ -11,15 +11,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, SourceChanged
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PlanError, SourceChanged
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.crew import LocalCrew, gpus
 from penstock.jobs.journal import Journal
-from penstock.testing.checkpoints import write_llama
+from penstock.testing.checkpoints import every_dtype, write_llama
+from penstock.types import DType
 
 RULES = [{"op": "rename", "rules": [[r"^model\.", "m."]]}]
 
@@ -234,3 +236,41 @@ def test_a_budget_too_small_for_the_largest_task_says_what_would_do(source, tmp_
         run(source, tmp_path / "out", memory_bytes="100K")
     report = run(source, tmp_path / "out", workers=1, memory_bytes=caught.value.minimum_bytes)
     assert report.peak_bytes <= caught.value.minimum_bytes
+
+
+NARROW = {DType.F6_E2M3, DType.F6_E3M2}
+"""What torch has no dtype for."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], [{"op": "rename", "rules": [["^", "m."]]}], [{"op": "rename", "rules": [["^", "m."]]}, {"op": "copy"}]],
+    ids=["copied", "renamed", "both"],
+)
+def test_what_torch_has_no_dtype_for_is_copied(words, tmp_path):
+    made = every_dtype(tmp_path / "all.safetensors")
+    convert(tmp_path / "all.safetensors", tmp_path / "out", operations=words, devices="cpu", workers=1)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    found = {name: (one["dtype"], bytes(one["data"])) for name, one in safetensors.deserialize(file.read_bytes())}
+    prefix = "m." if words else ""
+    assert found == {f"{prefix}{name}": (dtype.value, data) for name, (dtype, _, data) in made.items()}
+    assert penstock.verify(tmp_path / "out").verified
+
+
+def test_a_cast_leaves_alone_what_it_cannot_cast(tmp_path):
+    made = every_dtype(tmp_path / "all.safetensors")
+    convert(tmp_path / "all.safetensors", tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    found = {name: (one["dtype"], bytes(one["data"])) for name, one in safetensors.deserialize(file.read_bytes())}
+    assert found["bf16.matrix"][0] == "F32"
+    narrow = {name: (dtype.value, data) for name, (dtype, _, data) in made.items() if dtype in NARROW}
+    assert {name: found[name] for name in narrow} == narrow
+
+
+def test_what_cannot_be_computed_with_is_told_before_a_worker_starts(tmp_path):
+    every_dtype(tmp_path / "all.safetensors", skip={DType.F6_E3M2})
+    words = [{"op": "reshard", "to": 2, "rules": [["", "replicate"]]}]
+    with pytest.raises(PlanError, match="no dtype for F6_E2M3") as caught:
+        plan(tmp_path / "all.safetensors", operations=words)
+    assert str(caught.value.tensor).startswith("f6_e2m3.") and "rename" in str(caught.value.hint)
+    plan(tmp_path / "all.safetensors", operations=[{"op": "rename", "rules": [["^f6_.*", ""]]}, *words])

@@ -15,9 +15,9 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
-from penstock.errors import BudgetTooSmall
+from penstock.errors import BudgetTooSmall, PlanError
 from penstock.jobs.function import code_of
-from penstock.jobs.operation import Operation
+from penstock.jobs.operation import UNKNOWN, Operation
 from penstock.jobs.words import Word
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
@@ -114,9 +114,13 @@ def plan_job(
         words: what the operation was made of: a user's may leave some of them out of its name.
 
     Raises:
-        PlanError: see `Operation.recipes`.
+        PlanError: see `Operation.recipes`; or torch has no dtype for what is computed with.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
+    for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
+        if spec.dtype in UNKNOWN:
+            message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
+            raise PlanError(message, tensor=spec.name, hint="leave it out before: `rename` it to nothing")
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     files = lay_out(specs, shard_bytes=shard_bytes)
     held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)

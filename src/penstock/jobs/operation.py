@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 """What is computed with."""
+UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
+"""What torch has no dtype for: it is copied, and shown to no operation."""
 
 
 class Operation(Protocol):
@@ -90,13 +92,15 @@ def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
         inputs=(whole(source, spec),),
         num_rows=spec.shape[0] if spec.shape else 1,
         align=align,
+        copies=True,
     )
 
 
 def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
     """The only source. PlanError where there are several."""
     if len(sources) != 1:
-        raise PlanError(f"{operation} takes one source, not {len(sources)}")
+        hint = "merge them first: average, linear, slerp, ties"
+        raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
     return sources[0]
 
 
@@ -245,14 +249,16 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
         row_by_row = all(out.per == 1 for out in firsts[0].outputs)
     outputs = tuple(out for recipe in seconds for out in recipe.outputs)
     inputs = tuple(given for recipe in firsts for given in recipe.inputs)
+    copies = len(outputs) == len(inputs) == 1 and all(recipe.copies for recipe in (*firsts, *seconds))
     if row_by_row:
         align = math.lcm(firsts[0].align, *(recipe.align for recipe in seconds))
-        return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align)
+        return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align, copies=copies)
     return Recipe(
         outputs=tuple(replace(out, per=0) for out in outputs),
         inputs=tuple(replace(given, at=None) for given in inputs),
         num_rows=1,
         align=0,
+        copies=copies,
     )
 
 

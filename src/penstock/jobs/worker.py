@@ -25,6 +25,7 @@ from penstock.jobs.buffers import ALIGN_BYTES, cut, packed
 from penstock.jobs.held import came
 from penstock.jobs.job import Job
 from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_view
+from penstock.jobs.operation import UNKNOWN
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.plan.tasks import Output
 from penstock.storage import is_remote
@@ -213,6 +214,9 @@ class _TaskRun:
         """
         left, made = iter(self.placed), []
         for recipe, start, stop in self.entries:
+            if recipe.copies and recipe.inputs[0].spec.dtype in UNKNOWN:
+                made.append(next(left))
+                continue
             inputs: list[torch.Tensor | None] = []
             for given in recipe.inputs:
                 raw, box = next(left), given.taken(start, stop)

@@ -49,6 +49,7 @@ _TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
+_WITHOUT = "leave these tensors out: names= of a load, or a conversion whose `rename` gives them no name"
 _FROM_TORCH = {theirs: ours for ours, theirs in _TORCH.items()}
 
 _NUMPY: dict[DType, str] = {
@@ -85,7 +86,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     try:
         return _TORCH[dtype]
     except KeyError:
-        raise PlanError(f"torch has no dtype for {dtype}", hint="leave these tensors out with names=") from None
+        raise PlanError(f"torch has no dtype for {dtype}", hint=_WITHOUT) from None
 
 
 def dtype_of(dtype: torch.dtype) -> DType:

@@ -122,13 +122,20 @@ class Output:
 class Recipe:
     """Outputs that are made together, and what of.
 
-    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once.
+    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once. `copies`: of one
+    tensor as it is, so that bytes of a dtype that nothing can be computed with go through unseen.
     """
 
     outputs: tuple[Output, ...]
     inputs: tuple[Input, ...]
     num_rows: int
     align: int = 1
+    copies: bool = False
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of all that it reads and gives."""
+        return (*(one.spec for one in self.inputs), *(out.spec for out in self.outputs))
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
         """Bytes that are read for these rows, and that they give."""
