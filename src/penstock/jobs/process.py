@@ -15,11 +15,13 @@ import threading
 import time
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from penstock.config import Settings
+from penstock.engine.executors import Failed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.jobs.held import held_tasks, shared_as
@@ -207,10 +209,7 @@ def _beat(worker: Worker) -> Beat:
 
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     while (task := todo.get()) is not None:
-        try:
-            worker.post(task)
-        except PenstockError as error:
-            worker.ticket.fail(error)
+        if isinstance(guarded(worker.ticket, partial(worker.post, task)), Failed):
             return
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from penstock.config import Settings
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, IntegrityError
+from penstock.jobs.buffers import Buffers
 from penstock.jobs.job import Job, plan_job
+from penstock.jobs.process import _post_all
 from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
@@ -108,6 +111,33 @@ def run(
         {f"{p.parent.name}/{n}": t for p in into.rglob("*.safetensors") for n, t in load_file(p).items()},
         (worker.buffers.peak_bytes),
     )
+
+
+def test_a_worker_that_gets_no_memory_says_so(stack, tmp_path, monkeypatch) -> None:
+    def none(buffers: Buffers, nbytes: int) -> torch.Tensor:
+        raise MemoryError(nbytes)
+
+    sets = opened(stack, [write(tmp_path / "source", 1)])
+    job = plan_job(operation_of([]), [one.manifest for one in sets])
+    out = OutputSet(tmp_path / "out", job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    todo: SimpleQueue[int | None] = SimpleQueue()
+    with Worker(
+        job,
+        sets,
+        out,
+        device=torch.device("cpu"),
+        memory_bytes=64 * MIB,
+        stall_s=60.0,
+        on_began=lambda task: None,
+        on_done=lambda task, digests: None,
+        trace=Trace(enabled=False),
+    ) as worker:
+        monkeypatch.setattr(Buffers, "get", none)
+        todo.put(0)
+        _post_all(worker, todo)
+        with pytest.raises(RuntimeError) as caught:
+            worker.ticket.check()
+        assert isinstance(caught.value.__cause__, MemoryError)
 
 
 def raw(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
