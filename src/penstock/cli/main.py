@@ -71,37 +71,32 @@ def exit_code(error: PenstockError) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave the process by `SystemExit`, once what was written to stdout is out."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    code = _run(given)
-    if (lost := _lost()) is not None:
-        code = code or _lost_code(lost)
-    sys.exit(code)
-
-
-def _run(given: list[str]) -> int:
-    """The exit code of a command line.
+    """Run the command line and leave the process by `SystemExit`, once what was written to stdout is out.
 
     The one place that holds on to any exception: what is not a `PenstockError` is our own fault, and nothing is known
     of the destination, so it counts as dirty.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = DONE
     try:
         app(args=given, prog_name="penstock")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
+        code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
     except PenstockError as error:
         code = exit_code(error)
         output.write_error(error, exit_code=code, as_json=_asks_for_json(given))
-        return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:  # noqa: BLE001
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
-            return _lost_code(lost)
-        traceback.print_exc()
-        output.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
-        return DIRTY
-    return DONE
+            code = _lost_code(lost)
+        else:
+            traceback.print_exc()
+            output.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
+            code = DIRTY
+    if (lost := _lost()) is not None:
+        code = code or _lost_code(lost)
+    sys.exit(code)
 
 
 def _lost(more: str = "") -> OSError | None:
