@@ -34,7 +34,7 @@ def word_of(text: str) -> dict[str, Any]:
     `package.module:function` is a user's own.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, and the hint says what there is.
     """
     if text.startswith("{"):
         try:
@@ -42,16 +42,20 @@ def word_of(text: str) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{text!r} is not JSON: {error}") from error
         if not isinstance(word, dict):
-            raise ConfigError(f"{text!r} is not an operation")
+            raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
         return word
+    from penstock.jobs.words import is_operation, maker_of, usage
+
     name, colon, rest = text.partition(":")
-    if colon and "=" not in rest:
+    if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
+    maker_of(name)
     word = {"op": name}
     for part in rest.split(";") if rest else ():
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"{part!r} of {text!r} is not key=value")
+            hint = f"it takes {usage(name)}; see docs/convert.md"
+            raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
         word[key] = [_value(one) for one in value.split(",")] if "," in value else _value(value)
     return word
 
@@ -103,9 +107,14 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Convert checkpoints out of core: formats, shards, merges, your own functions. Goes on where it was ended."""
+    """Convert checkpoints out of core: formats, shards, merges, your own functions. Goes on where it was ended.
+
+    Operations and their words: docs/convert.md, or `penstock convert . . --op help`. Formats: docs/transforms.md.
+    """
     if len(places) < 2:
-        raise ConfigError("a conversion needs sources and a destination")
+        raise ConfigError(
+            "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
+        )
     words = [word_of(one) for one in op or ()]
     speeds = None if rates is None else read_rates(rates)
     if dry_run:

@@ -43,7 +43,11 @@ Verify = Annotated[
 To = Annotated[str | None, given("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
     list[str] | None,
-    given("--op", "OP", "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated."),
+    given(
+        "--op",
+        "OP",
+        "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.md.",
+    ),
 ]
 TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Bytes in and out of one task.")]
 Hub = Annotated[

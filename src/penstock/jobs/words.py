@@ -17,6 +17,8 @@ from penstock.jobs.operation import Chain, Copy, Operation, Rename
 Word = Mapping[str, object]
 
 _MADE_BY: Mapping[str, str] = {
+    "copy": "penstock.jobs.operation:Copy",
+    "rename": "penstock.jobs.words:_rename",
     "store": "penstock.jobs.formats:Store",
     "dequantise": "penstock.jobs.formats:Dequantise",
     "average": "penstock.jobs.merge:Linear",
@@ -30,7 +32,8 @@ _MADE_BY: Mapping[str, str] = {
     "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
-
+_BESIDE = frozenset({"adapter_config", "delta", "heads"})
+"""Words that `jobs.complete` finds beside the sources."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Words of merges that are numbers, or lists of them."""
 
@@ -48,26 +51,45 @@ def operation_of(words: Sequence[Word]) -> Operation:
     return Copy() if found is None else found
 
 
+def usage(*names: str) -> str:
+    """Operations, or all of them, each with the words it takes: `slerp(t)`, `ties(density, weights=(), scale=1.0)`."""
+    return ", ".join(f"{name}({', '.join(_parameters(name))})" for name in names or sorted(_MADE_BY))
+
+
+def _parameters(name: str) -> list[str]:
+    taken = inspect.signature(maker_of(name)).parameters.values()
+    return [str(one.replace(annotation=one.empty)) for one in taken if one.name not in _BESIDE]
+
+
+def is_operation(name: str) -> bool:
+    """Whether one is called so."""
+    return name in _MADE_BY
+
+
+def maker_of(name: str) -> Callable[..., Operation]:
+    """What makes an operation of its words. ConfigError: nothing is called so."""
+    if name not in _MADE_BY:
+        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {usage()}; see docs/convert.md")
+    module, _, attribute = _MADE_BY[name].partition(":")
+    made: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
+    return made
+
+
 def _make(word: dict[str, Any]) -> Operation:
-    name = word.pop("op", None)
+    name = str(word.pop("op", None))
     word = {key: _frozen(value) for key, value in word.items()}
     if isinstance(word.get("weights"), int | float):
         word["weights"] = (float(word["weights"]),)
-    makers: dict[str, Callable[..., Operation]] = {"copy": Copy, "rename": _rename}
-    if name in _MADE_BY:
-        module, _, attribute = _MADE_BY[name].partition(":")
-        makers[name] = getattr(importlib.import_module(module), attribute)
-    if name not in makers:
-        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {', '.join(sorted({*makers, *_MADE_BY}))}")
+    maker = maker_of(name)
     for key in () if name == "function" else _NUMBERS & word.keys():
         values = word[key] if isinstance(word[key], tuple) else (word[key],)
         if not all(isinstance(value, int | float) for value in values):
-            raise ConfigError(f"{name}: {key}={word[key]!r} is not a number")
+            raise ConfigError(f"{name}: {key}={word[key]!r} is not a number", hint=f"it takes {usage(name)}")
     try:
-        inspect.signature(makers[name]).bind(**word)
+        inspect.signature(maker).bind(**word)
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    return makers[name](**word)
+        raise ConfigError(f"{name}: {error}", hint=f"it takes {usage(name)}") from error
+    return maker(**word)
 
 
 def _frozen(value: Any) -> Any:
