@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
+from tests.truth import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.manifest import manifest
 from penstock.errors import IntegrityError
 from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import RangeServer
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K"}
 
@@ -75,3 +79,20 @@ def test_what_is_not_to_be_verified_is_not(sources: Path, tmp_path: Path) -> Non
         convert([path.parent, sources / "bare"], tmp_path / "two", operations=[{"op": "average"}], verify=True, **TOLD)
     assert caught.value.hint == "write one with `penstock manifest URI`"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]
+
+
+def test_what_came_damaged_into_a_cache_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "made", total_bytes=2_000_000, shards=1)
+    manifest(str(tmp_path / "made" / "model.safetensors"))
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    with RangeServer({one.name: one.read_bytes() for one in (tmp_path / "made").iterdir()}) as server:
+        uri = f"{server.url}/model.safetensors"
+        penstock.load(uri)
+        (chunk,) = (one for one in (tmp_path / "cache").rglob("0*") if one.stat().st_size > 1_000_000)
+        raw = bytearray(chunk.read_bytes()[:-24])
+        raw[-10_000] ^= 1
+        chunk.write_bytes(raw + struct.pack("<8sQQ", b"PSCHUNK1", len(raw), xxhash.xxh3_64_intdigest(raw)))
+        report = convert(uri, tmp_path / "out", verify=True, **TOLD)
+        assert report.verified and report.fetched_bytes >= len(raw)
+    assert penstock.verify(tmp_path / "out").verified
+    assert_same(by_safetensors(tmp_path / "out"), by_safetensors(tmp_path / "made"))

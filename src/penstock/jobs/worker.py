@@ -20,7 +20,7 @@ from penstock.engine.check import TensorChecker
 from penstock.engine.executors import Executor, Pending, Step, Work
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
-from penstock.errors import OperationFailed, PenstockError
+from penstock.errors import IntegrityError, OperationFailed, PenstockError
 from penstock.jobs.buffers import ALIGN_BYTES, cut, packed
 from penstock.jobs.held import came
 from penstock.jobs.job import Job
@@ -137,9 +137,16 @@ class Worker(Closing):
         table = self._sources[source].manifest.tensors
         row = self._rows[source][name]
         file = self._sources[source].sources[int(table.file_index[row])]
-        file.readv(int(table.offset[row]) + offset, [into])
-        if (checker := self._checkers[source]) is not None:
-            checker.check(row, offset, into, uri=file.uri)
+        at, checker = int(table.offset[row]) + offset, self._checkers[source]
+        file.readv(at, [into])
+        if checker is not None:
+            try:
+                checker.check(row, offset, into, uri=file.uri)
+            except IntegrityError:
+                if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
+                    raise
+                file.readv(at, [into])  # it may have been damaged on its way into the cache, and not where it is from
+                checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
 
     def close(self) -> None:

@@ -134,6 +134,15 @@ class CachedSource:
         except OSError:
             return frozenset()
 
+    def forget(self, offset: int, nbytes: int) -> bool:
+        """Remove chunks that are as they came, but came damaged. False: none of these bytes is here."""
+        is_here = False
+        for start in range(offset - offset % CACHE_CHUNK_BYTES, offset + nbytes, CACHE_CHUNK_BYTES):
+            with contextlib.suppress(OSError):
+                os.unlink(self._file(start))
+                is_here = True
+        return is_here
+
     def close(self) -> None:
         """See `Source.close`."""
         self._directory.spare.clear()
@@ -156,7 +165,7 @@ class CachedSource:
 
     def _chunk(self, start: int, views: list[memoryview], until: float) -> str | None:
         """Fill `views`, which span one chunk. None: from the cache; else the source's path."""
-        file = self._place / f"{start // CACHE_CHUNK_BYTES:08d}"
+        file = self._file(start)
         if self._hit(file, views):
             return None
         if self.why is not None:  # who waited for another would find nothing
@@ -171,6 +180,9 @@ class CachedSource:
         if self.why is None:
             self._keep(file, views, nbytes)
         return path
+
+    def _file(self, start: int) -> Path:
+        return self._place / f"{start // CACHE_CHUNK_BYTES:08d}"
 
     def _hit(self, file: Path, views: list[memoryview]) -> bool:
         """Read a chunk file into `views`. False when it is absent, rotten (it is then removed) or cannot be read."""
