@@ -15,13 +15,17 @@ CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
 """Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
 written over bytes that were read again and verified, so it is the end of whoever reads."""
 
+LATE_S = 1.0
+"""Patience with what is left where a read failed, since all of it is read again: a hundred reads of a peer that fell
+silent end after `stall_s`, and so much for each, not after a hundred times that."""
+
 
 def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
     """Wait for all that is posted, well or not: what is read again must not be written over.
 
     Args:
         posting: posts as it is iterated; what it raises ends the posting, and those before are waited for.
-        stall_s: see `Transport.wait`.
+        stall_s: see `Transport.wait`; less once one failed.
 
     Returns:
         The first failure, but a DestinationError before others: bytes may still arrive. And whether any was written.
@@ -35,8 +39,9 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
     except PenstockError as error:
         failed, is_touched = error, error.mutated
     for transport, pending in posted:
+        is_patient = failed is None or (transport.name in CANNOT_RECALL and not isinstance(failed, DestinationError))
         try:
-            transport.wait(pending, stall_s=stall_s)
+            transport.wait(pending, stall_s=stall_s if is_patient else min(stall_s, LATE_S))
         except PenstockError as error:
             met: PenstockError = error
             if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:

@@ -10,7 +10,7 @@ from penstock.errors import DestinationError, PenstockError, SourceStalled, Stal
 from penstock.testing.transport_suite import segments
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Memory, Pending, Transport
-from penstock.transport.reads import wait_all
+from penstock.transport.reads import LATE_S, wait_all
 
 
 class Ending(LoopbackTransport):
@@ -19,10 +19,10 @@ class Ending(LoopbackTransport):
     def __init__(self, error: PenstockError, name: str = "loopback") -> None:
         super().__init__()
         self.name, self._error = name, error
-        self.num_waited = 0
+        self.given_s: list[float] = []
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
-        self.num_waited += 1
+        self.given_s.append(stall_s)
         raise self._error
 
 
@@ -42,7 +42,7 @@ def test_the_first_error_is_told_and_every_read_is_waited_for(whole) -> None:
     first, second = Ending(StaleDescriptor("one")), Ending(SourceStalled("two"))
     failed, is_touched = wait_all([read(first), read(second)], stall_s=5)
     assert (failed is not None and failed.message, is_touched) == ("one", False)
-    assert second.num_waited == 1
+    assert len(second.given_s) == 1
     failed, is_touched = wait_all([read(first), read(whole)], stall_s=5)
     assert (failed is not None and failed.message, is_touched) == ("one", True)
     assert wait_all([read(whole)], stall_s=5) == (None, True)
@@ -73,3 +73,13 @@ def test_a_device_that_may_still_write_is_told_before_a_source(by: str) -> None:
         assert failed.mutated
         assert is_touched
     assert isinstance(wait_all([read(Ending(SourceStalled("no byte"), "shm"))], stall_s=5)[0], SourceStalled)
+
+
+def test_many_reads_of_a_peer_that_fell_silent_are_not_given_the_deadline_each() -> None:
+    silent = Ending(SourceStalled("no byte"))
+    wait_all([read(silent) for _ in range(4)], stall_s=30)
+    assert silent.given_s == [30, *3 * [LATE_S]]
+    # What cannot be called back is the end of whoever reads, if it is given up.
+    device = Ending(SourceStalled("no byte"), "cuda_ipc")
+    wait_all([read(silent), read(device), read(device)], stall_s=30)
+    assert device.given_s == [30, LATE_S]
