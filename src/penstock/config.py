@@ -104,7 +104,8 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise ConfigError(f"environment variable {name}={text!r} does not parse: {error}") from error
+        message = f"environment variable {name}={text!r} does not parse: {error}"
+        raise ConfigError(message, hint="docs/tuning.md says what it may be") from error
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -115,7 +115,8 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file {path} cannot be read: {error}") from error
+        hint = "a token a line: `openssl rand -hex 32` makes one"
+        raise ConfigError(f"token file {path} cannot be read: {error}", hint=hint) from error
     tokens = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -269,9 +269,9 @@ class HubClient(Closing):
                 last = error  # another thread's failure closed it
                 self._drop(http)
             if self._closed or time.monotonic() + pause_s >= deadline:
-                raise HubUnavailable(
-                    f"the hub did not answer within {self._timeout_s:g} s: {last or type(last).__name__}", uri=url
-                ) from last
+                message = f"the hub did not answer within {self._timeout_s:g} s: {last or type(last).__name__}"
+                hint = "is it running, and can this host reach its address?"
+                raise HubUnavailable(message, uri=url, hint=hint) from last
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -282,7 +282,8 @@ class HubClient(Closing):
             try:
                 return msgspec.json.decode(answer.content, type=gives)
             except msgspec.MsgspecError as error:
-                raise HubUnavailable(f"what answers is not a hub of this version: {error}", uri=url) from error
+                message = f"what answers is not a hub of this version: {error}"
+                raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
         fault = _fault(answer)
         kind = _ERRORS.get(answer.status_code, HubUnavailable)
         raise kind(fault.error, uri=url, hint=fault.hint or None)
@@ -317,7 +318,8 @@ class HubClient(Closing):
                 if self._certificate is not None:
                     verify.load_cert_chain(*self._certificate)
             except OSError as error:
-                raise ConfigError(f"a certificate for {url} cannot be used: {error}") from error
+                hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
+                raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=30.0)
         return httpx.Client(base_url=url, verify=verify, limits=limits, trust_env=False)
 

@@ -74,7 +74,8 @@ def bind(listen: str, auth: Auth) -> socket.socket:
         bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
+        hint = "an address of this host; port 0 takes a free one"
+        raise ConfigError(f"cannot listen on {listen!r}: {error}", hint=hint) from error
     return bound
 
 

@@ -111,9 +111,11 @@ class RedisStore:
         try:
             return call(*args, **kwargs)
         except self._redis.AuthenticationError as error:
-            raise PermissionDenied(f"Redis refuses us: {error}", uri=self._where) from error
+            hint = "user and password are of the URL: redis://user:password@host:6379/0"
+            raise PermissionDenied(f"Redis refuses us: {error}", uri=self._where, hint=hint) from error
         except self._redis.RedisError as error:
-            raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where) from error
+            hint = "is it running, and can the hub's host reach it? `redis-cli -u URL ping`"
+            raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
 
 
 def _entry(held: bytes) -> Entry:

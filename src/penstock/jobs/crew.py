@@ -72,7 +72,8 @@ class LocalCrew(Closing):
             ConfigError: this host has no such device.
         """
         if device != "cpu" and device not in (found := gpus()) and (device != "cuda" or not found):
-            raise ConfigError(f"device {device} is not there: {len(found)} CUDA devices")
+            message = f"device {device} is not there: {len(found)} CUDA devices"
+            raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
         if self.zygote is None or not self.zygote.is_alive:
             self.close()
             self.zygote = Zygote(IMPORTS)

@@ -84,7 +84,8 @@ class LoraMerge(Unchanged):
                 found.append(as_it_is(0, spec))
         if unused:
             shown = ", ".join(sorted(unused)[:_SHOWN])
-            raise PlanError(f"{len(unused)} tensors of the adapter have no place in the base: {shown}")
+            message = f"{len(unused)} tensors of the adapter have no place in the base: {shown}"
+            raise PlanError(message, hint="is it of this base? `penstock inspect` shows the names of both")
         return found
 
     def _recipe(self, spec: Spec, a: Spec, b: Spec) -> Recipe:

@@ -45,7 +45,8 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
             if names
         ]
         if wrong:
-            raise PlanError(f"{operation}: source {i} has not the tensors of source 0: {'; '.join(wrong)}")
+            message = f"{operation}: source {i} has not the tensors of source 0: {'; '.join(wrong)}"
+            raise PlanError(message, hint="compare them by `penstock inspect`; `rename` brings names together")
     return [[spec, *(found[spec.name] for found in named)] for spec in first]
 
 
@@ -136,7 +137,8 @@ class Linear(_Merge):
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources < 2 or (self.weights and len(self.weights) != num_sources):
-            raise PlanError(f"linear: {len(self.weights)} weights for {num_sources} sources")
+            hint = "two sources or more, and one weight for each: linear:weights=0.3,0.7"
+            raise PlanError(f"linear: {len(self.weights)} weights for {num_sources} sources", hint=hint)
         if self.normalize and self.weights and not sum(self.weights):
             raise PlanError("linear: weights whose sum is zero cannot be normalized")
 
@@ -169,7 +171,7 @@ class Slerp(_Merge):
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources != 2:
-            raise PlanError(f"slerp takes two sources, not {num_sources}")
+            raise PlanError(f"slerp takes two sources, not {num_sources}", hint="linear and ties take more")
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""

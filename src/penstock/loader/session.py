@@ -372,6 +372,7 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
         raise ConfigError(f"device {found} is not supported", hint=_DEVICES)
     if found.type == "cuda":
         if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device {found} is not there: {torch.cuda.device_count()} CUDA devices")
+            message = f"device {found} is not there: {torch.cuda.device_count()} CUDA devices"
+            raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found

@@ -24,6 +24,8 @@ REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
 MAX_SMALL_BYTES = GIB
 """Longest index, manifest or signature read whole. A manifest has 8 bytes a 256 KiB leaf: this is one of 35 TB."""
 
+_READABLE = "this user needs the right to read it, and to enter every directory above it"
+
 
 class Source(Protocol):
     """One readable file or object, of fixed identity and size, opened once and read by many threads.
@@ -168,7 +170,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         else:
             found = sorted(name for name in glob.iglob(path, recursive=True) if os.path.isfile(name))
     except PermissionError as error:
-        raise PermissionDenied("directory cannot be listed", uri=uri) from error
+        raise PermissionDenied("directory cannot be listed", uri=uri, hint=_READABLE) from error
     except OSError as error:
         raise SourceUnavailable(f"directory cannot be listed: {error.strerror}", uri=uri) from error
     if not found:
@@ -191,6 +193,6 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
-        raise PermissionDenied("file cannot be read", uri=uri) from error
+        raise PermissionDenied("file cannot be read", uri=uri, hint=_READABLE) from error
     except OSError as error:
         raise SourceUnavailable(f"file cannot be read: {error.strerror}", uri=uri) from error

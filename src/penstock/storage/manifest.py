@@ -166,7 +166,8 @@ def _open_all(
         except NotFound as error:
             if place.index_uri is None:
                 raise
-            raise NotFound(f"the index names shard {clip(name)!r}, which is missing", uri=display(uri)) from error
+            message = f"the index names shard {clip(name)!r}, which is missing"
+            raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
         try:
             return _Opened(name=name, source=source, header=read_header(source, guess_bytes=guess))
         except BaseException:
@@ -365,7 +366,8 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
             missing.append(one)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise PlanError(f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}", uri=uri)
+        message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
+        raise PlanError(message, uri=uri, hint="`penstock inspect URI --all` lists them")
     return sorted(found)
 
 

@@ -213,7 +213,8 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
     try:
         key = load_pem_private_key(private_key_pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"private key cannot be read: {error}") from error
+        hint = "Ed25519 in PEM, without a password: openssl genpkey -algorithm ed25519"
+        raise ConfigError(f"private key cannot be read: {error}", hint=hint) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError("private key is not an Ed25519 key", hint="openssl genpkey -algorithm ed25519")
     return key.sign(raw)
@@ -229,7 +230,7 @@ def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None
     try:
         key = load_pem_public_key(public_key_pem)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"public key cannot be read: {error}") from error
+        raise ConfigError(f"public key cannot be read: {error}", hint="openssl pkey -in KEY -pubout") from error
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError("public key is not an Ed25519 key", hint="openssl pkey -in KEY -pubout")
     try:

@@ -234,7 +234,8 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
     except PenstockError:
         raise
     except FileNotFoundError as error:
-        raise NotFound("no such object or bucket", uri=uri, byte_range=byte_range) from error
+        hint = "look at bucket and key, and at storage_options: endpoint and region say whose store it is"
+        raise NotFound("no such object or bucket", uri=uri, byte_range=byte_range, hint=hint) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionDenied(_brief(error), uri=uri, hint="check the credentials and what they may read") from error
     except exceptions.PreconditionError as error:
