@@ -1,0 +1,91 @@
+"""Errors that a user can do something about say what: a hint, of this error, where it is raised."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("torch")
+import torch
+from safetensors.torch import save_file
+
+import penstock
+from penstock.config import Settings
+from penstock.errors import PenstockError
+from penstock.fleet.auth import Auth, first_token
+from penstock.fleet.client import HubClient
+from penstock.fleet.door import Door
+from penstock.fleet.messages import Status
+from penstock.fleet.serve import bind
+from penstock.jobs.convert import plan
+from penstock.jobs.crew import LocalCrew
+from penstock.storage.manifest_file import check_signature, sign
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import RangeServer
+from penstock.types import MIB
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "llama", total_bytes=MIB, shards=2)
+    return tmp_path / "llama"
+
+
+def hint_of(call: Callable[[], object]) -> str:
+    with pytest.raises(PenstockError) as caught:
+        call()
+    assert caught.value.hint is not None, caught.value
+    return caught.value.hint
+
+
+def test_of_a_fleet(tmp_path: Path) -> None:
+    def status(url: str) -> Status:
+        with HubClient.connect(url, timeout_s=0.2) as client:
+            return client.status()
+
+    assert "running" in hint_of(lambda: status("http://127.0.0.1:1"))
+    with RangeServer({"v1/status": b"[]"}) as other:
+        assert "penstock version" in hint_of(lambda: status(other.url))
+    assert "openssl rand" in hint_of(lambda: first_token(tmp_path / "none"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert "port 0" in hint_of(lambda: bind(listen, Auth()))
+        assert "port 0" in hint_of(lambda: Door(tmp_path / "door", lambda _: None, listen=listen))
+    (tmp_path / "bad.pem").write_text("no")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PENSTOCK_CA_FILE", str(tmp_path / "bad.pem"))
+        assert "PENSTOCK_CA_FILE" in hint_of(lambda: status("https://127.0.0.1:1"))
+
+
+def test_of_storage(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "inspect" in hint_of(lambda: penstock.load(llama, names="nobody"))
+    (tmp_path / "empty").mkdir()
+    assert "safetensors" in hint_of(lambda: penstock.inspect(tmp_path / "empty"))
+    next(llama.glob("*-00001-*")).unlink()
+    assert "copy it again" in hint_of(lambda: penstock.inspect(llama))
+    assert "openssl genpkey" in hint_of(lambda: sign(b"", b"no key"))
+    assert "openssl pkey" in hint_of(lambda: check_signature(b"", b"", b"no key"))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "soon")
+    assert "tuning.md" in hint_of(Settings.read)
+
+
+def test_of_conversions(llama: Path, tmp_path: Path) -> None:
+    def of(count: int, **word: object) -> Callable[[], object]:
+        return lambda: plan([llama] * count, operations=[word])
+
+    assert "linear:weights" in hint_of(of(2, op="linear", weights=[1.0]))
+    assert "linear" in hint_of(of(3, op="slerp", t=0.5))
+    assert "merge them first" in hint_of(of(2, op="copy"))
+    write_llama(tmp_path / "other", total_bytes=2 * MIB)
+    assert "inspect" in hint_of(lambda: plan([llama, tmp_path / "other"], operations=[{"op": "average"}]))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1}))
+    save_file({"nobody.lora_A.weight": torch.zeros(1, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "inspect" in hint_of(lambda: plan([llama, tmp_path / "adapter"], operations=[{"op": "lora-merge"}]))
+    with LocalCrew() as crew:
+        assert "doctor" in hint_of(lambda: crew.spawn("w", "cuda:99", "", ""))
