@@ -206,6 +206,25 @@ def test_a_descriptor_that_reaches_past_the_memory(reader, holder, is_mapped: bo
     assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
+def test_what_was_queued_before_a_copy_was_refused_is_kept(reader, holder, monkeypatch) -> None:
+    queue = reader.driver.copy
+
+    def refuse(*columns) -> None:
+        queue(*columns)
+        raise DestinationError("a later copy is refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader.driver, "copy", refuse)
+        with pytest.raises(DestinationError) as caught:
+            reader.post(holder.descriptor)
+    assert caught.value.mutated
+    assert any(isinstance(kept[0], cuda_ipc.CudaRead) and kept[0].source is not None for kept in never_freed)
+    for _ in range(2):  # by each stream
+        assert reader.read(holder.descriptor) == pattern(NBYTES)
+    del caught
+    never_freed.clear()
+
+
 def test_more_pieces_than_there_can_be(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         for runs in (((1 << 59, 1),), ((1 << 20, 1), (1, 1)), ()):

@@ -180,7 +180,8 @@ class CudaIpcTransport:
                 try:
                     self._queue(read, rows, short, base, device)
                 except PenstockError as error:
-                    error.mutated = bool(read.events)
+                    error.mutated = True
+                    never_freed.append((read,))  # what was queued before what was refused has no event
                     raise
                 finally:
                     if read.events:
