@@ -146,6 +146,9 @@ class Zygote(Closing):
             except OSError as error:
                 self._kill()  # what it may say later would be taken for another answer
                 raise PeerLost(f"the process that forks others does not answer: {error.strerror or error}") from error
+            except BaseException:  # a signal
+                self._kill()
+                raise
             if not said:
                 self._kill()
                 raise PeerLost("the process that forks others has ended")

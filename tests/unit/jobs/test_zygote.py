@@ -97,6 +97,23 @@ def test_one_that_does_not_answer_is_not_taken_for_alive(zygote: Zygote, monkeyp
     assert ends(process.pid)
 
 
+def test_an_answer_that_nobody_waited_for_is_nobodys(zygote: Zygote) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sleeping(zygote)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not zygote.is_alive
+    assert ends(process.pid)
+
+
 def test_it_ends_with_the_thread_that_started_it() -> None:
     found = list[tuple[Zygote, Forked]]()
 
