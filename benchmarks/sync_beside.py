@@ -57,15 +57,17 @@ class Broadcasts:
             timeout=timedelta(seconds=GROUP_S),
         )
         times = []
-        for _ in range(reps + 1):
-            self._meet()
-            begun = time.perf_counter()
-            for step in self._steps:
-                step()
-            self._sync()
-            self._meet()
-            times.append(time.perf_counter() - begun)
-        dist.destroy_process_group()
+        try:
+            for _ in range(reps + 1):
+                self._meet()
+                begun = time.perf_counter()
+                for step in self._steps:
+                    step()
+                self._sync()
+                self._meet()
+                times.append(time.perf_counter() - begun)
+        finally:
+            dist.destroy_process_group()
         return times[1:]
 
     def _meet(self) -> None:
