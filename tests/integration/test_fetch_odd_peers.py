@@ -23,7 +23,8 @@ from penstock.fleet import part
 from penstock.fleet.client import HubClient
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import line_of_tensors
-from penstock.fleet.messages import Beat, Hello, HoldingMap, LogReply
+from penstock.fleet.member import Member
+from penstock.fleet.messages import Beat, FlightReply, Hello, HoldingMap, LogReply
 from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
@@ -172,7 +173,12 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
             while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
                 time.sleep(0.01)
 
-    deadline = time.monotonic() + 60
+    def flight_late(self: Member, holding: Holding, *, can_read_storage: bool) -> FlightReply:
+        time.sleep(0.3)  # storage fails before it is known that there is a member
+        return flight(self, holding, can_read_storage=can_read_storage)
+
+    deadline, flight = time.monotonic() + 60, Member.flight
+    monkeypatch.setattr(Member, "flight", flight_late)
     monkeypatch.setattr(part.StoragePart, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}

@@ -80,7 +80,7 @@ class Fetch(Closing):
         self._arrived: deque[Arrival] = deque()
         self._lock, self._on_first = threading.Lock(), [on_first]
         self._closing, self._ask_now = threading.Event(), threading.Event()
-        self._claim_read = threading.Event()
+        self._claim_read, self._knows_members = threading.Event(), threading.Event()
         self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._part = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
@@ -140,6 +140,7 @@ class Fetch(Closing):
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_failed(error)  # known upstreams stay in use
+            self._knows_members.set()
             if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
                 self._ask_now.wait(wait_s * 3 / 4)
 
@@ -366,6 +367,7 @@ class Fetch(Closing):
         """This worker reads no more of it. The end, unless there is a member to go on with."""
         self.outcome.faults.append(f"storage: {error}")
         self._is_storage_out = True
+        self._knows_members.wait(self.stall_s)  # the hub's answer, or that there is none, comes well before
         if not self._following:
             self.ticket.fail(error)
         self.lost(chunks)
@@ -379,8 +381,8 @@ class Fetch(Closing):
         """End every thread. Idempotent."""
         with self._lock:
             self._closing.set()  # whatever the hub says from now on begins nothing
-        self._ask_now.set()
-        self._claim_read.set()
+        for event in (self._ask_now, self._claim_read, self._knows_members):
+            event.set()
         if not self.ticket.done:
             self.ticket.cancel()
         for executor in (self._part, self._fetch, self._compute):
