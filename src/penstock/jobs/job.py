@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
-from penstock.errors import BudgetTooSmall, PlanError
+from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.jobs.function import code_of
 from penstock.jobs.operation import UNKNOWN, Operation
 from penstock.jobs.words import Word
@@ -114,7 +114,7 @@ def plan_job(
         words: what the operation was made of: a user's may leave some of them out of its name.
 
     Raises:
-        PlanError: see `Operation.recipes`; or torch has no dtype for what is computed with.
+        PlanError: see `Operation.recipes`; or torch has no dtype for what is computed with. ConfigError: of the words.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
@@ -125,7 +125,10 @@ def plan_job(
     files = lay_out(specs, shard_bytes=shard_bytes)
     held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)
     told = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
-    told.append(msgspec.json.encode(words).decode())
+    try:
+        told.append(msgspec.msgpack.encode(words).hex())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{operation.name}: its words are not plain values: {error}") from error
     for manifest in sources:
         told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
     digest = blake3(b"penstock job 5\0")

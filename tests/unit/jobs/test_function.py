@@ -133,3 +133,10 @@ def test_options_that_are_not_in_its_name_make_another_job(tmp_path: Path) -> No
     words = [{"op": "function", "function": here("Scaled"), "by": by} for by in (2, 3, 3)]
     keys = [plan(tmp_path / "made", operations=[word]).key for word in words]
     assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("by", [Path("x"), 1 << 100, "\ud800"])
+def test_words_that_no_worker_could_be_told_are_refused(by: object, tmp_path: Path) -> None:
+    write_llama(tmp_path / "made", total_bytes=MIB)
+    with pytest.raises(ConfigError, match="plain values"):
+        plan(tmp_path / "made", operations=[{"op": "function", "function": here("Scaled"), "by": by}])
