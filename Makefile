@@ -6,14 +6,15 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Tests start hundreds of interpreters: what one compiled the next must find.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
 EXTRAS ?= torch,hub,redis,dev
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
-# What is imported is compiled then; all of torch and transformers would take half a minute.
-PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
+PIP    := python -m pip install -qq --disable-pip-version-check
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
