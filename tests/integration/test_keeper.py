@@ -208,7 +208,7 @@ def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
     with ps.Keeper() as keeper:
         keeper.keep("llama", llama)
         keeper.keep("llama", tmp_path / "new")
-        until(lambda: all(held.kept for one in keeper.member.hub.status().members for held in one.holdings))
+        until(lambda: [held.kept for held in keeper.member.hub.status().members[0].holdings] == [True, True])
         old = keeper.models()[0].revision
         with pytest.raises(ps.ConfigError, match="several revisions") as caught:
             ps.attach("llama")
