@@ -244,7 +244,8 @@ def test_without_cachestat_the_cache_is_sampled(
         assert buffer == body[: 8 * MIB]
     evict(path)
     buffer[:] = bytes(8 * MIB)
-    assert source.readv(0, [buffer]) in {"direct", "buffered"}
+    # A sample starts readahead of its own, which may be there before the next is taken.
+    assert source.readv(0, [buffer]) in {"direct", "buffered", *(["page-cache"] if nowait else [])}
     assert buffer == body[: 8 * MIB]
     source.close()
 
