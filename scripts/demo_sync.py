@@ -123,7 +123,7 @@ def train(task: RankTask, sizes: Sizes) -> None:
 
             def step(version: int) -> dict[str, Any]:
                 for _ in range(STEPS):
-                    tokens = torch.randint(0, sizes.vocab, BATCH)
+                    tokens = torch.randint(0, sizes.vocab, BATCH, device=next(model.parameters()).device)
                     loss = torch.nn.functional.cross_entropy(
                         model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
                     )

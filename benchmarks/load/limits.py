@@ -19,7 +19,10 @@ GB = 10**9
 
 
 class Ring:
-    """Page-aligned anonymous memory, touched, and registered with CUDA if asked; freed with the process."""
+    """Page-aligned anonymous memory, touched, and registered with CUDA if asked, until `unregister`.
+
+    The driver refuses whatever later comes to lie at addresses that were freed while registered: its own memory too.
+    """
 
     def __init__(self, nbytes: int, *, register: bool, huge: bool = False, touch_threads: int = 1) -> None:
         import torch
@@ -40,6 +43,12 @@ class Ring:
             if code:
                 raise RuntimeError(f"cudaHostRegister: error {code}")
             self.register_s = time.perf_counter() - start
+
+    def unregister(self) -> None:
+        """Let CUDA forget it; no copy may be under way."""
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
 
 
 def in_threads(jobs: Sequence[Any]) -> None:
@@ -66,12 +75,14 @@ def h2d(device: str, *, chunk_bytes: int = 256 * MIB, total_bytes: int = 8 << 30
     """Large copies from registered memory to `device`, one stream."""
     import torch
 
+    ring = None
     if not device.startswith("cuda"):
         source = torch.ones(chunk_bytes // 4, dtype=torch.uint8)
         target = torch.empty_like(source)
         total_bytes //= 16
     else:
-        source = Ring(chunk_bytes, register=True).tensor
+        ring = Ring(chunk_bytes, register=True)
+        source = ring.tensor
         target = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
     rounds = max(1, total_bytes // source.numel())
     target.copy_(source, non_blocking=True)
@@ -80,7 +91,10 @@ def h2d(device: str, *, chunk_bytes: int = 256 * MIB, total_bytes: int = 8 << 30
     for _ in range(rounds):
         target.copy_(source, non_blocking=True)
     synchronize(device)
-    return rounds * source.numel() / (time.perf_counter() - start) / GB
+    seconds = time.perf_counter() - start
+    if ring is not None:
+        ring.unregister()
+    return rounds * source.numel() / seconds / GB
 
 
 def synchronize(device: str) -> None:
