@@ -294,10 +294,14 @@ def test_rectangles_of_many_short_runs_are_one_read(reader) -> None:
         for src, dst, run, count, src_pitch, dst_pitch in rows:
             for i in range(count):
                 expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
-        pending = reader.transport.post_rectangles(reader.into, holder.descriptor, Rectangles(**columns))
-        reader.transport.wait(pending, stall_s=5)
-        assert pending.moved_bytes == pending.nbytes == sum(row[2] * row[3] for row in rows)
-        assert ctypes.string_at(reader.into.memory.address, NBYTES) == bytes(expected)
+        before, rectangles = ctypes.string_at(reader.into.memory.address, NBYTES), Rectangles(**columns)
+        elsewhere = reader.transport.register(reader.driver.allocate(NBYTES))
+        for into in (reader.into, reader.into, elsewhere):  # laid out once for each place
+            ctypes.memmove(into.memory.address, before, NBYTES)
+            pending = reader.transport.post_rectangles(into, holder.descriptor, rectangles)
+            reader.transport.wait(pending, stall_s=5)
+            assert pending.moved_bytes == pending.nbytes == sum(row[2] * row[3] for row in rows)
+            assert ctypes.string_at(into.memory.address, NBYTES) == bytes(expected)
         with pytest.raises(PlanError):
             outside = columns | {"src_pitch": columns["src"] + NBYTES}
             reader.transport.post_rectangles(reader.into, holder.descriptor, Rectangles(**outside))

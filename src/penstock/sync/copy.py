@@ -9,7 +9,7 @@ Not here: what is copied when (`shadow`, `replica`), memory of other processes (
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,8 +96,12 @@ class Copy:
         self._streams = {name: torch.cuda.Stream(name) for name in {r.device for r in self._regions} - {"cpu"}}
         self.nbytes = int(strips.nbytes.sum())
 
-    def run(self, *, stall_s: float = 30.0) -> float:
+    def run(self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None) -> float:
         """Copy; returns the seconds once every byte is there.
+
+        Args:
+            stall_s: deadline by progress.
+            meanwhile: called once, while devices copy.
 
         Raises:
             DestinationError: the device failed, or got on with no region for `stall_s`; `mutated`.
@@ -117,6 +121,7 @@ class Copy:
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
+        meanwhile()
         moved = time.monotonic()
         for event in events:
             while not event.query():

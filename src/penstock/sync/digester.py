@@ -2,13 +2,16 @@
 
 In: a region, strips of it. Out: their digests, as the bytes are now.
 Not here: what a strip's digest is (`digest.strip`), whether its bytes are ready (`held`).
+
+Of a device's memory copied to the host (`replica`), the device digests what is asked for, as it is copied: by what was
+asked of the version before. A core of the host digests 7 GB/s of it, where the copy takes 55.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -56,10 +59,7 @@ class Digester:
             return np.asarray(got.cpu().numpy()).view(np.uint64)
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
-        key = blake3(memory.address.to_bytes(8, "little"))
-        for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
-            key.update(np.ascontiguousarray(column).view(np.uint8).data)
-        name = key.digest()
+        name = _name(memory, strips)
         found = self._tables.get(name)
         if found is None:
             if self._scratch is None and not strips.is_packed().all():
@@ -71,3 +71,53 @@ class Digester:
                 self._num_leaves -= len(self._tables.popitem(last=False)[1].leaves)
         self._tables.move_to_end(name)
         return found
+
+
+def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
+    """One for each device that they are on."""
+    return {name: Digester(name) for name in {memory.device for memory in memories}}
+
+
+class Foreseen:
+    """Digests of the host's copy of a memory: those asked for of one version are worked out as the next is copied.
+
+    Args:
+        live: what is copied.
+        digester: of its device.
+    """
+
+    def __init__(self, live: Memory, digester: Digester) -> None:
+        self._live, self._digester = live, digester
+        self._lock = threading.Lock()
+        self._asked: dict[bytes, Strips] = {}
+        self._known: dict[bytes, U64] = {}
+
+    def look(self) -> None:
+        """Digest, where the live memory is, what was asked for since the last look.
+
+        Order: as the copy is made: after what the device's current stream has queued, before the live bytes change.
+        """
+        with self._lock:
+            asked, self._asked, self._known = self._asked, {}, {}
+        after = []
+        if asked and self._live.device != "cpu":
+            after.append(torch.cuda.Event())
+            after[0].record(torch.cuda.current_stream(self._live.device))
+        known = {name: self._digester.digests(self._live, strips, after=after) for name, strips in asked.items()}
+        with self._lock:
+            self._known = known
+
+    def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
+        """See `Digester.digests`; `memory` is the copy. What was not foreseen is digested by the host."""
+        name = _name(memory, strips)
+        with self._lock:
+            self._asked[name] = strips
+            found = self._known.get(name)
+        return strip_digests(memory_at(memory.address, memory.nbytes), strips) if found is None else found
+
+
+def _name(memory: Memory, strips: Strips) -> bytes:
+    key = blake3(memory.address.to_bytes(8, "little"))
+    for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
+        key.update(np.ascontiguousarray(column).view(np.uint8).data)
+    return key.digest()

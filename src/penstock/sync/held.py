@@ -21,6 +21,7 @@ import torch
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError, StaleDescriptor
 from penstock.plan.layout import Layout
+from penstock.sync.digester import Foreseen
 from penstock.sync.regions import Regions
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
@@ -64,18 +65,21 @@ class Held:
         layout: rows that lie in `memories`.
         memories: the layout's regions, in order.
         links: the transports of this process.
+        foreseen: see `Regions`.
 
     Raises:
         PlanError: the layout is not sound, or not of these regions.
         ConfigError: no transport reaches a region.
     """
 
-    def __init__(self, layout: Layout, memories: Sequence[Memory], links: Links) -> None:
+    def __init__(
+        self, layout: Layout, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()
+    ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"{layout.member}: a layout of other regions than its memory")
         self.layout, self.leases = layout, Leases()
-        self.regions = Regions(memories, links)
+        self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
         self.generation = 0
         self.changed = threading.Condition()

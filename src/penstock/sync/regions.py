@@ -14,7 +14,7 @@ import torch
 from penstock.closing import Closing
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError
-from penstock.sync.digester import Digester
+from penstock.sync.digester import Digester, Foreseen, digesters_of
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
 from penstock.transport.protocol import Handle, Memory
@@ -27,15 +27,18 @@ class Regions(Closing):
     Args:
         memories: in the order of the layout's regions; kept alive.
         links: what registers them.
+        foreseen: digests the first so many memories, which are copies; the others are digested where they are.
 
     Raises:
         ConfigError: no transport reaches one of them; none stays registered.
     """
 
-    def __init__(self, memories: Sequence[Memory], links: Links) -> None:
+    def __init__(self, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()) -> None:
         self.memories, self.links = tuple(memories), links
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
-        self._digesters = {name: Digester(name) for name in {memory.device for memory in self.memories}}
+        of_device = digesters_of(self.memories)
+        others = (of_device[memory.device] for memory in self.memories[len(foreseen) :])
+        self._digesters: tuple[Digester | Foreseen, ...] = (*foreseen, *others)
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         try:
@@ -96,7 +99,7 @@ class Regions(Closing):
             here = Strips(
                 at=some.at - self.first[index], run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch
             )
-            out[mine] = self._digesters[memory.device].digests(memory, here, after=after)
+            out[mine] = self._digesters[index].digests(memory, here, after=after)
         return out
 
     def locate(self, start: I64, stop: I64) -> I64:

@@ -17,6 +17,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.pages import populate
 from penstock.plan.layout import Layout
 from penstock.sync.copy import Copy
+from penstock.sync.digester import Foreseen, digesters_of
 from penstock.sync.held import Held
 from penstock.sync.shadow import beside
 from penstock.transport.choose import Links
@@ -56,9 +57,14 @@ class Replica(Closing):
         filled: Sequence[Memory] = (),
     ) -> None:
         self._pinned: list[tuple[CudaRegistrar, int]] = []
+        self._foreseen: tuple[Foreseen, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else beside(live)
-            self.held = Held(dataclasses.replace(layout, address=address), [*memories, *filled], links)
+            if on_host and all(memory.device != "cpu" for memory in live):
+                digesters = digesters_of(live)
+                self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
+            shown = dataclasses.replace(layout, address=address)
+            self.held = Held(shown, [*memories, *filled], links, foreseen=self._foreseen)
         except BaseException:
             self._unpin()
             raise
@@ -87,10 +93,14 @@ class Replica(Closing):
             the current stream has queued.
         """
         self.held.fence()
-        seconds = self._copy.run(stall_s=stall_s)
+        seconds = self._copy.run(stall_s=stall_s, meanwhile=self._look)
         self.held.begin(version)
         self.held.ready(rows)
         return seconds
+
+    def _look(self) -> None:
+        for one in self._foreseen:
+            one.look()
 
     def close(self) -> None:
         """End the registrations, let go of the memory. Idempotent."""

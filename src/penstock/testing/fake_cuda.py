@@ -7,11 +7,12 @@ Not here: what only a device shows (rates, drivers' refusals), which `tests/gpu`
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -170,9 +171,10 @@ class FakeCuda(CudaDriver):
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:  # noqa: D102
         self.copy(dst, src, nbytes, stream)
 
-    def gather_rectangles(self, rows: Rectangles, device: int, stream: int) -> None:  # noqa: D102
+    def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:  # noqa: D102
         runs = rows.segments()
-        self.copy(runs.dst.astype(np.uint64), runs.src.astype(np.uint64), runs.nbytes.astype(np.uint64), stream)
+        dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
+        return functools.partial(self.copy, dst, src, nbytes, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:  # noqa: D102
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -302,17 +302,15 @@ class CudaDriver:
         else:
             gather(dst, src, nbytes, device, stream)
 
-    def gather_rectangles(self, rows: Rectangles, device: int, stream: int) -> None:
-        """As `gather`: rectangles whose `src` and `dst` are addresses."""
+    def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
+        """As `gather`: rectangles whose `src` and `dst` are addresses; each call of what is returned queues them."""
         try:
-            from penstock.transport.gather import gather_rectangles
+            from penstock.transport.gather import lay_out_rectangles
         except ModuleNotFoundError:
             runs = rows.segments()
-            self.gather(
-                runs.dst.astype(np.uint64), runs.src.astype(np.uint64), runs.nbytes.astype(np.uint64), device, stream
-            )
-        else:
-            gather_rectangles(rows, device, stream)
+            dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
+            return functools.partial(self.gather, dst, src, nbytes, device, stream)
+        return lay_out_rectangles(rows, device, stream)
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queue a copy of pinned host bytes."""

@@ -13,14 +13,16 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.transport.cuda_driver import U64, CudaDriver, load_driver, ordinal
-from penstock.transport.cuda_lane import Lane, Lanes, never_freed
+from penstock.transport.cuda_lane import Lanes, never_freed
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
 from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, handle_here
@@ -56,6 +58,15 @@ _LONGEST_NAP_S = 0.01
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Group:
+    """Copies laid out for one stream, queued as often as they are to be made; an event goes behind them."""
+
+    queue: Callable[[], None]
+    stream: int
+    nbytes: int
+
+
 class CudaRead:
     """See `Pending`. Keeps both memories alive until its last event, whoever stops waiting for it."""
 
@@ -85,6 +96,10 @@ class CudaIpcTransport:
         self._driver: CudaDriver = load_driver() if driver is None else driver
         self._endpoint = Endpoint(self.name, Page.create())
         self._mapped: Mappings[Mapped] = Mappings()
+        self._laid_out: WeakKeyDictionary[Rectangles, tuple[tuple[int, int, int], Sequence[_Group]]] = (
+            WeakKeyDictionary()
+        )
+        """Reads that come again, as a sync's do with each version: between which addresses, and their copies."""
         self._lanes = Lanes(self._driver, num_streams=num_streams)
         self._flying: set[CudaRead] = set()
         self._lock, self._mapping = threading.RLock(), threading.Lock()
@@ -155,21 +170,37 @@ class CudaIpcTransport:
         """
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        return self._post(mine, source, segments.joined(), None)
+        rows = segments.joined()
+        return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, *at))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
-        """See `Striding`. Raises as `post_read`."""
+        """See `Striding`. Raises as `post_read`.
+
+        Cost: to lay the copies out takes some 2 ms a GiB, the first time; while the same object is read again, between
+            the same addresses, to queue them is all.
+        """
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        short = rectangles.longest_runs() < SHORT_BYTES
-        if int(rectangles.num_rows[short].sum()) < MANY:
-            return self._post(mine, source, rectangles.segments().joined(), None)
-        return self._post(mine, source, rectangles[~short].segments().joined(), rectangles[short])
 
-    def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> CudaRead:
+        def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
+            kept = self._laid_out.get(rectangles)
+            if kept is None or kept[0] != (ours, base, device):
+                groups = list(self._groups_of(*_apart(rectangles), ours, base, device))
+                kept = self._laid_out[rectangles] = (ours, base, device), groups
+            return kept[1]
+
+        return self._post(mine, source, int(rectangles.nbytes.sum()), lay_out)
+
+    def _post(
+        self,
+        mine: OwnHandle,
+        source: Descriptor,
+        nbytes: int,
+        lay_out: Callable[[int, int, int], Iterable[_Group]],
+    ) -> CudaRead:
+        """`lay_out` is given our address, the peer's as it is mapped here, the device."""
         payload = decode_payload(source, _DECODER)
         device = ordinal(mine.memory.device)
-        nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         claim = self._endpoint.claim(source, payload.page)
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
@@ -178,7 +209,10 @@ class CudaIpcTransport:
             if mapped is not None:
                 base = mapped.at(payload.offset, source)
                 try:
-                    self._queue(read, rows, short, base, device)
+                    with self._driver.entered(device):
+                        for group in lay_out(mine.memory.address, base, device):
+                            group.queue()
+                            self._mark(read, device, group)
                 except PenstockError as error:
                     error.mutated = True
                     never_freed.append((read,))  # what was queued before what was refused has no event
@@ -228,30 +262,29 @@ class CudaIpcTransport:
                     self._mapped.put(claim, found, device)
         return found
 
-    def _queue(self, read: CudaRead, rows: Segments, rectangles: Rectangles | None, base: int, device: int) -> None:
-        """Queue every copy, an event behind each group; nothing waits for the device."""
-        lane, ours = self._lanes.of(device), read.into.memory.address
+    def _groups_of(
+        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
+    ) -> Iterator[_Group]:
+        """The copies, each group for the stream whose turn it is."""
+        lane, driver = self._lanes.of(device), self._driver
+        for some in () if rectangles is None else _grouped(rectangles, ours, base):
+            stream = lane.take_stream()
+            queue = driver.lay_out_rectangles(some, device, stream)
+            yield _Group(queue=queue, stream=stream, nbytes=int(some.nbytes.sum()))
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
-        with self._driver.entered(device):
-            for some in () if rectangles is None else _grouped(rectangles, ours, base):
+        for is_short in (True, False):
+            for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
                 stream = lane.take_stream()
-                self._driver.gather_rectangles(some, device, stream)
-                self._mark(read, lane, stream, int(some.nbytes.sum()))
-            for is_short in (True, False):
-                for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
-                    stream = lane.take_stream()
-                    if is_short:
-                        self._driver.gather(dst, src, nbytes, device, stream)
-                    else:
-                        self._driver.copy(dst, src, nbytes, stream)
-                    self._mark(read, lane, stream, int(nbytes.sum()))
+                gather = partial(driver.gather, dst, src, nbytes, device, stream)
+                queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
+                yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
-    def _mark(self, read: CudaRead, lane: Lane, stream: int, nbytes: int) -> None:
-        """An event behind what the stream has: then these bytes more will have arrived."""
-        event = lane.take_event()
-        self._driver.record(event, stream)
-        read.events.append((event, nbytes + (read.events[-1][1] if read.events else 0)))
+    def _mark(self, read: CudaRead, device: int, group: _Group) -> None:
+        """An event behind what its stream has: then these bytes more will have arrived."""
+        event = self._lanes.of(device).take_event()
+        self._driver.record(event, group.stream)
+        read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`.
@@ -332,6 +365,14 @@ class CudaIpcTransport:
                 return
             self._mapped.clear()
             self._lanes.close()
+
+
+def _apart(rectangles: Rectangles) -> tuple[Segments, Rectangles | None]:
+    """What copy engines move, and the short runs, where there are so many that a kernel moves them."""
+    short = rectangles.longest_runs() < SHORT_BYTES
+    if int(rectangles.num_rows[short].sum()) < MANY:
+        return rectangles.segments().joined(), None
+    return rectangles[~short].segments().joined(), rectangles[short]
 
 
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:

@@ -9,6 +9,8 @@ The kernel runs on the reader's device and loads the holder's memory over NVLink
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import triton
@@ -57,15 +59,24 @@ def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
                 run(torch.from_numpy(table).to(f"cuda:{device}"), is_wide)
 
 
-def gather_rectangles(rows: Rectangles, device: int, stream: int) -> None:
-    """Queue the copies of rectangles, whose `src` and `dst` are addresses, on a stream of this device.
+def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
+    """Lay out the copies of rectangles, whose `src` and `dst` are addresses, for a stream of this device.
 
-    Cost: up to three launches, and nothing for each run.
+    Returns:
+        Queues them on that stream, as often as it is called.
+
+    Cost: see `plan_copy`; a call is up to three launches, and nothing for each run.
     """
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-        on = torch.device("cuda", device)
-        columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
-        plan_copy(*columns, on).run()
+    on = torch.cuda.ExternalStream(stream, device)
+    columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
+    with torch.cuda.device(device), torch.cuda.stream(on):
+        table = plan_copy(*columns, torch.device("cuda", device))
+
+    def queue() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(on):
+            table.run()
+
+    return queue
 
 
 def run(table: torch.Tensor, is_wide: bool) -> None:

@@ -96,12 +96,15 @@ class Segments:
         return Segments(src=self.src[row] + skipped, dst=self.dst[row] + skipped, nbytes=nbytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+_COLUMNS = "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Rectangles:
     """Equal runs at a pitch, as columns: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of the peer's memory to
     `dst[i]` of ours, `src_pitch[i]` apart there and `dst_pitch[i]` here.
 
-    Destinations of one read do not overlap.
+    Destinations of one read do not overlap. Not changed: a transport may keep what it made of them while they live.
     """
 
     src: I64
@@ -116,7 +119,7 @@ class Rectangles:
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Rectangles:
         """Those rows."""
-        return Rectangles(**{name: getattr(self, name)[which] for name in self.__slots__})
+        return Rectangles(**{name: getattr(self, name)[which] for name in _COLUMNS})
 
     @property
     def nbytes(self) -> I64:
@@ -125,7 +128,7 @@ class Rectangles:
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
         """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
-        if len({len(getattr(self, name)) for name in self.__slots__}) != 1:
+        if len({len(getattr(self, name)) for name in _COLUMNS}) != 1:
             raise PlanError("rectangles of uneven columns")
         outside = (self.run_bytes < 1) | (self.num_rows < 1)
         for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
