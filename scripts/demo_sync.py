@@ -103,6 +103,7 @@ def gathered(directory: str, version: int) -> Path:
 def train(task: RankTask, sizes: Sizes) -> None:
     """Steps on made-up tokens; after them this rank's shards are the next version."""
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -112,9 +113,10 @@ def train(task: RankTask, sizes: Sizes) -> None:
     with process_group(task.directory, "trainers", task.rank):
         torch.manual_seed(SEED)
         model = Llama(sizes).to(torch.bfloat16)
+        mesh = init_device_mesh("cpu", (RANKS,))  # also where there are devices: there may be fewer than ranks
         for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         torch.manual_seed(SEED + 1 + task.rank)  # each rank has its own part of the data
 
@@ -123,7 +125,7 @@ def train(task: RankTask, sizes: Sizes) -> None:
 
             def step(version: int) -> dict[str, Any]:
                 for _ in range(STEPS):
-                    tokens = torch.randint(0, sizes.vocab, BATCH, device=next(model.parameters()).device)
+                    tokens = torch.randint(0, sizes.vocab, BATCH)
                     loss = torch.nn.functional.cross_entropy(
                         model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
                     )
