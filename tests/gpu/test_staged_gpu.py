@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.truth import assert_same, by_safetensors
@@ -13,6 +14,8 @@ import penstock as ps
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import segments
+from penstock.transport.pinned import PinnedTransport
+from penstock.transport.protocol import Rectangles
 from penstock.transport.shm import ShmTransport
 from penstock.transport.staged import StagedTransport
 
@@ -31,6 +34,28 @@ def test_another_processs_host_memory_comes_to_a_device() -> None:
             torch.cuda.synchronize()
             transport.wait(transport.post_read(into, holder.descriptor, segments(rows)), stall_s=20)
             assert memory.owner.bytes_at(0, NBYTES).cpu().numpy().tobytes() == pattern(NBYTES)
+    transport.close()
+    shm.close()
+
+
+def test_runs_of_another_processs_host_memory_are_read_by_a_kernel() -> None:
+    shm = ShmTransport()
+    transport = PinnedTransport(shm)
+    memory = allocate(NBYTES, "cuda:0")
+    into = transport.register_into(memory)
+    columns = "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"
+    rows = [(0, 48, 8192, 900, 16384, 8192), (20_000_005, 10_000_001, 999, 5000, 1999, 1000)]
+    rows.append((40_000_000, 20_000_000, 300_000, 50, 400_000, 300_000))
+    with HolderProcess("shm", nbytes=NBYTES) as holder:
+        memory.owner.bytes_at(0, NBYTES).zero_()
+        torch.cuda.synchronize()
+        given, expected = pattern(NBYTES), bytearray(NBYTES)
+        for src, dst, run, count, src_pitch, dst_pitch in rows:
+            for i in range(count):
+                expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
+        rectangles = Rectangles(**dict(zip(columns, np.array(rows).T, strict=True)))
+        transport.wait(transport.post_rectangles(into, holder.descriptor, rectangles), stall_s=20)
+        assert memory.owner.bytes_at(0, NBYTES).cpu().numpy().tobytes() == bytes(expected)
     transport.close()
     shm.close()
 

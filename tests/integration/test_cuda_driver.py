@@ -56,7 +56,7 @@ int cuEventQuery(event *one) {
   return one->on && one->on->done < one->at ? (one->on->done++, 600) : 0;
 }
 int cuMemHostRegister_v2(void *at, size_t n, unsigned flags) {
-  pinned++; return check(!((u64)at & 4095) && n && (flags == 1 || flags == 9));
+  pinned++; return check(!((u64)at & 4095) && n && (flags == 3 || flags == 11));
 }
 int cuMemHostUnregister(void *at) { pinned--; return check(1); }
 int cuMemcpyAsync(u64 dst, u64 src, size_t n, stream *on) { return queue(dst, src, n, on); }

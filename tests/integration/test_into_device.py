@@ -89,6 +89,25 @@ def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) ->
     assert not reader.driver.pinned
 
 
+@pytest.mark.parametrize("kind", ["pinned"], indirect=True)
+def test_rectangles_of_long_and_of_many_short_runs(reader, holder) -> None:
+    rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
+    rows.append((7, 2_000_000, 100, 90, 100, 100))
+    rectangles = Rectangles(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
+    given, expected = pattern(NBYTES), bytearray(ctypes.string_at(reader.memory.address, NBYTES))
+    for src, dst, run, count, src_pitch, dst_pitch in rows:
+        for i in range(count):
+            expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
+    pending = reader.transport.post_rectangles(reader.into, holder.descriptor, rectangles)
+    reader.transport.wait(pending, stall_s=20)
+    assert pending.moved_bytes == pending.nbytes == sum(row[2] * row[3] for row in rows)
+    assert ctypes.string_at(reader.memory.address, NBYTES) == bytes(expected)
+    late = reader.transport.post_rectangles(reader.into, holder.descriptor, rectangles)
+    holder.fence(2)
+    with pytest.raises(StaleDescriptor):
+        reader.transport.wait(late, stall_s=20)
+
+
 def test_a_fence_and_a_death_are_seen_and_the_memory_let_go(kind, reader, holder) -> None:
     pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
     holder.fence(2)

@@ -28,7 +28,7 @@ IPC_HANDLE_BYTES = 64
 
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
-_READ_ONLY = 8
+_MAPPED, _READ_ONLY = 2, 8
 _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -258,8 +258,12 @@ class CudaDriver:
         self._calls["cuMemAddressFree"](address, nbytes)
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
-        """Page-lock host memory, for the copy engines of every device; `is_read_only`: as it is mapped."""
-        self._do("cuMemHostRegister_v2", address, nbytes, _PORTABLE | (_READ_ONLY if is_read_only else 0))
+        """Page-lock host memory, for copy engines and kernels of every device; `is_read_only`: as it is mapped.
+
+        Devices see it at the host's addresses: those that this is for all do (CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM).
+        """
+        flags = _PORTABLE | _MAPPED | (_READ_ONLY if is_read_only else 0)
+        self._do("cuMemHostRegister_v2", address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`. What fails here has nobody left to tell."""

@@ -9,11 +9,11 @@ Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`pag
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -58,7 +58,7 @@ _LONGEST_NAP_S = 0.01
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Group:
     """Copies laid out for one stream, queued as often as they are to be made; an event goes behind them."""
 
@@ -185,7 +185,7 @@ class CudaIpcTransport:
         def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
             kept = self._laid_out.get(rectangles)
             if kept is None or kept[0] != (ours, base, device):
-                groups = list(self._groups_of(*_apart(rectangles), ours, base, device))
+                groups = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
                 kept = self._laid_out[rectangles] = (ours, base, device), groups
             return kept[1]
 
@@ -267,7 +267,7 @@ class CudaIpcTransport:
     ) -> Iterator[_Group]:
         """The copies, each group for the stream whose turn it is."""
         lane, driver = self._lanes.of(device), self._driver
-        for some in () if rectangles is None else _grouped(rectangles, ours, base):
+        for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = lane.take_stream()
             queue = driver.lay_out_rectangles(some, device, stream)
             yield _Group(queue=queue, stream=stream, nbytes=int(some.nbytes.sum()))
@@ -367,27 +367,12 @@ class CudaIpcTransport:
             self._lanes.close()
 
 
-def _apart(rectangles: Rectangles) -> tuple[Segments, Rectangles | None]:
-    """What copy engines move, and the short runs, where there are so many that a kernel moves them."""
-    short = rectangles.longest_runs() < SHORT_BYTES
-    if int(rectangles.num_rows[short].sum()) < MANY:
-        return rectangles.segments().joined(), None
-    return rectangles[~short].segments().joined(), rectangles[short]
-
-
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
     """The rows with addresses, long ones cut, gathered to about `GROUP_BYTES`."""
     cut = rows.cut(GROUP_BYTES)
     dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
     for some in gathered(cut.nbytes, GROUP_BYTES):
         yield dst[some], src[some], cut.nbytes[some].astype(np.uint64)
-
-
-def _grouped(rows: Rectangles, dst_base: int, src_base: int) -> Iterator[Rectangles]:
-    """The rectangles with addresses, gathered to about `GROUP_BYTES`."""
-    for which in gathered(rows.nbytes, GROUP_BYTES):
-        some = rows[which]
-        yield dataclasses.replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 
 _fits: type[Transport] = CudaIpcTransport

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -66,15 +66,23 @@ class IntoDevice:
         return into
 
     def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
-        """Copy host memory from `base` on, which `keep` keeps alive; returns once it is there.
+        """Copy host memory from `base` on, which `keep` keeps alive; returns once it is there. Raises as `queued`."""
+        dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
+        src = rows.src.astype(np.uint64) + np.uint64(base)
+        nbytes = rows.nbytes.astype(np.uint64)
+        self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
+
+    def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
+        """Queue copies of memory that `keep` keeps alive, on a stream of the device; returns once they are made.
+
+        Args:
+            queue: given the device and the stream; with the device's context entered.
 
         Raises:
             DestinationError: the device failed, or copied nothing for `stall_s`: both memories are kept for good, and
                 `mutated` is true.
         """
         driver, device = self._driver, ordinal(into.memory.device)
-        dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
-        src = rows.src.astype(np.uint64) + np.uint64(base)
         deadline = time.monotonic() + stall_s
         with driver.entered(device):
             with self._lock:
@@ -82,7 +90,7 @@ class IntoDevice:
                 lane = self._lanes.of(device)
                 event, stream = lane.take_event(), lane.take_stream()
                 with self._used(into, keep):
-                    driver.copy(dst, src, rows.nbytes.astype(np.uint64), stream)
+                    queue(device, stream)
                     driver.record(event, stream)
             with self._used(into, keep):
                 while not driver.is_done(event):

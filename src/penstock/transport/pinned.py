@@ -4,6 +4,7 @@ In: a peer's arena as `shm` shows it. Out: its bytes on our device, at the speed
 Not here: reads of what is read once (`staged`), mapping (`shm`), devices' memory (`cuda_ipc`).
 
     claim --> map, pin, once --> segments, queued in turns --> event --> claim again
+                                 (many short runs: one kernel of our device reads them over its link, `gather`)
 
 Pinning takes three times as long as a copy (0.053 s a GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so
 this is for memory that is read again and again. Of what a publisher pinned already it takes no more.
@@ -16,13 +17,19 @@ from penstock.transport.cuda_driver import CudaDriver, ordinal
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.endpoint import Claim, IntoHandle, Mappings
 from penstock.transport.into_device import IntoDevice, batches
-from penstock.transport.protocol import Handle, Pending, Segments, Transport
+from penstock.transport.protocol import Handle, Pending, Rectangles, Segments, Striding, Transport
 from penstock.transport.shm import MappedMemory, ShmTransport
 from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 TURN_BYTES = 256 * MIB
 """Copied between two looks at the fence: 5 ms at 55 GB/s."""
+
+SHORT_BYTES = 64 << 10
+"""Runs shorter than this are short: starting a copy takes 0.7 us, in which the link moves 38 KB."""
+
+MANY = 64
+"""So many short runs of a read are copied by one kernel, whose launch and table cost about 0.2 ms."""
 
 
 class _Pinned:
@@ -45,10 +52,18 @@ class PinnedRead(WaitedRead[IntoHandle, Claim, _Pinned, int]):
     """See `Pending`."""
 
     def __init__(
-        self, transport: PinnedTransport, into: IntoHandle, claim: Claim, source: _Pinned, base: int, rows: Segments
+        self,
+        transport: PinnedTransport,
+        into: IntoHandle,
+        claim: Claim,
+        source: _Pinned,
+        base: int,
+        rows: Segments,
+        short: Rectangles | None = None,
     ) -> None:
-        self._transport, self._rows = transport, rows
-        super().__init__(int(rows.nbytes.sum()), into, claim, source, base)
+        self._transport, self._rows, self._short = transport, rows, short
+        nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
+        super().__init__(nbytes, into, claim, source, base)
 
     def _carry(self, stall_s: float, into: IntoHandle, claim: Claim, source: _Pinned, base: int) -> None:
         for turn in batches(self._rows, TURN_BYTES):
@@ -56,6 +71,11 @@ class PinnedRead(WaitedRead[IntoHandle, Claim, _Pinned, int]):
             claim.check()
             self._transport.copy(into, base, turn, stall_s, keep=source)
             self.moved_bytes += int(turn.nbytes.sum())
+        for some in () if self._short is None else self._short.addressed(into.memory.address, base, TURN_BYTES):
+            into.check_open()
+            claim.check()
+            self._transport.gather(into, some, stall_s, keep=source)
+            self.moved_bytes += int(some.nbytes.sum())
         into.check_open()
         claim.check()  # a holder fences before it changes a byte
 
@@ -93,6 +113,18 @@ class PinnedTransport(IntoDevice):
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         claim, pinned, base = self._reached(mine, source)
         return PinnedRead(self, mine, claim, pinned, base, segments.joined())
+
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PinnedRead:
+        """See `Striding`. Raises as `post_read`."""
+        mine = self._check(into, source)
+        rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        claim, pinned, base = self._reached(mine, source)
+        return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
+
+    def gather(self, into: IntoHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
+        """As `copy`: rectangles whose `src` and `dst` are addresses."""
+        driver = self._driver
+        self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)
 
     def _reached(self, into: IntoHandle, source: Descriptor) -> tuple[Claim, _Pinned, int]:
         """The promise, the memory, and where the registration is in our address space."""
@@ -132,3 +164,4 @@ class PinnedTransport(IntoDevice):
 
 
 _fits: type[Transport] = PinnedTransport
+_strides: type[Striding] = PinnedTransport

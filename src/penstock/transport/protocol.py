@@ -10,7 +10,7 @@ Not here: how they cross (`loopback`), what a peer is given (`descriptor`), whic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -154,6 +154,19 @@ class Rectangles:
         turn = spread(np.zeros(len(rows), np.int64), rows)
         src, dst = self.src[at] + turn * self.src_pitch[at], self.dst[at] + turn * self.dst_pitch[at]
         return Segments(src=src, dst=dst, nbytes=run[at])
+
+    def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
+        """Long runs, joined, and those that are shorter, where they are so many: for copy engines, and for a kernel."""
+        short = self.longest_runs() < short_bytes
+        if int(self.num_rows[short].sum()) < many:
+            return self.segments().joined(), None
+        return self[~short].segments().joined(), self[short]
+
+    def addressed(self, dst_base: int, src_base: int, about_bytes: int) -> Iterator[Rectangles]:
+        """The same with addresses for offsets, so many bytes of them at a time."""
+        for which in gathered(self.nbytes, about_bytes):
+            some = self[which]
+            yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 
 def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
