@@ -24,6 +24,7 @@ from penstock.errors import Cancelled, ConfigError, SourceStalled
 from penstock.fleet.member import Member
 from penstock.fleet.messages import SyncState
 from penstock.fleet.sync_messages import Decision
+from penstock.loader.pause import quick_handover
 from penstock.sync import group
 from penstock.sync.audience import Audience
 from penstock.sync.board import Board
@@ -122,7 +123,7 @@ class Publisher(Closing):
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
             Cancelled: it was closed.
         """
-        with self._publishing:
+        with self._publishing, quick_handover():
             begun = time.perf_counter()
             self._check(version)
             decision, copy_s = Decision(is_over=True), 0.0
