@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PlanError, SourceChanged
 from penstock.jobs.convert import convert, plan
-from penstock.jobs.crew import LocalCrew, gpus
+from penstock.jobs.crew import LocalCrew
 from penstock.jobs.journal import Journal
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
@@ -135,9 +135,14 @@ assert "torch" not in sys.modules
 """
 
 
+def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
+    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: True)
+    with LocalCrew() as crew:
+        assert crew.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        assert crew.zygote is not None
+
+
 def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
-    if gpus():
-        pytest.skip("torch is asked for the GPUs")
     words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
     subprocess.run(words, check=True, timeout=120)
     assert read(tmp_path / "out").keys() == read(source).keys()

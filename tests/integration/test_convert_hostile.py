@@ -22,7 +22,7 @@ import pytest
 
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import convert, plan
 from penstock.jobs.crew import LocalCrew
 from penstock.jobs.messages import Hello
 from penstock.jobs.process import connect
@@ -81,6 +81,15 @@ def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd
         convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
     said = capfd.readouterr().err
     assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
+
+
+def test_what_a_function_prints_is_on_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [{"op": "function", "function": "penstock.testing.jobs:says"}]
+    convert(made, tmp_path / "out", operations=words, workers=2, **TOLD)
+    seen = {recipe.outputs[0].spec.name for recipe in plan(made, operations=words).recipes if not recipe.copies}
+    said = capfd.readouterr()
+    assert seen == {line.removeprefix("saw ") for line in said.err.splitlines() if line.startswith("saw ")}
+    assert not said.out
 
 
 class Visited(LocalCrew):
@@ -272,6 +281,10 @@ def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made
     assert {f"w{i} cpu {name}" for i in range(2) for name in ("fetch", "place", "compute", "send")} <= set(
         rows.values()
     )
+    stages = {(rows[one["pid"]], one["name"]) for one in events if one["ph"] == "E"}
+    assert {("job", name) for name in ("plan", "room", "devices", "run", "publish", "close")} <= stages
+    assert {(f"w{i} cpu stages", name) for i in range(2) for name in ("plan", "device", "end")} <= stages
+    assert report.start_s + report.moving_s + report.end_s == pytest.approx(report.wall_s)
     spans = [(rows[one["pid"]], one["ts"], one["ts"] + one["dur"]) for one in events if one["ph"] == "X"]
     assert min(start for _, start, _ in spans) >= 0
     made_bytes = sum(e["args"]["bytes"] for e in events if e["ph"] == "X" and rows[e["pid"]].endswith("send"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.jobs.crew import LocalCrew
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
@@ -128,11 +130,16 @@ def convert(
         where = devices_of(devices.split(","), workers) if ray is None else ()
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
-    from penstock import api
+    from penstock.jobs.crew import LocalCrew
+
+    crew = None if ray is not None else LocalCrew()
+    if crew is not None:
+        crew.begin()  # now, for the rest is imported meanwhile
     from penstock.jobs.sink import SCHEME
 
     run = partial(
-        api.convert,
+        _run,
+        crew,
         places[:-1],
         to=to,
         operations=words,
@@ -154,6 +161,14 @@ def convert(
         write_report(run(destination=places[-1]), format)
 
 
+def _run(crew: LocalCrew | None, sources: list[str], **told: Any) -> ConvertReport:
+    """`api.convert` by this crew, which ends then."""
+    from penstock import api
+
+    with crew or nullcontext():
+        return api.convert(sources, crew=crew, **told)
+
+
 def _keep(run: Callable[..., ConvertReport], model: str, format: Format) -> None:
     """Convert into a keeper, which keeps until SIGTERM."""
     from penstock import api
@@ -169,7 +184,7 @@ def _keep(run: Callable[..., ConvertReport], model: str, format: Format) -> None
 def write_report(report: ConvertReport, format: Format) -> None:
     """The report on stdout."""
     if format is Format.json:
-        derived = {"gb_per_s": report.gb_per_s, "utilisation": report.utilisation, "off_by": report.off_by}
+        derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
         return
     write_lines(f"{report.uri}  {report.revision}")
@@ -182,7 +197,8 @@ def write_report(report: ConvertReport, format: Format) -> None:
             "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
             f"{report.num_twice} run twice",
             "read": f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches",
-            "time": f"{report.wall_s:.2f} s, {report.gb_per_s:.2f} GB/s read",
+            "time": f"{report.wall_s:.2f} s, of them {report.start_s:.2f} to start and {report.end_s:.2f} to end; "
+            f"{report.gb_per_s:.2f} GB/s read",
             "moving": _moving(report),
             "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
             + f" threads of each of {report.num_workers} workers",

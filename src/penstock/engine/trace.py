@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,9 @@ from penstock.storage.output import typed
 
 Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
+
+STAGES = "stages"
+"""In the executor's place: what a process does before and after it moves bytes."""
 
 
 class Trace:
@@ -37,6 +41,16 @@ class Trace:
             self._busy[executor] = self._busy.get(executor, 0.0) + stop - start
         if self.enabled:
             self._spans.append((executor, name, threading.get_native_id(), start, stop, nbytes))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record what runs in this block, which is no executor's."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.enabled:
+                self._spans.append((STAGES, name, threading.get_native_id(), start, time.perf_counter(), 0))
 
     def busy_s(self) -> dict[str, float]:
         """Seconds spent inside steps, per executor, summed over its threads."""
@@ -71,7 +85,10 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
 
 
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
-    """Write Chrome-trace JSON: complete events, microseconds since `origin`, one process row for each of `rows`.
+    """Write Chrome-trace JSON: microseconds since `origin`, one process row for each of `rows`.
+
+    What executors did are complete events (X), stages begin and end (B, E). `origin_s` says when that was, by a clock
+    that all processes of the host share.
 
     Raises:
         DiskFull, DestinationError: it cannot be written.
@@ -79,17 +96,12 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
     events: list[dict[str, object]] = []
     for pid, (row, spans) in enumerate(rows.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": row}})
-        events.extend(
-            {
-                "ph": "X",
-                "name": name,
-                "pid": pid,
-                "tid": thread,
-                "ts": (start - origin) * 1e6,
-                "dur": (stop - start) * 1e6,
-                "args": {"bytes": nbytes},
-            }
-            for _, name, thread, start, stop, nbytes in spans
-        )
+        for executor, name, thread, start, stop, nbytes in spans:
+            event = {"name": name, "pid": pid, "tid": thread, "ts": (start - origin) * 1e6}
+            if executor == STAGES:
+                events += [{**event, "ph": "B"}, {**event, "ph": "E", "ts": (stop - origin) * 1e6}]
+            else:
+                events.append({**event, "ph": "X", "dur": (stop - start) * 1e6, "args": {"bytes": nbytes}})
     with typed(Path(path)):
-        Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+        told = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
+        Path(path).write_bytes(msgspec.json.encode(told))

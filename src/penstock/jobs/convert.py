@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 
 from penstock.config import Settings, parse_bytes
-from penstock.engine.trace import open_trace, save_spans
+from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, IntegrityError, SourceChanged
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.complete import completed
-from penstock.jobs.crew import Crew, LocalCrew, devices_of, rows_of
+from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
 from penstock.jobs.held import came
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.journal import Journal, Notes
@@ -109,15 +109,24 @@ def convert(
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
         After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
     """
-    began, where = time.monotonic(), devices_of(devices, workers)
-    open_trace(trace)
+    began = time.monotonic()
+    devices_of(devices, workers, list)  # what names no device is said before anything is begun
+    stages = open_trace(trace)
     with ExitStack() as stack:
+        crew = crew or _crew(ray, stack)
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
-        asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
-        asked = _within(asked, memory_bytes)
-        run = partial(_run, stack, crew, ray, where, rates, trace, on_progress)
-        made = _make(asked, destination, spool, run, stack)
-    return _report(*made, len(where), began)
+        with stages.stage("plan"):
+            asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
+            asked = _within(asked, memory_bytes)
+        run = partial(_run, stack, stages, crew, devices, workers, rates, on_progress)
+        made = _make(asked, destination, spool, run, stages, stack)
+        end = stack.pop_all()
+    with stages.stage("close"):
+        end.close()
+    if trace is not None:
+        traces = () if made[2] is None else made[2][0].traces
+        save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
+    return _report(*made, began)
 
 
 def plan(
@@ -249,42 +258,47 @@ def _make(
     destination: str | os.PathLike[str] | Sink,
     spool: str | os.PathLike[str] | None,
     run: Callable[[_Grown], _Ran],
+    stages: Trace,
     stack: ExitStack,
 ) -> _Made:
     """Run what is left to do, and publish."""
     if isinstance(destination, Sink):
         return _fill(asked, destination, run)
     grown = _grow(asked, os.fspath(destination), spool, stack)
-    if (revision := _begin(grown)) is not None:
+    with stages.stage("room"):
+        revision = _begin(grown)
+    if revision is not None:
         return grown, revision, None
     ran = run(grown)
-    return grown, _publish(grown), ran
+    with stages.stage("publish"):
+        return grown, _publish(grown), ran
 
 
 def _run(
     stack: ExitStack,
-    crew: Crew | None,
-    ray: str | None,
-    devices: Sequence[str],
+    stages: Trace,
+    crew: Crew,
+    devices: str | Sequence[str],
+    workers: int | None,
     rates: Rates | None,
-    trace: str | os.PathLike[str] | None,
     on_progress: Progress | None,
     grown: _Grown,
 ) -> _Ran:
-    """Have every task done that earlier runs did not do."""
-    job, journal, crew = grown.job, grown.journal, crew or _crew(ray, stack)
+    """Have every task done that earlier runs did not do; workers end while the stack's owner publishes."""
+    job, journal = grown.job, grown.journal
     if grown.words.in_memory and crew.listen is not None:
         raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
     uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
-    predicted = predict(job, journal.kept, uris, devices if crew.listen is None else (), rates)
-    words = msgspec.structs.replace(grown.words, trace=trace is not None)
-    coordinator = Coordinator(job, words, journal, crew, devices, stall_s=words.stall_s, on_progress=on_progress)
-    origin = time.perf_counter()
-    with coordinator:
+    with stages.stage("devices"):
+        where = devices_of(devices, workers, crew.gpus if isinstance(crew, LocalCrew) else gpus)
+    predicted = predict(job, journal.kept, uris, where if crew.listen is None else (), rates)
+    words = msgspec.structs.replace(grown.words, trace=stages.enabled)
+    coordinator = stack.enter_context(
+        Coordinator(job, words, journal, crew, where, stall_s=words.stall_s, on_progress=on_progress)
+    )
+    with stages.stage("run"):
         coordinator.run()
     check_repeated(job, journal, grown.out, coordinator.repeated)
-    if trace is not None:
-        save_spans(trace, rows_of(coordinator.traces, EXECUTORS), origin)
     return coordinator, predicted
 
 
@@ -356,21 +370,25 @@ def _leave(
 
 def _crew(ray: str | None, stack: ExitStack) -> Crew:
     if ray is None:
-        return stack.enter_context(LocalCrew())
+        crew = stack.enter_context(LocalCrew())
+        crew.begin()
+        return crew
     from penstock.jobs.ray_crew import RayCrew
 
-    crew = RayCrew(ray)
-    stack.callback(crew.close)
-    return crew
+    cluster = RayCrew(ray)
+    stack.callback(cluster.close)
+    return cluster
 
 
-def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, began: float) -> ConvertReport:
+def _report(grown: _Grown, revision: str, ran: _Ran | None, began: float) -> ConvertReport:
     job, kept = grown.job, grown.journal.kept
     coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
     stats = () if coordinator is None else tuple(coordinator.stats)
     came_here = came(grown.opened)
     fetched_bytes = came_here[0] + sum(one.fetched_bytes for one in stats)
     asked_bytes = came_here[1] + sum(one.asked_bytes for one in stats)
+    ended = time.monotonic()
+    started = ended if coordinator is None else min(coordinator.began, ended)
     read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in kept]].sum(axis=0)
     return ConvertReport(
         uri=grown.into,
@@ -386,8 +404,9 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, num_workers: int, be
         num_resumed=len(kept),
         num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,
         num_twice=0 if coordinator is None else coordinator.placement.num_twice,
-        num_workers=num_workers,
-        wall_s=time.monotonic() - began,
+        num_workers=0 if coordinator is None else coordinator.num_workers,
+        wall_s=ended - began,
+        start_s=started - began,
         moving_s=0.0 if coordinator is None else coordinator.moving_s,
         predicted_s=predicted_s,
         predicted_by=predicted_by,

@@ -12,14 +12,14 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.closing import Closing
-from penstock.engine.trace import Span
+from penstock.engine.trace import STAGES, Span
 from penstock.errors import ConfigError, PeerLost
-from penstock.jobs.zygote import END_S, Forked, Zygote
+from penstock.jobs.zygote import END_S, START_S, Forked, Zygote
 
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
@@ -64,6 +64,24 @@ class LocalCrew(Closing):
     def __init__(self) -> None:
         self.zygote: Zygote | None = None
         self._processes: dict[str, Forked] = {}
+        self._gpus: list[str] | None = None
+
+    def begin(self) -> Zygote:
+        """Start what workers are forked from, which takes seconds, and go on meanwhile. Idempotent. PeerLost."""
+        if self.zygote is None or not self.zygote.is_alive:
+            self.close()
+            self.zygote = Zygote(IMPORTS)
+        return self.zygote
+
+    def gpus(self) -> list[str]:
+        """See `gpus`: asked in a process of its own, for this one neither has torch nor wants a device. PeerLost."""
+        if self._gpus is None:
+            try:
+                count = self.begin().fork("penstock.jobs.crew:num_gpus", []).wait(START_S) if has_driver() else 0
+            except subprocess.TimeoutExpired as error:
+                raise PeerLost("torch does not say how many GPUs there are", hint="look at nvidia-smi") from error
+            self._gpus = [f"cuda:{i}" for i in range(count)]
+        return self._gpus
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Crew.spawn`. What a user's function prints goes to stderr: stdout is the caller's.
@@ -71,14 +89,11 @@ class LocalCrew(Closing):
         Raises:
             ConfigError: this host has no such device.
         """
-        if device != "cpu" and device not in (found := gpus()) and (device != "cuda" or not found):
+        if device != "cpu" and device not in (found := self.gpus()) and (device != "cuda" or not found):
             message = f"device {device} is not there: {len(found)} CUDA devices"
             raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
-        if self.zygote is None or not self.zygote.is_alive:
-            self.close()
-            self.zygote = Zygote(IMPORTS)
         arguments = [address, worker, device, secret]
-        self._processes[worker] = self.zygote.fork("penstock.jobs.process:work", arguments)
+        self._processes[worker] = self.begin().fork("penstock.jobs.process:work", arguments)
 
     def ended(self, worker: str) -> str | None:
         """See `Crew.ended`."""
@@ -137,24 +152,32 @@ class WorkerTrace:
 
 
 def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
-    """All spans by the clock of this process, for one trace: a row for each worker's executor."""
-    rows: dict[str, list[Span]] = {f"{one.row} {name}": [] for one in traces for name in executors}
+    """All spans by the clock of this process, for one trace: a row of each worker's stages, and of each executor."""
+    rows: dict[str, list[Span]] = {f"{one.row} {name}": [] for one in traces for name in (STAGES, *executors)}
     for one in traces:
         for name, what, thread, start, stop, nbytes in one.spans:
             rows[f"{one.row} {name}"].append((name, what, thread, start + one.behind_s, stop + one.behind_s, nbytes))
     return rows
 
 
-def gpus() -> list[str]:
-    """Every GPU. Where there is no driver, torch need not be asked: this process plans without it."""
-    if not any(os.path.exists(one) for one in _DRIVERS):
-        return []
+def has_driver() -> bool:
+    """Whether there is a driver of GPUs; where not, torch need not be asked."""
+    return any(os.path.exists(one) for one in _DRIVERS)
+
+
+def num_gpus() -> int:
+    """As torch knows them."""
     import torch
 
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return torch.cuda.device_count()
 
 
-def devices_of(devices: str | Sequence[str], workers: int | None) -> list[str]:
+def gpus() -> list[str]:
+    """Every GPU."""
+    return [f"cuda:{i}" for i in range(num_gpus() if has_driver() else 0)]
+
+
+def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable[[], list[str]] = gpus) -> list[str]:
     """One device for each worker. ConfigError: no worker, or a name that is no device's."""
     if workers is not None and workers < 1:
         raise ConfigError(f"{workers} workers")

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 from penstock.config import Settings
+from penstock.digest.cuda import warm_up
 from penstock.engine.executors import Failed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.jobs.held import held_tasks, shared_as
-from penstock.jobs.job import plan_job
+from penstock.jobs.job import Job, plan_job
 from penstock.jobs.messages import (
     Beat,
     Began,
@@ -44,8 +45,9 @@ from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
 from penstock.loader.session import resolve_device
-from penstock.storage.manifest import open_weights
+from penstock.storage.manifest import WeightSet, open_weights
 from penstock.storage.output import OutputRegion, OutputSet
+from penstock.transport.cuda_driver import load_driver
 from penstock.types import U64
 
 BEAT_S = 0.5
@@ -75,21 +77,27 @@ def connect(address: str, timeout_s: float) -> Wire:
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     """Work until told to stop. Where the coordinator is gone, the process ends at once and writes nothing more.
 
+    The connection ends when nothing is written any more, before memory is unpinned and freed.
+
     Raises:
         PenstockError: what it could not go on for; the coordinator was told.
     """
+    trace = Trace(enabled=True)
+    if device.type == "cuda":
+        threading.Thread(target=_wake, args=(device, trace), name="penstock-wake", daemon=True).start()
     try:
         wire.send(Hello(worker=worker, secret=secret, pid=os.getpid(), device=str(device)))
         said: list[ToWorker] = []
-        while not said:
-            said = wire.to_worker()
+        with trace.stage("wait for words"):
+            while not said:
+                said = wire.to_worker()
         words, *more = said
         assert isinstance(words, Words)
         if more:
             return  # it is told to stop before it began
         with ExitStack() as stack:
             try:
-                _serve(wire, words, device, stack)
+                _serve(wire, words, device, trace, stack)
             except PeerLost:
                 raise
             except PenstockError as error:
@@ -114,7 +122,73 @@ def failure_of(error: PenstockError) -> Failure:
     )
 
 
-def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> None:
+def _wake(device: torch.device, trace: Trace) -> None:
+    """Make the device's context, and have the digest kernels there, while the job is planned.
+
+    What fails fails again where it is needed, and is told there.
+    """
+    with contextlib.suppress(PenstockError, RuntimeError):
+        # By the driver's own calls, which let go of the interpreter's lock; torch takes the same context then.
+        with trace.stage("context"), load_driver().entered(device.index or 0):
+            pass
+        with trace.stage("kernels"), torch.cuda.device(device):
+            warm_up(device)
+
+
+def _serve(wire: Wire, words: Words, device: torch.device, trace: Trace, stack: ExitStack) -> None:
+    trace.enabled = words.trace
+    with trace.stage("plan"):
+        sources, job = _planned(words, stack)
+    out = (
+        OutputRegion(Path(words.directory), job.files.table)
+        if words.in_memory
+        else OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    )
+    stack.callback(out.close)
+    out.open()
+    todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def began(task: int) -> None:
+        with contextlib.suppress(PeerLost):  # the loop below notices
+            wire.send(Began(task=task))
+
+    def done(task: int, digests: U64) -> None:
+        fetched_bytes, asked_bytes = worker.came()
+        raw = digests.astype("<u8").tobytes()
+        with contextlib.suppress(PeerLost):
+            wire.send(Done(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
+
+    with trace.stage("device"):
+        worker = stack.enter_context(
+            Worker(
+                job,
+                sources,
+                out,
+                device=resolve_device(device),
+                memory_bytes=words.memory_bytes,
+                stall_s=words.stall_s,
+                on_began=began,
+                on_done=done,
+                trace=trace,
+            )
+        )
+    poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
+    poster.start()
+    stack.callback(todo.put, None)
+    holds = held_tasks(job, sources) if words.asks_held else []
+    wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
+    _listen(wire, worker, todo)
+    worker.ticket.check()
+    wire.send(_beat(worker))  # what runs still may hang
+    with trace.stage("end"):
+        worker.end()
+    wire.send(_beat(worker))
+    sys.stdout.flush()  # what a user's function printed: the process may be killed from here on
+    wire.close()
+
+
+def _planned(words: Words, stack: ExitStack) -> tuple[list[WeightSet], Job]:
+    """The sources, open until the stack ends, and the job. PlanError: it is another than the coordinator's."""
     settings = Settings.read(stall_s=words.stall_s)
     options = words.storage_options or None
     sources = [
@@ -131,47 +205,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, stack: ExitStack) -> 
     )
     if job.key != words.key:
         raise PlanError("this worker does not plan the same job: a source, Penstock or the operation's code differs")
-    out = (
-        OutputRegion(Path(words.directory), job.files.table)
-        if words.in_memory
-        else OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
-    )
-    stack.callback(out.close)
-    out.open()
-    trace = Trace(enabled=words.trace)
-    todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-
-    def began(task: int) -> None:
-        with contextlib.suppress(PeerLost):  # the loop below notices
-            wire.send(Began(task=task))
-
-    def done(task: int, digests: U64) -> None:
-        fetched_bytes, asked_bytes = worker.came()
-        raw = digests.astype("<u8").tobytes()
-        with contextlib.suppress(PeerLost):
-            wire.send(Done(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
-
-    worker = stack.enter_context(
-        Worker(
-            job,
-            sources,
-            out,
-            device=device,
-            memory_bytes=words.memory_bytes,
-            stall_s=words.stall_s,
-            on_began=began,
-            on_done=done,
-            trace=trace,
-        )
-    )
-    poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
-    poster.start()
-    stack.callback(todo.put, None)
-    holds = held_tasks(job, sources) if words.asks_held else []
-    wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
-    _listen(wire, worker, todo)
-    worker.ticket.check()
-    wire.send(_beat(worker))
+    return sources, job
 
 
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
@@ -215,11 +249,7 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 
 def work(address: str, worker: str, device: str, secret: str) -> int:
     """Be a worker, in a process that is for this alone and ends with its parent; its exit code."""
-    try:
-        where = resolve_device(device)
-    except PenstockError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+    where = torch.device(device)
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
         serve(connect(address, timeout_s=30.0), worker, secret, where)

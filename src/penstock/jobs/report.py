@@ -41,6 +41,8 @@ class ConvertReport:
     num_workers: int
     """That were to run at once."""
     wall_s: float
+    start_s: float
+    """Of these, to the first worker's readiness."""
     moving_s: float
     """Of these, from the first worker's readiness to the last task's end."""
     predicted_s: float | None
@@ -63,6 +65,11 @@ class ConvertReport:
         return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
 
     @property
+    def end_s(self) -> float:
+        """Of `wall_s`, from the last task's end: the manifest, publishing, processes that end."""
+        return self.wall_s - self.start_s - self.moving_s
+
+    @property
     def off_by(self) -> float | None:
         """How much longer it took than was predicted, as a share: 0.1 is a tenth. None where nothing was."""
         return self.moving_s / self.predicted_s - 1.0 if self.predicted_s and self.moving_s else None
@@ -70,7 +77,7 @@ class ConvertReport:
     @property
     def utilisation(self) -> dict[str, float]:
         """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
-        return {name: busy_s / (self.wall_s * self.num_workers) for name, busy_s in self.busy_s.items()}
+        return {name: busy_s / (self.wall_s * max(1, self.num_workers)) for name, busy_s in self.busy_s.items()}
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from penstock import errors
+from penstock.closing import Closing
 from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError
 from penstock.jobs.crew import Crew, WorkerStats, WorkerTrace
 from penstock.jobs.job import Job
@@ -84,7 +85,7 @@ class _Place:
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
 
 
-class Coordinator:
+class Coordinator(Closing):
     """Runs one job. One thread.
 
     Args:
@@ -110,6 +111,7 @@ class Coordinator:
         self._job, self._journal, self._crew = job, journal, crew
         self._words = msgspec.structs.replace(words, asks_held=crew.listen is not None)
         self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
+        self.num_workers = len(devices)
         self.placement = Placement(job.tasks.cost.tolist(), done=journal.done)
         self.stats: list[WorkerStats] = []
         self.traces: list[WorkerTrace] = []
@@ -119,7 +121,7 @@ class Coordinator:
         """Tasks that the operation began to run on, and those of them on which it did again."""
         self._secret = secrets.token_hex(16)
         self._numbers = 0
-        self._began, self.moving_s = math.inf, 0.0
+        self.began, self.moving_s = math.inf, 0.0
         """When the first worker was ready, and seconds from then to the last task's end."""
         self._unknown: dict[Wire, float] = {}
         """Connections that have not said who they are, and when they came."""
@@ -130,7 +132,7 @@ class Coordinator:
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
-        """Return once every task is done and in the journal.
+        """Return once every task is done and in the journal, and no worker writes any more.
 
         Raises:
             PenstockError: what a worker could not go on for.
@@ -155,7 +157,8 @@ class Coordinator:
             if not self._places:
                 ends = "; ".join(dict.fromkeys(one.end for one in self.stats))
                 raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
-        self.moving_s = time.monotonic() - self._began
+        self.moving_s = time.monotonic() - self.began
+        self._last_words()
 
     def _spawn(self, device: str, respawns: int) -> None:
         name = f"w{self._numbers}"
@@ -235,7 +238,7 @@ class Coordinator:
             place.note(message)
         elif isinstance(message, Ready):
             place.is_ready, place.spoke = True, now
-            self._began = min(self._began, now)
+            self.began = min(self.began, now)
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, Failure):
@@ -331,10 +334,8 @@ class Coordinator:
                 hint="raise PENSTOCK_STALL_S if it takes so long" if "progress" in why else None,
             )
 
-    def close(self, *, is_done: bool = True) -> None:
-        """End the workers; those of a job that is done may say their last words. Idempotent."""
-        if is_done:
-            self._last_words()
+    def close(self) -> None:
+        """End the workers. Idempotent."""
         for name, place in self._places.items():
             self._crew.kill(name)
             if place.wire is not None:
@@ -347,7 +348,7 @@ class Coordinator:
         self._listener.close()
 
     def _last_words(self) -> None:
-        """Hear all last beats: until every connection has ended, or `LAST_S`."""
+        """Hear all last beats: until every connection has ended, or `LAST_S`. All that workers then do is to end."""
         left = {name: place for name, place in self._places.items() if place.wire is not None}
         for place in left.values():
             assert place.wire is not None
@@ -364,15 +365,13 @@ class Coordinator:
                             place.note(message)
                         elif isinstance(message, Began):
                             self._begins(place, message.task)
-                except (PeerLost, FormatError):
+                except (PeerLost, FormatError) as error:
                     self._select.unregister(place.wire)
                     del left[name]
-
-    def __enter__(self) -> Coordinator:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(is_done=kind is None)
+                    if isinstance(error, FormatError):
+                        self._crew.kill(name)
+        for name in left:
+            self._crew.kill(name)
 
 
 def _error_of(failure: Failure) -> PenstockError:

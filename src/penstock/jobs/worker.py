@@ -149,12 +149,16 @@ class Worker(Closing):
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
 
-    def close(self) -> None:
-        """Drain what runs, end the threads. Idempotent."""
+    def end(self) -> None:
+        """Drain what runs, end the threads: nothing is written any more. Idempotent."""
         if not self.ticket.done:
             self.ticket.cancel()
         for one in self._executors:
             one.close()
+
+    def close(self) -> None:
+        """End, and free its memory. Idempotent."""
+        self.end()
         self.buffers.close()
 
 

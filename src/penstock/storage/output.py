@@ -14,6 +14,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -108,24 +109,29 @@ class OutputSet:
 
         Raises:
             DiskFull: there is no room for all of it; what was made is removed.
+
+        Cost: in tmpfs 0.3 s a GB of a file, for its pages are allocated; files do not wait for each other.
         """
         is_new = not self.directory.exists()
         try:
-            with typed(self.directory):
+            with typed(self.directory), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                for name, header, nbytes in zip(self.names, self._headers, self.file_nbytes, strict=True):
-                    (self.directory / name).parent.mkdir(exist_ok=True)
-                    fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                    try:
-                        if nbytes > os.fstat(fd).st_size:
-                            os.posix_fallocate(fd, 0, nbytes)
-                        os.pwrite(fd, header, 0)
-                    finally:
-                        os.close(fd)
+                for _ in pool.map(self._make, self.names, self._headers, self.file_nbytes):
+                    pass
         except BaseException:
             if is_new:
                 self.remove()
             raise
+
+    def _make(self, name: str, header: bytes, nbytes: int) -> None:
+        (self.directory / name).parent.mkdir(exist_ok=True)
+        fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if nbytes > os.fstat(fd).st_size:
+                os.posix_fallocate(fd, 0, nbytes)
+            os.pwrite(fd, header, 0)
+        finally:
+            os.close(fd)
 
     def open(self) -> None:
         """Open the files, which `create` made, here or in another process."""

@@ -94,6 +94,12 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 slowly.rows = True  # type: ignore[attr-defined]
 
 
+def says(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that prints."""
+    sys.stdout.write(f"saw {name}\n")
+    return tensor
+
+
 def raises(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """An operation that raises."""
     raise ValueError("on purpose")

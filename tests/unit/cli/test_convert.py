@@ -25,6 +25,7 @@ def report(**more: Any) -> ConvertReport:
     told |= {"verified": False, "why": "no manifest at m", "read_bytes": 3_000_000, "verified_bytes": 1_000_000}
     told |= {
         "wall_s": 16.0,
+        "start_s": 2.0,
         "moving_s": 13.0,
         "num_workers": 1,
         "predicted_s": None,
@@ -63,6 +64,7 @@ def test_what_is_no_operation_is_refused(text: str) -> None:
         ({}, "took 13.00 s, not predicted: nothing is known\n"),
         ({}, "not verified: no manifest at m; 1.00 MB of 3.00 MB compared\n"),
         ({"verified": True, "why": "compared"}, "  verified: compared; "),
+        ({}, " 16.00 s, of them 2.00 to start and 1.00 to end; "),
     ],
 )
 def test_the_report_says_how_wrong_the_prediction_was_and_what_was_verified(told, says, capsys) -> None:

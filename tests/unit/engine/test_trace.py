@@ -35,9 +35,27 @@ def test_spans_become_complete_events_of_named_rows(tmp_path: Path) -> None:
     assert trace.busy_s() == pytest.approx({"fetch": 4.5, "place": 0.25})
 
 
+def test_stages_begin_and_end_and_are_no_executors_work(tmp_path: Path) -> None:
+    trace = Trace(enabled=True)
+    with trace.stage("plan"), pytest.raises(ZeroDivisionError), trace.stage("fails"):
+        1 / 0
+    trace.save(tmp_path / "t.json")
+    found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+    assert [(one["ph"], one["name"]) for one in found["traceEvents"] if one["ph"] != "M"] == [
+        ("B", "fails"),
+        ("E", "fails"),
+        ("B", "plan"),
+        ("E", "plan"),
+    ]
+    assert found["otherData"]["origin_s"] == trace.origin
+    assert trace.busy_s() == {}
+
+
 def test_disabled_it_keeps_busy_seconds_only(tmp_path: Path) -> None:
     trace = Trace(enabled=False)
     trace.add("fetch", "read 0", 1.0, 3.0, 100)
+    with trace.stage("plan"):
+        pass
     assert trace.busy_s() == {"fetch": 2.0}
     trace.save(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"] == []
