@@ -34,6 +34,9 @@ PATIENCE_S = 0.5
 """An upstream that gained nothing and gave nothing for this long no longer holds back those after it."""
 STEP_S = 0.02
 """What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
+MAPPED_STEP_CHUNKS = 32
+"""The first steps from memory that is mapped, 512 MiB: `STEP_S` of PCIe. From one chunk on it takes rounds of Python,
+10 ms, until a step is as long as its Python; more keeps a chain's next member waiting for its first news."""
 MAX_STEP_CHUNKS = 128
 """2 GiB. A step costs a receiver 1 to 2 ms of Python, 0.6 GB of NVLink. Source: docs/design/003-fetch.md."""
 CAPPED_STEP_S = 0.1
@@ -231,6 +234,7 @@ class Following:
             )
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
+                self.step_chunks = MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._by(transport.name, why)

@@ -1,0 +1,47 @@
+"""How much one read takes: one chunk at first, more as it turns out fast; at once where memory is only mapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.http import HttpTransport
+from penstock.transport.protocol import Handle, Pending, Segments
+from penstock.types import MIB
+
+CHUNK_BYTES = 256 << 10
+
+
+class Mapped(HttpTransport):
+    """Says that it maps peers' memory."""
+
+    def reach(self, into: Handle, source: Descriptor) -> None:
+        """There is nothing to map."""
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
+    is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("penstock.fleet.upstream.MAPPED_STEP_CHUNKS", 8)
+    first, honest = list[int](), HttpTransport.post_read
+
+    def post_read(self: HttpTransport, into: Handle, source: Descriptor, segments: Segments) -> Pending:
+        first.append(int(segments.nbytes.sum()))
+        return honest(self, into, source, segments)
+
+    monkeypatch.setattr(HttpTransport, "post_read", post_read)
+    ours = {"t": torch.arange(8 * MIB, dtype=torch.int64).to(torch.uint8)}
+    found: dict[str, torch.Tensor] = {}
+    with ps.join("m", transports=["http"]) as holder, ps.join("m", transports=["http"]) as reader:
+        if is_mapped:
+            reader.member.links.transports["http"].__class__ = Mapped
+        holder.offer(ours)
+        reader.fetch(found)
+    assert_same(found, ours)
+    assert first[0] == (8 * CHUNK_BYTES if is_mapped else CHUNK_BYTES)
