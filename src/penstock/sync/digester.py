@@ -27,7 +27,7 @@ MAX_LEAVES = 1 << 20
 
 
 class Digester:
-    """One device's, or the host's. One call at a time.
+    """One device's, or the host's.
 
     Args:
         device: where the memory is.
@@ -48,7 +48,8 @@ class Digester:
         Args:
             after: what the device must have passed before.
 
-        Cost: of a device: numpy over leaves the first time; then some launches, and a wait for them.
+        Cost: of a device: numpy over leaves the first time; then some launches, and a wait for them. Several threads'
+            are queued one behind the other.
         """
         if self._stream is None:
             return strip_digests(memory_at(memory.address, memory.nbytes), strips)
@@ -56,10 +57,17 @@ class Digester:
             for event in after:
                 self._stream.wait_event(event)
             got = self._table(memory, strips).digest()
-            return np.asarray(got.cpu().numpy()).view(np.uint64)
+            found = torch.empty(len(got), dtype=torch.int64, pin_memory=True).copy_(got, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        done.synchronize()
+        return np.asarray(found.numpy()).view(np.uint64)
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
-        name = _name(memory, strips)
+        key = blake3(memory.address.to_bytes(8, "little"))
+        for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
+            key.update(np.ascontiguousarray(column).view(np.uint8).data)
+        name = key.digest()
         found = self._tables.get(name)
         if found is None:
             if self._scratch is None and not strips.is_packed().all():
@@ -89,8 +97,9 @@ class Foreseen:
     def __init__(self, live: Memory, digester: Digester) -> None:
         self._live, self._digester = live, digester
         self._lock = threading.Lock()
-        self._asked: dict[bytes, Strips] = {}
-        self._known: dict[bytes, U64] = {}
+        self._asked: set[bytes] = set()
+        self._known: dict[bytes, int] = {}
+        """By the columns of a strip."""
 
     def look(self) -> None:
         """Digest, where the live memory is, what was asked for since the last look.
@@ -98,26 +107,28 @@ class Foreseen:
         Order: as the copy is made: after what the device's current stream has queued, before the live bytes change.
         """
         with self._lock:
-            asked, self._asked, self._known = self._asked, {}, {}
+            asked, self._asked, self._known = sorted(self._asked), set(), {}
+        if not asked:
+            return
         after = []
-        if asked and self._live.device != "cpu":
+        if self._live.device != "cpu":
             after.append(torch.cuda.Event())
             after[0].record(torch.cuda.current_stream(self._live.device))
-        known = {name: self._digester.digests(self._live, strips, after=after) for name, strips in asked.items()}
+        at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(asked), np.int64).reshape(-1, 4).T
+        strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+        found = self._digester.digests(self._live, strips, after=after)
         with self._lock:
-            self._known = known
+            self._known = dict(zip(asked, found.tolist(), strict=True))
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
         """See `Digester.digests`; `memory` is the copy. What was not foreseen is digested by the host."""
-        name = _name(memory, strips)
+        rows = np.stack([strips.at, strips.run_bytes, strips.num_rows, strips.pitch], axis=1)
+        names = [row.tobytes() for row in rows]
         with self._lock:
-            self._asked[name] = strips
-            found = self._known.get(name)
-        return strip_digests(memory_at(memory.address, memory.nbytes), strips) if found is None else found
-
-
-def _name(memory: Memory, strips: Strips) -> bytes:
-    key = blake3(memory.address.to_bytes(8, "little"))
-    for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
-        key.update(np.ascontiguousarray(column).view(np.uint8).data)
-    return key.digest()
+            self._asked.update(names)
+            known = [self._known.get(name) for name in names]
+        out = np.array([one or 0 for one in known], np.uint64)
+        missing = np.flatnonzero([one is None for one in known])
+        if len(missing):
+            out[missing] = strip_digests(memory_at(memory.address, memory.nbytes), strips[missing])
+        return out

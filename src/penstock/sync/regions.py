@@ -59,11 +59,6 @@ class Regions(Closing):
         """Bytes of all."""
         return int(self.first[-1])
 
-    @property
-    def on_device(self) -> bool:
-        """Whether some of it is a device's."""
-        return any(memory.device != "cpu" for memory in self.memories)
-
     def handles(self, region: int) -> dict[str, Handle]:
         """What is read into a region by, by transport: our registrations, and what only fills such memory."""
         return self._into[region]

@@ -6,7 +6,7 @@ Not here: which members (`planner`), reading their memory (`source_read`).
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +19,6 @@ from penstock.sync.roster import Roster
 
 ASK_S = 1.0
 """How long a source is asked to wait for its version, before it is asked again."""
-LINES = 4
-"""Questions that one source is asked at once: as many as steps of it are under way."""
 _AT_ONCE = 16
 
 
@@ -38,12 +36,21 @@ class DoorLink:
 
     def __init__(self, roster: Roster, member: str, found: HeldMap, *, same_host: bool) -> None:
         self._roster, self.member, self.map, self.same_host = roster, member, found, same_host
+        self._lines, self._num_lines = list[str](), itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """See `SourceLink.digests`."""
-        line = f"digests {threading.get_ident() // 64 % LINES}"
+        """See `SourceLink.digests`. Threads that ask at once do so by a line each: an answer may be waited for."""
         version, generation = self.map.version, self.map.generation
-        return self._roster.ask(self.member, lambda talk: talk.digests(strips, version, generation, wait_s), line=line)
+        try:
+            line = self._lines.pop()
+        except IndexError:
+            line = f"digests {next(self._num_lines)}"
+        try:
+            return self._roster.ask(
+                self.member, lambda talk: talk.digests(strips, version, generation, wait_s), line=line
+            )
+        finally:
+            self._lines.append(line)
 
 
 class SourceFailed(Exception):

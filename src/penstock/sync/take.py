@@ -168,7 +168,7 @@ class _Run:
         num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
         self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
         self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
-        self._compute = Executor("compute", 1 if take.into.on_device else 2, trace=trace, stall_s=self.stall_s)
+        self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
         self._place = Executor("place", 1, trace=trace, stall_s=self.stall_s)
         self._executors = (self._ask, self._fetch, self._compute, self._place)
         self.ticket = Ticket(take.part.nbytes, lambda: any(one.is_busy() for one in self._executors))

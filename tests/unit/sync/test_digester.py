@@ -31,7 +31,9 @@ def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
     live += 1
     foreseen.look()  # the copy still has the bytes from before: so it shows whose digests these are
     assert (foreseen.digests(of(copy), first) == strip_digests(live, first)).all()
-    assert (foreseen.digests(of(copy), other) == strip_digests(copy, other)).all()
+    assert (
+        foreseen.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]
+    ).all()
 
 
 def test_what_nobody_asked_for_any_more_is_forgotten(memories) -> None:
