@@ -1,9 +1,9 @@
 """`convert`: any weight set to any other, out of core, resumable, published whole.
 
 In: URIs and words. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: the plan (`job`), the workers (`run`), what operations do, what became of earlier runs (`result`).
+Not here: what is asked (`asked`), the plan (`job`), the workers (`run`), what became of earlier runs (`result`).
 
-    _open: sources, plan_job --> _grow: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
+    ask: sources, plan_job --> _grow: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from penstock.config import Settings, parse_bytes
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, IntegrityError, SourceChanged
+from penstock.jobs.asked import Asked, ask, within
 from penstock.jobs.beside import beside, small_from
-from penstock.jobs.complete import completed
 from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
 from penstock.jobs.held import came
-from penstock.jobs.job import SHARD_BYTES, Job, plan_job
+from penstock.jobs.job import SHARD_BYTES, Job
 from penstock.jobs.journal import Journal, Notes
 from penstock.jobs.messages import EXECUTORS, Words
 from penstock.jobs.predict import Predicted, predict
@@ -43,17 +42,13 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.run import Coordinator
 from penstock.jobs.sink import ONE_FILE, SCHEME, Sink, fill
-from penstock.jobs.words import Word, operation_of
+from penstock.jobs.words import Word
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path
-from penstock.storage.manifest import Uris, WeightSet, open_weights
+from penstock.storage.manifest import Uris
 from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
 from penstock.storage.upload import publish_remote, require_none
-from penstock.types import MIB
-
-WORKER_MEMORY_BYTES = 512 * MIB
-"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
@@ -116,8 +111,8 @@ def convert(
         crew = crew or _crew(ray, stack)
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         with stages.stage("plan"):
-            asked = _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack)
-            asked = _within(asked, memory_bytes)
+            asked = ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack)
+            asked = within(asked, memory_bytes)
         run = partial(_run, stack, stages, crew, devices, workers, rates, on_progress)
         made = _make(asked, destination, spool, run, stages, stack)
         end = stack.pop_all()
@@ -141,22 +136,11 @@ def plan(
 ) -> Job:
     """What `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
     with ExitStack() as stack:
-        return _open(sources, _words(to, operations), task_bytes, shard_bytes, storage_options, verify, stack).job
+        return ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack).job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What is to be made, and of what."""
-
-    settings: Settings
-    opened: Sequence[WeightSet]
-    job: Job
-    words: Words
-    """The job for workers, but for where they write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grown(_Asked):
+class _Grown(Asked):
     """And where it grows until it is published."""
 
     into: str
@@ -170,55 +154,7 @@ _Made = tuple[_Grown, str, _Ran | None]
 """What was made, its revision, and who ran it: nobody, where an earlier run had published it."""
 
 
-def _open(
-    sources: Uris,
-    words: Sequence[Word],
-    task_bytes: int | str,
-    shard_bytes: int | str,
-    storage_options: Mapping[str, str] | None,
-    verify: bool | None,
-    stack: ExitStack,
-) -> _Asked:
-    """Open the sources until the stack ends, complete the words by them, plan the job."""
-    settings, options = Settings.read(), dict(storage_options or {})
-    opened = [
-        stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in _uris(sources)
-    ]
-    if verify and (why := next((one.why_unverified for one in opened if one.why_unverified), None)):
-        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
-    words = completed(words, opened, settings, options)
-    job = plan_job(
-        operation_of(words),
-        [one.manifest for one in opened],
-        task_bytes=parse_bytes(task_bytes),
-        shard_bytes=parse_bytes(shard_bytes),
-        verify=verify is not False,
-        words=words,
-    )
-    told = Words(
-        sources=tuple(_uris(sources)),
-        operation=tuple(dict(word) for word in words),
-        key=job.key,
-        directory="",
-        task_bytes=parse_bytes(task_bytes),
-        shard_bytes=parse_bytes(shard_bytes),
-        leaf_bytes=job.leaf_bytes,
-        memory_bytes=WORKER_MEMORY_BYTES,
-        stall_s=settings.stall_s,
-        storage_options=options,
-        verify=verify is not False,
-    )
-    return _Asked(settings=settings, opened=opened, job=job, words=told)
-
-
-def _within(asked: _Asked, memory_bytes: int | str | None) -> _Asked:
-    """The same within a worker's budget."""
-    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-    asked.job.check_budget(budget, "one task")
-    return replace(asked, words=msgspec.structs.replace(asked.words, memory_bytes=budget))
-
-
-def _grow(asked: _Asked, into: str, spool: str | os.PathLike[str] | None, stack: ExitStack) -> _Grown:
+def _grow(asked: Asked, into: str, spool: str | os.PathLike[str] | None, stack: ExitStack) -> _Grown:
     """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
     if into.startswith(SCHEME):
         raise ConfigError(
@@ -254,7 +190,7 @@ def _begin(grown: _Grown) -> str | None:
 
 
 def _make(
-    asked: _Asked,
+    asked: Asked,
     destination: str | os.PathLike[str] | Sink,
     spool: str | os.PathLike[str] | None,
     run: Callable[[_Grown], _Ran],
@@ -320,7 +256,7 @@ def _publish(grown: _Grown) -> str:
     return manifest.revision
 
 
-def _fill(asked: _Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
+def _fill(asked: Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
     """The same into memory: nothing lies beside it, nothing is resumed."""
     found: list[tuple[_Grown, _Ran]] = []
 
@@ -335,18 +271,10 @@ def _fill(asked: _Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
     return found[0][0], revision, found[0][1]
 
 
-def _grown(asked: _Asked, words: Words, into: str, out: OutputSet, journal: Journal) -> _Grown:
+def _grown(asked: Asked, words: Words, into: str, out: OutputSet, journal: Journal) -> _Grown:
     return _Grown(
         settings=asked.settings, opened=asked.opened, job=asked.job, words=words, into=into, out=out, journal=journal
     )
-
-
-def _uris(sources: Uris) -> list[str]:
-    return [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(one) for one in sources]
-
-
-def _words(to: str | None, operations: Sequence[Word]) -> list[Word]:
-    return [*operations, *([{"op": "store", "format": to}] if to is not None else [])]
 
 
 def _growing(job: Job, into: str, spool: str | os.PathLike[str] | None) -> Path:
