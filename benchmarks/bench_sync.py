@@ -26,11 +26,11 @@ from benchmarks.bench_fetch import Bench, Failed, rates
 from benchmarks.fetch_page import page
 
 METHOD = (
-    "ranks are processes of one host, the hub is of this run alone; medians of versions from the third on "
-    "(least-most); a version's seconds are from the first call of publish to the last engine's return from update, a "
-    "broadcast's from barrier to barrier; every byte synced is digested at both ends and compared; broadcasts are from a rank that is "
-    "given every tensor whole, gathering not counted, and are not verified; fp8: publishers quantise each version, "
-    "receivers of a broadcast the part that they keep, with the same kernel; GB are 10^9 bytes"
+    "ranks are processes of one host, the hub is of this run alone; medians of versions from the third on (least-"
+    "most); a version's seconds are from the first call of publish to the last engine's return from update, a "
+    "broadcast's from barrier to barrier; every byte synced is digested at both ends and compared; broadcasts are "
+    "from a rank that is given every tensor whole, gathering not counted, and are not verified; fp8: publishers "
+    "quantise each version, receivers of a broadcast the part that they keep, with the same kernel; GB are 10^9 bytes"
 )
 GOALS = {"llama packed": 1.8, "fp8 packed": 3.0, "moe per tensor": 5.0}
 
