@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -83,8 +84,9 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         PenstockError: what it could not go on for; the coordinator was told.
     """
     trace = Trace(enabled=True)
-    if device.type == "cuda":
-        threading.Thread(target=_wake, args=(device, trace), name="penstock-wake", daemon=True).start()
+    with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-wake")
+    awake = with_one.submit(_wake, device, trace)  # while the job is planned
+    with_one.shutdown(wait=False)
     try:
         wire.send(Hello(worker=worker, secret=secret, pid=os.getpid(), device=str(device)))
         said: list[ToWorker] = []
@@ -97,7 +99,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             return  # it is told to stop before it began
         with ExitStack() as stack:
             try:
-                _serve(wire, words, device, trace, stack)
+                _serve(wire, words, awake, trace, stack)
             except PeerLost:
                 raise
             except PenstockError as error:
@@ -122,20 +124,25 @@ def failure_of(error: PenstockError) -> Failure:
     )
 
 
-def _wake(device: torch.device, trace: Trace) -> None:
-    """Make the device's context, and have the digest kernels there, while the job is planned.
+def _wake(device: torch.device, trace: Trace) -> torch.device:
+    """The device as torch knows it, with its context made and the digest kernels there.
 
-    What fails fails again where it is needed, and is told there.
+    Raises:
+        ConfigError: it is not there. MissingExtra: Triton is not.
     """
-    with contextlib.suppress(PenstockError, RuntimeError):
+    if device.type == "cuda":
         # By the driver's own calls, which let go of the interpreter's lock; torch takes the same context then.
         with trace.stage("context"), load_driver().entered(device.index or 0):
             pass
-        with trace.stage("kernels"), torch.cuda.device(device):
-            warm_up(device)
+    found = resolve_device(device)
+    if found.type == "cuda":
+        with trace.stage("kernels"), torch.cuda.device(found):
+            warm_up(found)
+            torch.cuda.current_stream().synchronize()
+    return found
 
 
-def _serve(wire: Wire, words: Words, device: torch.device, trace: Trace, stack: ExitStack) -> None:
+def _serve(wire: Wire, words: Words, awake: Future[torch.device], trace: Trace, stack: ExitStack) -> None:
     trace.enabled = words.trace
     with trace.stage("plan"):
         sources, job = _planned(words, stack)
@@ -164,7 +171,7 @@ def _serve(wire: Wire, words: Words, device: torch.device, trace: Trace, stack: 
                 job,
                 sources,
                 out,
-                device=resolve_device(device),
+                device=awake.result(),
                 memory_bytes=words.memory_bytes,
                 stall_s=words.stall_s,
                 on_began=began,
