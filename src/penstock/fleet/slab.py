@@ -9,6 +9,7 @@ A driver takes 1 to 3 ms for a GB that was given back lately, as long as NVLink 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,21 +52,20 @@ def slabs(table: TensorTable, device: torch.device, is_over: Callable[[], bool],
     Raises:
         DestinationError, DeviceOutOfMemory: as `Arena.allocate`.
 
-    Order: the first is asked for by whose tensors they will be, and on a device all belong to its stream of then, which
-        becomes that of the thread that asks for others.
+    Order: the first is asked for by whose tensors they will be: on a device all belong to its stream of then.
     """
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    is_cuda = device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if is_cuda else None
     for start, stop in _cuts(table.nbytes) if device.type in SLABBED and not is_one else [(0, len(table))]:
         nbytes = table.nbytes[start:stop].tolist()
-        arena = Arena.allocate(needed_bytes(nbytes), device)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            arena = Arena.allocate(needed_bytes(nbytes), device)
         arena.warm(is_over)
         offsets = arena.place(nbytes)
         rows = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
         whole, dtypes, shapes = arena.bytes_at(0, arena.nbytes), table.dtypes[start:stop], table.shapes[start:stop]
         made = as_tensors(whole, dtypes, shapes, offsets) if rows else []
         yield Slab(arena=arena, rows=rows, tensors=dict(zip(table.names[start:stop], made, strict=True)))
-        if stream is not None:
-            torch.cuda.set_stream(stream)
 
 
 def _cuts(nbytes: I64) -> Iterator[tuple[int, int]]:
