@@ -251,8 +251,8 @@ class Following:
         # What we have no memory for yet will lie on the device of what we have: it is mapped as for our first region.
         mine = np.maximum(ours.padded(len(region)).row_region, 0)
         held = (self._holding.line.table.nbytes > 0) & (region >= 0)
-        for pair in np.unique(region[held] * len(ours.regions) + mine[held]).tolist():
-            self._link(*divmod(pair, len(ours.regions)))
+        for pair in sorted(set(zip(region[held].tolist(), mine[held].tolist(), strict=True))):
+            self._link(*pair)
         self._row_offset, self._row_region = offset, region
 
     def _read_log(self, peer: Peer) -> None:
