@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,11 +25,10 @@ from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, described, line_of_tensors, revision_of
 from penstock.fleet.member import Member
 from penstock.fleet.messages import FlightRequest, HoldingState
-from penstock.fleet.slab import Slab, slabs
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
-from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
-from penstock.memory.arena import Arena
+from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
+from penstock.memory.arena import Arena, needed_bytes
 from penstock.storage.manifest import Uris
 from penstock.storage.manifest_file import leaves_of
 from penstock.types import U64, TensorTable
@@ -68,31 +67,33 @@ class Found:
 
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
-    ) -> tuple[Holding, dict[str, torch.Tensor] | None, Iterator[Slab]]:
-        """The holding; the tensors by name, where they are new; and what is allocated while the first bytes come.
-
-        New ones lie where a `Placed` target says, else in arenas, whose pages are made present until `is_over`.
-        """
-        table, made = self.line.table, None
-        arenas: Sequence[Arena] = ()
-        rest: Iterator[Slab] = iter(())
+    ) -> tuple[Holding, dict[str, torch.Tensor] | None]:
+        """The holding; and the tensors by name, where they are new: where a `Placed` target says, else in an arena,
+        whose pages are made present until `is_over`."""
         if self.rows is not None:
-            flat = self.rows
-        elif isinstance(target, Placed):
-            flat, arenas = target.place(table), target.arenas
-            tensors = [
+            holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
+            return holding, None
+        table = self.line.table
+        arenas: list[Arena] = []
+        if isinstance(target, Placed):
+            flat = target.place(table)
+            arenas += target.arenas
+            made = [
                 as_tensor(raw, dtype, shape)
                 if raw.numel()
                 else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
                 for raw, dtype, shape in zip(flat, table.dtypes, table.shapes, strict=True)
             ]
-            made = dict(zip(table.names, tensors, strict=True))
         else:
-            rest = slabs(table, self.device, is_over, is_one=self.session is not None)
-            first = next(rest)
-            flat, arenas, made = first.rows, [first.arena], first.tensors
+            nbytes = table.nbytes.tolist()
+            arena = Arena.allocate(needed_bytes(nbytes), self.device)
+            arena.warm(is_over)
+            offsets = arena.place(nbytes)
+            flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
+            made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
+            arenas.append(arena)
         holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
-        return holding, made, rest
+        return holding, dict(zip(table.names, made, strict=True))
 
 
 class Discovery:

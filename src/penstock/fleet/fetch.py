@@ -102,9 +102,9 @@ class Fetch(Closing):
         """
         if self._holding.is_whole:
             self.ticket.finish()
-        self.start(self._ask_for_upstreams, "penstock-flight")
+        self._start(self._ask_for_upstreams, "penstock-flight")
         if self._storage is not None:
-            self.start(self._ask_for_claims, "penstock-claims")
+            self._start(self._ask_for_claims, "penstock-claims")
         while not self.ticket.done:
             pause_s = self.assign()
             with self.ticket.changed:
@@ -118,8 +118,7 @@ class Fetch(Closing):
         self.ticket.check()
         return self.outcome
 
-    def start(self, target: Callable[[], None], name: str) -> None:
-        """Run it beside the fetch, which ends with what it raises."""
+    def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -293,7 +292,7 @@ class Fetch(Closing):
         return found[-1:] if one.should_probe() else found[:0]
 
     def _wanted(self, one: Following) -> Bools:
-        return one.has & self._holding.laid & ~self._holding.have & ~self._flying
+        return one.has & ~self._holding.have & ~self._flying
 
     # -- what steps ask and report
 

@@ -12,17 +12,17 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.digest.leaf import leaf_digests, revision
-from penstock.errors import Cancelled, IntegrityError
+from penstock.errors import FormatError, IntegrityError
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply, State
-from penstock.fleet.place import place_of
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.memory.tier_moves import SOURCE
 from penstock.plan.chunks import to_ranges
@@ -32,6 +32,69 @@ from penstock.transport.protocol import Handle, Memory, Segments
 from penstock.types import I64, U64
 
 Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Place:
+    """Where the line's rows lie: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+
+    regions: tuple[Memory, ...]
+    row_region: I64
+    row_offset: I64
+
+
+def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Place:
+    """Find the regions behind flat uint8 tensors: their arena where they lie in one, else their torch storage."""
+    regions: list[Memory] = []
+    at: dict[int, int] = {}
+    row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    for row, flat in enumerate(rows):
+        if not flat.numel():
+            continue
+        address = flat.data_ptr()
+        arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
+        if arena is not None:
+            base, nbytes = arena.address, arena.nbytes
+        else:
+            storage = flat.untyped_storage()
+            base, nbytes = storage.data_ptr(), storage.nbytes()
+        if base not in at:
+            at[base] = len(regions)
+            owner: object = arena if arena else flat
+            regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
+        row_region[row], row_offset[row] = at[base], address - base
+    return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+
+
+def column(raw: bytes, kind: str) -> I64:
+    """Numbers that a peer sent, little endian. FormatError where the bytes are no whole number of them."""
+    if len(raw) % np.dtype(kind).itemsize:
+        raise FormatError(f"a column of {len(raw)} bytes")
+    return np.frombuffer(raw, kind).astype(np.int64)
+
+
+def located(line: Line, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
+    """Per row of the line a peer's region and the offset in it; both mean nothing for a row of no bytes.
+
+    Args:
+        line: ours.
+        where: what the peer says.
+        room: bytes of each of its regions.
+
+    Raises:
+        FormatError: a row lies outside, or it says another number of rows.
+    """
+    region, offset = column(where.row_region, "<i4"), column(where.row_offset, "<i8")
+    nbytes = line.table.nbytes
+    fits = len(region) == len(offset) == len(nbytes)
+    if fits and len(nbytes):
+        held = nbytes > 0
+        of, at = region[held], offset[held]
+        fits = bool(((of >= 0) & (of < len(room))).all())
+        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[held])).all())
+    if not fits:
+        raise FormatError("a peer's map does not fit the line")
+    return region, offset
 
 
 def device_id(device: torch.device) -> str:
@@ -45,15 +108,13 @@ class Holding:
     Args:
         identity: what they are; its key names them.
         line: their order and chunks.
-        rows: per row of the line its bytes, flat uint8, all on one device; kept alive by this. Of the first rows, where
-            the memory of others comes later, see `lay`.
+        rows: per row of the line its bytes, flat uint8, all on one device; kept alive by this.
         leaves: the digests they must have, where a manifest says so.
         arenas: what the rows lie in, where they do.
         max_readers: leases given at once.
 
     Attributes:
         leaves: per leaf of the line its digest; true for chunks in `have`, and for all where a manifest said so.
-        laid: per chunk whether there is memory for it.
         have: per chunk whether it was verified.
         changed: notified when `have`, `state` or `generation` changes.
         kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
@@ -91,18 +152,11 @@ class Holding:
         self._into: list[dict[str, Handle]] = []
         self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._looking = threading.Lock()
-        self._address: I64 = np.zeros(0, np.int64)
-        self._host = list[npt.NDArray[np.uint8] | None]()
         self._look_at(rows)
 
-    def _look_at(self, rows: Sequence[torch.Tensor], *, after: int = 0) -> None:
-        """These rows come after so many of those there were."""
-        address = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
-        host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
-        self._address = np.append(self._address[:after], address)
-        self._host = self._host[:after] + host
-        table = self.line.chunks
-        self.laid: Bools = table.first_leaf[1:] <= np.searchsorted(table.leaf_row, after + len(rows))
+    def _look_at(self, rows: Sequence[torch.Tensor]) -> None:
+        self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
+        self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
     @property
     def is_whole(self) -> bool:
@@ -111,38 +165,26 @@ class Holding:
 
     def register(self, links: Links) -> None:
         """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
-        if not self._handles:
-            self._handles, self._into = _registered(self.place.regions, links)
-
-    def lay(self, rows: Sequence[torch.Tensor], arena: Arena, links: Links) -> None:
-        """Memory of the line's next rows, registered: from now on it is read into, and shown.
-
-        Nothing, where the holding was given up meanwhile.
-        """
-        more = place_of(rows, [arena])
-        shown, into = _registered(more.regions, links)
-        with self.changed:
-            if self.state == "filling":
-                before, self.rows = len(self.rows), [*self.rows, *rows]
-                self._handles, self._into = self._handles + shown, self._into + into
-                self.place = self.place.then(more)
-                self._look_at(rows, after=before)
-                return
-        _close(into)
+        if self._handles:
+            return
+        shown: list[dict[str, Handle]] = []
+        try:
+            for memory in self.place.regions:
+                shown.append(links.register(memory))
+            into = [links.register_into(*pair) for pair in zip(self.place.regions, shown, strict=True)]
+        except BaseException:
+            _close(shown)
+            raise
+        self._handles, self._into = shown, into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Our registrations of a region, by the transports that can read into it. Cancelled: we gave it up."""
-        into = self._into
-        if region >= len(into):
-            raise Cancelled("the holding was given up")
-        return into[region]
+        """Our registrations of a region, by the transports that can read into it."""
+        return self._into[region]
 
     def map(self) -> HoldingMap:
-        """How a peer reads this: the memory that there is by now."""
+        """How a peer reads this."""
         chunks = self.line.chunks
-        with self.changed:
-            described = tuple({name: encode(h.descriptor) for name, h in handles.items()} for handles in self._handles)
-            place = self.place.padded(len(self.line.table))
+        described = tuple({name: encode(h.descriptor) for name, h in handles.items()} for handles in self._handles)
         return HoldingMap(
             key=self.key,
             generation=self.generation,
@@ -150,8 +192,8 @@ class Holding:
             chunk_bytes=chunks.chunk_bytes,
             num_chunks=chunks.num_chunks,
             regions=described,
-            row_region=place.row_region.astype("<i4").tobytes(),
-            row_offset=place.row_offset.astype("<i8").tobytes(),
+            row_region=self.place.row_region.astype("<i4").tobytes(),
+            row_offset=self.place.row_offset.astype("<i8").tobytes(),
         )
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
@@ -162,18 +204,18 @@ class Holding:
             theirs_region: the peer's region of each row.
             theirs_offset: where each row starts in it.
         """
-        pieces, place = self.line.chunks.pieces(chunks), self.place
+        pieces = self.line.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
-        dst = place.row_offset[pieces.row] + pieces.start
-        from_to = theirs_region[pieces.row] * len(place.regions) + place.row_region[pieces.row]
+        dst = self.place.row_offset[pieces.row] + pieces.start
+        from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
         found = {}
         for pair in np.unique(from_to).tolist():
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
-            theirs, ours = divmod(pair, len(place.regions))
+            theirs, ours = divmod(pair, len(self.place.regions))
             # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor, and
             # where chunks are as small as that, another chunk.
-            is_ours = isinstance(place.regions[ours].owner, Arena) and not self._has_tiny_chunks
+            is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
             found[theirs, ours] = segments.joined(padding_bytes=padding)
         return found
@@ -299,7 +341,7 @@ class Holding:
         """Let go of the memory: the same bytes are in this tier. After `close`."""
         with self._looking, self.changed:
             self.rows, self.place, self.tier, self.state = [], place_of([]), tier, "whole"
-            self._look_at([])
+            self._look_at(self.rows)
 
     def wake(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """The bytes are here again, all of them, and nobody reads them yet: it is to be registered anew."""
@@ -324,7 +366,6 @@ class Holding:
                 state=self.state,  # type: ignore[arg-type]
                 chunks=new.astype("<u4").tobytes(),
                 leaves=leaves.astype("<u8").tobytes(),
-                num_regions=len(self._handles),
             )
 
     def status(self) -> HoldingState:
@@ -351,18 +392,6 @@ class Holding:
                 tier=self.tier,
                 revision=self._root,
             )
-
-
-def _registered(regions: Sequence[Memory], links: Links) -> tuple[list[dict[str, Handle]], list[dict[str, Handle]]]:
-    """What is shown of each region, and what is read into it by."""
-    shown: list[dict[str, Handle]] = []
-    try:
-        for memory in regions:
-            shown.append(links.register(memory))
-        return shown, [links.register_into(*pair) for pair in zip(regions, shown, strict=True)]
-    except BaseException:
-        _close(shown)
-        raise
 
 
 def _close(handles: Sequence[dict[str, Handle]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -32,7 +32,6 @@ from penstock.fleet.member import Member
 from penstock.fleet.outcome import Outcome
 from penstock.fleet.part import StoragePart
 from penstock.fleet.report import FetchReport, report_of
-from penstock.fleet.slab import Slab, lay
 from penstock.fleet.stop import until_stopped
 from penstock.loader.into import targets_of
 from penstock.loader.report import Phases
@@ -91,12 +90,12 @@ class Fleet:
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            holding, made, rest = found.allocate(target, self._max_readers, is_over.is_set)
+            holding, made = found.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
             self.member.show(holding)
             storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
             phases.enter("connect")
-            outcome = self._fill(holding, storage, phases, record, made, rest)
+            outcome = self._fill(holding, storage, phases, record, is_new=made is not None)
             holding.become("whole")
             self.member.beat_now()
             if made is not None:
@@ -108,17 +107,11 @@ class Fleet:
             return report_of(holding, outcome, storage_bytes=storage_bytes, phases=phases.stop())
 
     def _fill(
-        self,
-        holding: Holding,
-        storage: StoragePart | None,
-        phases: Phases,
-        record: Trace,
-        made: dict[str, torch.Tensor] | None,
-        rest: Iterator[Slab],
+        self, holding: Holding, storage: StoragePart | None, phases: Phases, record: Trace, *, is_new: bool
     ) -> Outcome:
-        """Run the fetch of a holding that is shown, allocating the rest of its memory; one that fails is hidden.
+        """Run the fetch of a holding that is shown; one that fails is hidden.
 
-        Raises: as `fetch`; `mutated` where the memory was given (none `made`) and touched.
+        Raises: as `fetch`; `mutated` where the memory was given (not `is_new`) and touched.
         """
         running = Fetch(
             self.member,
@@ -130,9 +123,6 @@ class Fleet:
         )
         try:
             with running:
-                if made is not None:
-                    links = self.member.links
-                    running.start(lambda: lay(rest, holding, made, links, running.ticket), "penstock-allocate")
                 outcome = running.run()
             phases.enter("commit")
             if not holding.has_manifest:  # with one, each byte was compared with what it should be
@@ -141,7 +131,7 @@ class Fleet:
                     storage.check_unchanged()
         except BaseException as error:
             self.member.hide(holding, 0.0)
-            if isinstance(error, PenstockError) and made is None:
+            if isinstance(error, PenstockError) and not is_new:
                 # Storage writes before it hands chunks on.
                 is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
                 error.mutated = error.mutated or is_touched

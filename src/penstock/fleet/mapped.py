@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from penstock.errors import ConfigError, FormatError, IntegrityError
-from penstock.fleet.holding import Holding
+from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.line import Line
 from penstock.fleet.messages import HoldingMap, HoldingState, LogReply
-from penstock.fleet.place import column, located
 from penstock.loader.tensor import as_tensors
 from penstock.transport.descriptor import decode
 from penstock.transport.region import Region, map_region
@@ -58,8 +57,6 @@ def tensors_in(
     """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
     region_of, offset_of = located(line, where, [one.nbytes for one in regions])
     table = line.table
-    if (region_of[table.nbytes > 0] < 0).any():
-        raise FormatError("a keeper's map lacks rows of the line")
     made: dict[int, torch.Tensor] = {}
     rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
     for number, region in enumerate(regions):

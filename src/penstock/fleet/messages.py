@@ -284,8 +284,6 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""
     max_bytes_per_s: Count = 0
     """See `Lease`: the share now, which shrinks and grows with the number of readers."""
-    num_regions: Count = 0
-    """Of its map by now: it may have allocated more since that was asked for, and these chunks may lie there."""
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:

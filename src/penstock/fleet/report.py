@@ -28,9 +28,7 @@ class FetchReport:
     """Bytes this process asked of storage."""
     wall_s: float
     phases: Mapping[str, float]
-    """Seconds of `discover`, `allocate`, `register`, `connect`, `move`, `commit`, one after the other: they sum to
-    `wall_s`. New memory of a device is allocated in slabs: `allocate` and `register` are those of the first, and the
-    others are allocated and registered during `connect` and `move`. `move` begins as the first byte is asked for."""
+    """Seconds of `discover`, `allocate`, `register`, `move`, `commit`; they sum to `wall_s`."""
     nbytes_by_path: Mapping[str, int]
     """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
     why: Mapping[str, str]

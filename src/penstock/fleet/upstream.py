@@ -14,10 +14,9 @@ import numpy as np
 from penstock.engine.executors import guarded
 from penstock.engine.ticket import Ticket
 from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
-from penstock.fleet.holding import Holding
+from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
-from penstock.fleet.place import column, located
 from penstock.transport.choose import Links, Reaching
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.protocol import Coding, Handle, Segments, Transport
@@ -98,7 +97,6 @@ class Following:
         self._gives = _Pace(self._alive_at)
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._generation = -1
-        self._regions: tuple[dict[str, bytes], ...] = ()
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
@@ -156,23 +154,8 @@ class Following:
         """What to post for these chunks, transport by transport."""
         found = []
         for pair, segments in self._holding.segments(chunks, self._row_region, self._row_offset).items():
-            found.append((*self._link(*pair), segments))
+            found.append((*self._transports[pair], segments))
         return found
-
-    def _link(self, theirs: int, mine: int) -> tuple[Transport, Handle, Descriptor]:
-        """How this pair of regions is read. PlanError: no transport reaches it."""
-        if (theirs, mine) not in self._transports:
-            handles = self._holding.handles(mine)
-            transport, descriptor, why = self._links.choose(
-                handles, self._regions[theirs], same_host=self._same_host, same_process=False
-            )
-            if isinstance(transport, Reaching):
-                transport.reach(handles[transport.name], descriptor)
-                self.step_chunks = max(self.step_chunks, MAPPED_STEP_CHUNKS)
-            self._transports[theirs, mine] = transport, handles[transport.name], descriptor
-            self._why_no_nearer = why
-            self._by(transport.name, why)
-        return self._transports[theirs, mine]
 
     def gave(self, nbytes: int, seconds: float) -> None:
         """Note a read: its pace sets how much the next one takes."""
@@ -224,9 +207,7 @@ class Following:
             with self.peer as peer:
                 lease = peer.lease()
                 self._cap = lease.max_bytes_per_s
-                found = peer.map()
-                self._generation = found.generation
-                self._connect(found)
+                self._connect(peer.map())
                 self._alive_at = time.monotonic()
                 self._read_log(peer)
         except PenstockError as error:
@@ -234,35 +215,38 @@ class Following:
                 self.fail(error)
 
     def _connect(self, found: HoldingMap) -> None:
-        """Hold its map to our line, and choose a transport for each pair of regions. Called again when its memory grew.
+        """Hold its map to our line, and choose a transport for each pair of regions.
 
         Raises:
             PlanError: it cuts the line another way, or no transport reaches it. FormatError: the map does not fit.
-            StaleDescriptor: it is of other weights than its first.
         """
         chunks, ours = self._holding.line.chunks, self._holding.place
         same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
         if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
             raise PlanError(f"its chunks are cut another way: {same}")
-        self._check(found.generation)
         room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in found.regions]
-        region, offset = located(self._holding.line, found, room)
-        self._regions = found.regions
-        # What we have no memory for yet will lie on the device of what we have: it is mapped as for our first region.
-        mine = np.maximum(ours.padded(len(region)).row_region, 0)
-        held = (self._holding.line.table.nbytes > 0) & (region >= 0)
-        for pair in sorted(set(zip(region[held].tolist(), mine[held].tolist(), strict=True))):
-            self._link(*pair)
-        self._row_offset, self._row_region = offset, region
+        self._row_region, self._row_offset = region, _ = located(self._holding.line, found, room)
+        held = ours.row_region >= 0
+        for theirs, mine in sorted(set(zip(region[held].tolist(), ours.row_region[held].tolist(), strict=True))):
+            handles = self._holding.handles(mine)
+            transport, descriptor, why = self._links.choose(
+                handles, found.regions[theirs], same_host=self._same_host, same_process=False
+            )
+            if isinstance(transport, Reaching):
+                transport.reach(handles[transport.name], descriptor)
+                self.step_chunks = MAPPED_STEP_CHUNKS
+            self._transports[theirs, mine] = transport, handles[transport.name], descriptor
+            self._why_no_nearer = why
+            self._by(transport.name, why)
+        self._generation = found.generation
 
     def _read_log(self, peer: Peer) -> None:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
             self._cap = reply.max_bytes_per_s
-            self._check(reply.generation)
-            if reply.num_regions > len(self._regions):
-                self._connect(peer.map())
+            if reply.generation != self._generation:
+                raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = column(reply.chunks, "<u4")
             if len(chunks):
                 self._learn(chunks, column(reply.leaves, "<u8").view(np.uint64))
@@ -275,17 +259,11 @@ class Following:
                 self._rest()
             serial = reply.serial
 
-    def _check(self, generation: int) -> None:
-        if generation != self._generation:
-            raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
-
     def _learn(self, chunks: I64, leaves: U64) -> None:
         table = self._holding.line.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
         at = table.leaves_of(chunks)
-        if (self._row_region[table.leaf_row[at]] < 0).any():
-            raise FormatError("its log names a chunk that its map does not", uri=f"penstock:{self.upstream.member}")
         if len(leaves) != len(at):
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
         clash = self._holding.contradicts(chunks, leaves)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import PlanError
-from penstock.fleet.place import place_of
+from penstock.fleet.holding import place_of
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout

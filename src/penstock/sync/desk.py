@@ -30,8 +30,8 @@ import numpy as np
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, NotFound, PermissionDenied, StaleDescriptor
 from penstock.fleet.door import MAX_BODY_BYTES, MAX_WAIT_S
+from penstock.fleet.holding import column
 from penstock.fleet.messages import LeaseRequest
-from penstock.fleet.place import column
 from penstock.fleet.sync_messages import (
     DigestReply,
     DigestRequest,

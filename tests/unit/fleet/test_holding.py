@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, IntegrityError
-from penstock.fleet.holding import Holding
+from penstock.fleet.holding import Holding, place_of
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, line_of_tensors, tabulate
-from penstock.fleet.place import place_of
 from penstock.memory.arena import Arena
 from penstock.types import DType
 
