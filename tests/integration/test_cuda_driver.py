@@ -66,6 +66,15 @@ int cuMemcpyBatchAsync_v2(u64 *dst, u64 *src, size_t *n, size_t count, int *how,
   for (size_t i = 0; i < count; i++) if (queue(dst[i], src[i], n[i], on)) return 1;
   return 0;
 }
+typedef struct { size_t x, y; int type; void *host; u64 at; void *array; size_t pitch; } side;
+typedef struct { side from, to; size_t width, height; } pitched;
+int cuMemcpy2DAsync_v2(const pitched *one, stream *on) {
+  if (check(one->from.type == 4 && one->to.type == 4 && one->width <= one->from.pitch && one->width <= one->to.pitch))
+    return 1;
+  for (size_t i = 0; i < one->height; i++)
+    if (queue(one->to.at + i * one->to.pitch, one->from.at + i * one->from.pitch, one->width, on)) return 1;
+  return 0;
+}
 int cuGetErrorName(int code, const char **said) { *said = "CUDA_ERROR_MADE_UP"; return 0; }
 void told(long *out) { long all[] = {wrong, streams, events, copies, pinned}; memcpy(out, all, sizeof all); }
 """
@@ -79,7 +88,7 @@ from penstock.testing.transport_suite import segments
 from penstock.transport.cuda_driver import load_driver
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.pinned import PinnedTransport
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Memory, Rectangles
 from penstock.transport.shm import ShmTransport
 from penstock.transport.staged import StagedTransport
 
@@ -117,6 +126,17 @@ ours, theirs, source = CudaIpcTransport(), CudaIpcTransport(), made()
 ctypes.memmove(source.address, pattern(NBYTES), NBYTES)
 given = theirs.register(source).descriptor
 check(ours, ours.register(made()), given)
+into = ours.register(made())
+columns = dict(src=[7], dst=[5], run_bytes=[16_384], num_rows=[100], src_pitch=[25_000], dst_pitch=[17_000])
+rectangles = Rectangles(**{name: np.array(column) for name, column in columns.items()})
+for turn in range(2):
+    ours.wait(ours.post_rectangles(into, given, rectangles), stall_s=60)
+    found = np.frombuffer(ctypes.string_at(into.memory.address, NBYTES), np.uint8)
+    truth = np.frombuffer(pattern(NBYTES), np.uint8)
+    for src, dst, run, count, src_pitch, dst_pitch in zip(*columns.values()):
+        for i in range(count):
+            here, there = dst + i * dst_pitch, src + i * src_pitch
+            assert (found[here : here + run] == truth[there : there + run]).all()
 ours.close()
 theirs.close()
 
@@ -146,5 +166,5 @@ def test_every_call_has_its_context_and_arguments_and_all_is_given_back(tmp_path
     done = subprocess.run([sys.executable, "-c", READS], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found.pop("copies") == 3 * (50 + 20) + 1
+    assert found.pop("copies") == 3 * (50 + 20) + 2 * 100 + 1
     assert found == {"wrong": 0, "streams": 0, "events": 0, "pinned": 0}

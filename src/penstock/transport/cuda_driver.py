@@ -29,10 +29,16 @@ IPC_HANDLE_BYTES = 64
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
 _MAPPED, _READ_ONLY = 2, 8
+_UNIFIED = 4
 _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
+
+PITCHED_BYTES = 4 << 10
+PITCHED_LEAST_BYTES = 1 << 20
+"""A rectangle of so many bytes, in runs so long, is one copy of the copy engines, which keep to the link's rate; the
+processors that a kernel would take stay free. A smaller one would be moved before the next is begun."""
 
 _FEW = 8
 """So many copies are queued one by one; more are a batch, which lets go of the interpreter's lock."""
@@ -67,6 +73,29 @@ class _Location(ctypes.Structure):
 
 class _CopyAttributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("src", _Location), ("dst", _Location), ("flags", ctypes.c_uint))
+
+
+class _PitchedCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_int),
+        ("src_host", ctypes.c_void_p),
+        ("src", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_int),
+        ("dst_host", ctypes.c_void_p),
+        ("dst", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 class _AccessDesc(ctypes.Structure):
@@ -115,6 +144,7 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (_ptr,),
     "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
     "cuMemcpyHtoDAsync_v2": (_u64, _u64, _size, _ptr),
+    "cuMemcpy2DAsync_v2": (_ptr, _ptr),
     "cuGetErrorName": (ctypes.c_int, _ptr),
 }
 _QUICK = frozenset(
@@ -307,7 +337,46 @@ class CudaDriver:
             gather(dst, src, nbytes, device, stream)
 
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """As `gather`: rectangles whose `src` and `dst` are addresses; each call of what is returned queues them."""
+        """Lay out copies whose `src` and `dst` are addresses; each call of what is returned queues them.
+
+        Runs of `PITCHED_BYTES` go by copy engines, a call for each rectangle; shorter ones as `gather`.
+        """
+        pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
+        parts = []
+        if pitched.any():
+            parts.append(self._pitched(rows[pitched], stream))
+        if not pitched.all():
+            parts.append(self._gathered(rows[~pitched], device, stream))
+
+        def queue() -> None:
+            for part in parts:
+                part()
+
+        return queue
+
+    def _pitched(self, rows: Rectangles, stream: int) -> Callable[[], None]:
+        columns = (rows.src, rows.dst, rows.run_bytes, rows.num_rows, rows.src_pitch, rows.dst_pitch)
+        copies = [
+            _PitchedCopy(
+                src_type=_UNIFIED,
+                src=src,
+                src_pitch=src_pitch,
+                dst_type=_UNIFIED,
+                dst=dst,
+                dst_pitch=dst_pitch,
+                width=run,
+                height=count,
+            )
+            for src, dst, run, count, src_pitch, dst_pitch in zip(*(c.tolist() for c in columns), strict=True)
+        ]
+
+        def queue() -> None:
+            for one in copies:
+                self._do("cuMemcpy2DAsync_v2", ctypes.byref(one), stream)
+
+        return queue
+
+    def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         try:
             from penstock.transport.gather import lay_out_rectangles
         except ModuleNotFoundError:
