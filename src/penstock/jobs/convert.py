@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -171,7 +172,7 @@ def _grow(asked: Asked, into: str, spool: str | os.PathLike[str] | None, stack: 
 
 
 def _begin(grown: _Grown) -> str | None:
-    """The revision, if the result is published already; else there is room for it, and the journal is true."""
+    """The revision, if the result is published already; else its files are there, and the journal is true."""
     job, journal, into, out = grown.job, grown.journal, grown.into, grown.out
     settings, options = grown.settings, grown.words.storage_options
     if revision := published(job, journal, into, settings, options):
@@ -183,7 +184,7 @@ def _begin(grown: _Grown) -> str | None:
         require_none(into, settings=settings, storage_options=options)
     else:
         require_free(Path(local_path(into)))
-    out.create()
+    out.make()
     out.open()
     forget_what_did_not_last(job, journal, out)
     return None
@@ -201,9 +202,7 @@ def _make(
     if isinstance(destination, Sink):
         return _fill(asked, destination, run)
     grown = _grow(asked, os.fspath(destination), spool, stack)
-    with stages.stage("room"):
-        revision = _begin(grown)
-    if revision is not None:
+    if (revision := _begin(grown)) is not None:
         return grown, revision, None
     ran = run(grown)
     with stages.stage("publish"):
@@ -220,22 +219,31 @@ def _run(
     on_progress: Progress | None,
     grown: _Grown,
 ) -> _Ran:
-    """Have every task done that earlier runs did not do; workers end while the stack's owner publishes."""
+    """Have every task done that earlier runs did not do. Workers begin while room is made, and end after this."""
     job, journal = grown.job, grown.journal
     if grown.words.in_memory and crew.listen is not None:
         raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
     uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
-    with stages.stage("devices"):
-        where = devices_of(devices, workers, crew.gpus if isinstance(crew, LocalCrew) else gpus)
-    predicted = predict(job, journal.kept, uris, where if crew.listen is None else (), rates)
     words = msgspec.structs.replace(grown.words, trace=stages.enabled)
-    coordinator = stack.enter_context(
-        Coordinator(job, words, journal, crew, where, stall_s=words.stall_s, on_progress=on_progress)
-    )
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool:
+        room = pool.submit(_make_room, grown.out, stages)
+        with stages.stage("workers"):
+            where = devices_of(devices, workers, crew.gpus if isinstance(crew, LocalCrew) else gpus)
+            coordinator = stack.enter_context(
+                Coordinator(job, words, journal, crew, where, stall_s=words.stall_s, on_progress=on_progress)
+            )
+            coordinator.begin()
+        predicted = predict(job, journal.kept, uris, where if crew.listen is None else (), rates)
+        room.result()
     with stages.stage("run"):
         coordinator.run()
     check_repeated(job, journal, grown.out, coordinator.repeated)
     return coordinator, predicted
+
+
+def _make_room(out: OutputSet, stages: Trace) -> None:
+    with stages.stage("room"):
+        out.allocate()
 
 
 def _publish(grown: _Grown) -> str:

@@ -131,8 +131,13 @@ class Coordinator(Closing):
         self._listener.settimeout(HELLO_S)
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
+    def begin(self) -> None:
+        """Start the workers, which get ready to be told words. ConfigError, PeerLost."""
+        for device in () if self.placement.is_done else self._devices:
+            self._spawn(device, 0)
+
     def run(self) -> None:
-        """Return once every task is done and in the journal, and no worker writes any more.
+        """Return once every task is done and in the journal, and no worker writes any more. Order: after `begin`.
 
         Raises:
             PenstockError: what a worker could not go on for.
@@ -141,8 +146,6 @@ class Coordinator(Closing):
         """
         if self.placement.is_done:
             return
-        for device in self._devices:
-            self._spawn(device, 0)
         while not self.placement.is_done:
             for key, _ in self._select.select(TURN_S):
                 if key.data is None:

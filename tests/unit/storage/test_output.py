@@ -144,6 +144,20 @@ def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "growing").exists()
 
 
+def test_files_can_be_there_before_there_is_room_for_their_bodies(tmp_path):
+    out = made(tmp_path / "growing", laid_out())
+    out.make()
+    out.open()
+    assert [path.stat().st_size for path in sorted((tmp_path / "growing").iterdir())] == out.data_offset
+    out.write(0, 0, memoryview(b"early"))
+    out.allocate()
+    assert [path.stat().st_size for path in sorted((tmp_path / "growing").iterdir())] == out.file_nbytes
+    back = bytearray(5)
+    out.read(0, 0, memoryview(back))
+    assert back == b"early"
+    out.close()
+
+
 def test_a_file_that_was_cut_short_is_said_to_be(tmp_path):
     out = made(tmp_path / "growing", laid_out())
     out.create()
