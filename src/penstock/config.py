@@ -108,6 +108,12 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(message, hint="docs/tuning.md says what it may be") from error
 
 
+def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+    """What CUDA_VISIBLE_DEVICES names; None: nothing is hidden."""
+    shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    return None if shown is None else tuple(filter(None, shown.split(",")))
+
+
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Where the sockets and locks of this user's hub are; it may not be there yet.
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PlanError, SourceChanged
 from penstock.jobs.convert import convert, plan
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.crew import LocalCrew, num_early
 from penstock.jobs.journal import Journal
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
@@ -133,6 +133,40 @@ from penstock import api
 api.convert(sys.argv[1:3], sys.argv[3], operations=[{"op": "linear"}], to="cast:F32", workers=2)
 assert "torch" not in sys.modules
 """
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_that_were_begun_before_their_device_was_known(source, expected, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr("penstock.jobs.crew.num_early", lambda devices, workers: 2)
+    with LocalCrew() as crew:
+        crew.begin()
+        early = [process for process, _ in crew._early]
+        report = run(source, tmp_path / "out", workers=workers, crew=crew)
+        used = [process for process in crew._processes.values() if process in early]
+        assert len(used) == min(2, workers) == len(early) - len(crew._early)
+    assert [one.end for one in report.workers] == ["finished"] * workers
+    assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "shown", "num"),
+    [
+        ("cpu", 4, None, 0),
+        ("all", None, None, 3),
+        ("all", 2, None, 2),
+        ("all", None, "1,2", 2),
+        ("all", None, "", 0),
+        (["cuda:0", "cpu", "cuda:1"], None, None, 2),
+        (["cuda:0"], 4, None, 1),
+    ],
+)
+def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown, num):
+    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: True)
+    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert num_early(devices, workers) == num
 
 
 def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):

@@ -132,7 +132,7 @@ def convert(
         return
     from penstock.jobs.crew import LocalCrew
 
-    crew = None if ray is not None else LocalCrew()
+    crew = None if ray is not None else LocalCrew(devices.split(","), workers)
     if crew is not None:
         crew.begin()  # now, for the rest is imported meanwhile
     from penstock.jobs.sink import SCHEME

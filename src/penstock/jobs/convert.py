@@ -109,7 +109,7 @@ def convert(
     devices_of(devices, workers, list)  # what names no device is said before anything is begun
     stages = open_trace(trace)
     with ExitStack() as stack:
-        crew = crew or _crew(ray, stack)
+        crew = crew or _crew(ray, devices, workers, stack)
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         with stages.stage("plan"):
             asked = ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack)
@@ -304,9 +304,9 @@ def _leave(
         journal.remove()
 
 
-def _crew(ray: str | None, stack: ExitStack) -> Crew:
+def _crew(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Crew:
     if ray is None:
-        crew = stack.enter_context(LocalCrew())
+        crew = stack.enter_context(LocalCrew(devices, workers))
         crew.begin()
         return crew
     from penstock.jobs.ray_crew import RayCrew

@@ -7,6 +7,8 @@ Not here: workers elsewhere (`ray_crew`), what they are told (`run`).
 from __future__ import annotations
 
 import contextlib
+import glob
+import json
 import math
 import os
 import re
@@ -17,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.closing import Closing
+from penstock.config import visible_devices
 from penstock.engine.trace import STAGES, Span
 from penstock.errors import ConfigError, PeerLost
 from penstock.jobs.zygote import END_S, START_S, Forked, Zygote
+from penstock.transport.cuda_driver import load_driver
 
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
@@ -52,26 +56,45 @@ class Crew(Protocol):
 
 
 class LocalCrew(Closing):
-    """Processes of this host, forked from one that imported torch for all. They end with the thread that started them,
-    whatever ends that. A context manager: leaving it ends them.
+    """Processes of this host, forked from one that imported torch for all; those for GPUs begin at once, and import it
+    each beside its driver's start. They end with the thread that started them, whatever ends that. A context manager:
+    leaving it ends them.
 
     Attributes:
         zygote: what they are forked from; None: nobody was started yet.
+
+    Args:
+        devices, workers: see `devices_of`; what is likely to be asked for.
     """
 
     listen: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, devices: str | Sequence[str] = "all", workers: int | None = None) -> None:
         self.zygote: Zygote | None = None
         self._processes: dict[str, Forked] = {}
         self._gpus: list[str] | None = None
+        self._num_early = num_early(devices, workers)
+        self._early: list[tuple[Forked, int]] = []
 
     def begin(self) -> Zygote:
         """Start what workers are forked from, which takes seconds, and go on meanwhile. Idempotent. PeerLost."""
         if self.zygote is None or not self.zygote.is_alive:
             self.close()
-            self.zygote = Zygote(IMPORTS)
+            self.zygote = Zygote(() if self._num_early else IMPORTS)
+            for _ in range(self._num_early):
+                self._early.append(self._begun(self.zygote))
         return self.zygote
+
+    def _begun(self, zygote: Zygote) -> tuple[Forked, int]:
+        """A process that waits for a worker's arguments, and where they are to be written."""
+        reads, writes = os.pipe()
+        try:
+            return zygote.fork("penstock.jobs.early:work", [], (reads, 2)), writes
+        except BaseException:
+            os.close(writes)
+            raise
+        finally:
+            os.close(reads)
 
     def gpus(self) -> list[str]:
         """See `gpus`: asked in a process of its own, for this one neither has torch nor wants a device. PeerLost."""
@@ -92,8 +115,13 @@ class LocalCrew(Closing):
         if device != "cpu" and device not in (found := self.gpus()) and (device != "cuda" or not found):
             message = f"device {device} is not there: {len(found)} CUDA devices"
             raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
-        arguments = [address, worker, device, secret]
-        self._processes[worker] = self.begin().fork("penstock.jobs.process:work", arguments)
+        arguments, zygote = [address, worker, device, secret], self.begin()
+        if not self._early:
+            self._processes[worker] = zygote.fork("penstock.jobs.process:work", arguments)
+            return
+        self._processes[worker], line = self._early.pop()
+        with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as told:
+            told.write(json.dumps(arguments))  # if it has ended, `ended` says so
 
     def ended(self, worker: str) -> str | None:
         """See `Crew.ended`."""
@@ -117,6 +145,8 @@ class LocalCrew(Closing):
         if self.zygote is not None:
             self.zygote.close()
         self.zygote = None
+        while self._early:
+            os.close(self._early.pop()[1])
 
 
 @dataclass(slots=True)
@@ -165,11 +195,25 @@ def has_driver() -> bool:
     return any(os.path.exists(one) for one in _DRIVERS)
 
 
-def num_gpus() -> int:
-    """As torch knows them."""
-    import torch
+def num_early(devices: str | Sequence[str], workers: int | None) -> int:
+    """How many processes to begin before devices are counted: at most one for each GPU that the host may have."""
+    named = [devices] if isinstance(devices, str) else list(devices)
+    if named == ["all"]:
+        there, shown = glob.glob("/dev/nvidia[0-9]*"), visible_devices()
+        count = len(there) if shown is None else min(len(there), len(shown))
+    else:
+        count = len({one for one in named if one != "cpu"}) if has_driver() else 0
+    return count if workers is None else min(count, workers)
 
-    return torch.cuda.device_count()
+
+def num_gpus() -> int:
+    """As the driver counts them; where it is not NVIDIA's, as torch does."""
+    try:
+        return load_driver().num_devices()
+    except ConfigError:
+        import torch
+
+        return torch.cuda.device_count()
 
 
 def gpus() -> list[str]:

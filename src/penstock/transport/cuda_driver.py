@@ -116,6 +116,7 @@ _u64, _ptr, _uint, _size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint, ctyp
 _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuInit": (_uint,),
     "cuDeviceGet": (_ptr, ctypes.c_int),
+    "cuDeviceGetCount": (_ptr,),
     "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
     "cuCtxPushCurrent_v2": (_ptr,),
     "cuCtxPopCurrent_v2": (_ptr,),
@@ -205,6 +206,10 @@ class CudaDriver:
         found = ctypes.c_uint64()
         self._do(name, ctypes.byref(found), *arguments)
         return found.value
+
+    def num_devices(self) -> int:
+        """Those that this process may use."""
+        return self._get("cuDeviceGetCount") & 0x7FFFFFFF
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
