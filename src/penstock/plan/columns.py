@@ -6,7 +6,8 @@ Not here: what the numbers must satisfy (each value's own `check`).
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -16,6 +17,9 @@ from penstock.types import I64
 
 T = TypeVar("T")
 
+_lock, _decoders = threading.Lock(), dict[type, msgspec.msgpack.Decoder[Any]]()
+"""One at a time is made: msgspec crashes where two threads decode a dataclass that is new to it (0.21)."""
+
 
 def encode(value: object) -> bytes:
     """The value as bytes; equal values give equal bytes."""
@@ -24,8 +28,12 @@ def encode(value: object) -> bytes:
 
 def decode(raw: bytes, kind: type[T]) -> T:
     """A value of `kind`. FormatError where the bytes are none; its numbers are not checked yet."""
+    with _lock:
+        decoder = _decoders.get(kind)
+        if decoder is None:
+            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
     try:
-        return msgspec.msgpack.decode(raw, type=kind, dec_hook=_to_column)
+        return cast(T, decoder.decode(raw))
     except msgspec.DecodeError as error:
         raise FormatError(f"these bytes are no {kind.__name__}: {error}") from error
 

@@ -20,6 +20,7 @@ import torch
 
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError, StaleDescriptor
+from penstock.fleet.messages import prepare
 from penstock.plan.layout import Layout
 from penstock.sync.digester import Foreseen
 from penstock.sync.regions import Regions
@@ -42,6 +43,9 @@ class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Of each region its descriptors, encoded, by transport."""
     is_ready: bool = False
     """Whether all rows were ready by then: their bytes may be read before digests are asked for."""
+
+
+prepare(HeldMap)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
