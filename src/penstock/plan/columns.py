@@ -6,7 +6,6 @@ Not here: what the numbers must satisfy (each value's own `check`).
 
 from __future__ import annotations
 
-import threading
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -17,8 +16,14 @@ from penstock.types import I64
 
 T = TypeVar("T")
 
-_lock, _decoders = threading.Lock(), dict[type, msgspec.msgpack.Decoder[Any]]()
-"""One at a time is made: msgspec crashes where two threads decode a dataclass that is new to it (0.21)."""
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def decodable(kind: type[T]) -> type[T]:
+    """Decorator of what `decode` makes: msgspec looks at it now, for it crashes where two threads decode a dataclass
+    that is new to it (0.21)."""
+    _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
+    return kind
 
 
 def encode(value: object) -> bytes:
@@ -27,13 +32,9 @@ def encode(value: object) -> bytes:
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """A value of `kind`. FormatError where the bytes are none; its numbers are not checked yet."""
-    with _lock:
-        decoder = _decoders.get(kind)
-        if decoder is None:
-            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
+    """A value of `kind`, a `decodable`. FormatError where the bytes are none; its numbers are not checked yet."""
     try:
-        return cast(T, decoder.decode(raw))
+        return cast(T, _decoders[kind].decode(raw))
     except msgspec.DecodeError as error:
         raise FormatError(f"these bytes are no {kind.__name__}: {error}") from error
 

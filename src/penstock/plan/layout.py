@@ -17,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import PlanError
-from penstock.plan.columns import encode
+from penstock.plan.columns import decodable, encode
 from penstock.types import I64, Box, DType
 
 MAX_DIMS = 8
@@ -169,6 +169,7 @@ class Form:
         return f"strides {self.strides} reach too far" if reach >= MAX_ELEMENTS else None
 
 
+@decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
     """What one rank holds, or wants: row i is the box `forms[form[i]]` of tensor `names[i]`, at `offset[i]`.

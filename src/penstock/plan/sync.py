@@ -17,13 +17,14 @@ from blake3 import blake3
 
 from penstock.errors import PlanError
 from penstock.plan.balance import BUCKET_BYTES, Lines, buckets, draw_lines, layer_order
-from penstock.plan.columns import encode
+from penstock.plan.columns import decodable, encode
 from penstock.plan.intersect import Boxes, Pieces, Strips, intersect, prove_coverage, show, spread, strips
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED, Match, match
 from penstock.types import I64, Box
 
 
+@decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Part:
     """What one receiver does. Segments are in bucket order; in a bucket those of one source are neighbours.
@@ -101,6 +102,7 @@ class Part:
         return src, self.dst[at] + turn * self.dst_pitch[at], self.run_bytes[at]
 
 
+@decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SyncPlan:
     """All parts, as columns that name what is alike once: a receiver of 130,000 segments is 5,000 rows here.
