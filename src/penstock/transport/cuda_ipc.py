@@ -171,8 +171,7 @@ class CudaIpcTransport:
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         rows = segments.joined()
-        peer = source.endpoint
-        return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, peer, *at))
+        return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, *at))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Raises as `post_read`.
@@ -186,9 +185,7 @@ class CudaIpcTransport:
         def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
             kept = self._laid_out.get(rectangles)
             if kept is None or kept[0] != (ours, base, device):
-                groups = list(
-                    self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), source.endpoint, ours, base, device)
-                )
+                groups = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
                 kept = self._laid_out[rectangles] = (ours, base, device), groups
             return kept[1]
 
@@ -266,19 +263,19 @@ class CudaIpcTransport:
         return found
 
     def _groups_of(
-        self, rows: Segments, rectangles: Rectangles | None, peer: str, ours: int, base: int, device: int
+        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
     ) -> Iterator[_Group]:
-        """The copies, each group for the stream of the peer whose turn it is."""
+        """The copies, each group for the stream whose turn it is."""
         lane, driver = self._lanes.of(device), self._driver
         for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
-            stream = lane.take_stream(peer)
+            stream = lane.take_stream()
             queue = driver.lay_out_rectangles(some, device, stream)
             yield _Group(queue=queue, stream=stream, nbytes=int(some.nbytes.sum()))
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         for is_short in (True, False):
             for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
-                stream = lane.take_stream(peer)
+                stream = lane.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
                 queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
                 yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))

@@ -12,32 +12,19 @@ never_freed: list[tuple[object, ...]] = []
 """What a device that hangs may still use."""
 
 
-MAX_PEERS = 8
-"""So many have streams of their own; further ones share them."""
-
-
 class Lane:
-    """Streams and spare events of one device of ours. One thread at a time uses it.
-
-    Each peer's copies go by streams of their own: where two devices read two others, neither waits in line behind
-    copies from the one that the other is reading.
-    """
+    """Streams and spare events of one device of ours. One thread at a time uses it."""
 
     def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
-        self._driver, self._device, self._num_streams, self._spare = driver, device, num_streams, list[int]()
-        self._streams: list[list[int]] = []
-        self._peers: dict[str, int] = {}
+        self._driver, self._device, self._spare = driver, device, list[int]()
+        with driver.entered(device):
+            self.streams = [driver.make_stream() for _ in range(num_streams)]
         self._turn = 0
 
-    def take_stream(self, peer: str = "") -> int:
-        """One of the peer's; they take turns. Order: with the device entered."""
-        place = self._peers.setdefault(peer, len(self._peers) % MAX_PEERS)
-        while place >= len(self._streams):
-            self._streams.append([self._driver.make_stream() for _ in range(self._num_streams)])
-        if len(self._peers) > 8 * MAX_PEERS:
-            self._peers.clear()  # most of them are long gone
+    def take_stream(self) -> int:
+        """They take turns."""
         self._turn += 1
-        return self._streams[place][self._turn % self._num_streams]
+        return self.streams[self._turn % len(self.streams)]
 
     def take_event(self) -> int:
         """One that stands for nothing yet."""
@@ -50,7 +37,7 @@ class Lane:
     def close(self) -> None:
         """Give all back; nothing may be queued any more."""
         with self._driver.entered(self._device):
-            self._driver.free([one for streams in self._streams for one in streams], self._spare)
+            self._driver.free(self.streams, self._spare)
 
 
 class Lanes:
