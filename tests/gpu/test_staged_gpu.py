@@ -49,7 +49,7 @@ def test_runs_of_another_processs_host_memory_are_read_by_a_kernel() -> None:
     with HolderProcess("shm", nbytes=NBYTES) as holder:
         memory.owner.bytes_at(0, NBYTES).zero_()
         torch.cuda.synchronize()
-        given, expected = pattern(NBYTES), bytearray(NBYTES)
+        given, expected = memoryview(pattern(NBYTES)), bytearray(NBYTES)
         for src, dst, run, count, src_pitch, dst_pitch in rows:
             for i in range(count):
                 expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
