@@ -62,13 +62,14 @@ def test_storage_that_changes_while_it_is_fetched_gives_nothing(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sealed if has_manifest else made, copy)
-    worker = host.start(fallback=str(copy), storage_pause_s=0.1)
-    worker.say_until("joined")
-    host.wait_for(lambda held: any(one.have for one in held))
-    flip(copy)
-    failed = worker.say_until("failed")
-    assert failed["error"] in ({"SourceChanged", "IntegrityError"} if has_manifest else {"SourceChanged"}), failed
-    assert not failed["num_tensors"] and not any(one.state == "whole" for one in host.held())
+    with ps.join("bystander"):  # the hub is here: the worker ends
+        worker = host.start(fallback=str(copy), storage_pause_s=0.1)
+        worker.say_until("joined")
+        host.wait_for(lambda held: any(one.have for one in held))
+        flip(copy)
+        failed = worker.say_until("failed")
+        assert failed["error"] in ({"SourceChanged", "IntegrityError"} if has_manifest else {"SourceChanged"}), failed
+        assert not failed["num_tensors"] and not any(one.state == "whole" for one in host.held())
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
