@@ -129,7 +129,7 @@ H200_RATES = Rates(
     post_s=0.65e-3,
     run_s=1.06e-6,
     short_run_s=0.2e-6,
-    near_post_s=2.25e-3,
+    near_post_s=0.6e-3,
     copy_s=0.59e-6,
     gap_s=0.13e-6,
     gather_s=0.2e-3,
@@ -147,8 +147,7 @@ H200_RATES = Rates(
         ("short_run_s", "benchmarks/results/h200x2_202611/transport.md, 4 KiB segments; assumed for NICs"),
         (
             "near_post_s",
-            "benchmarks/results/h200x4_202611/sync.md: 1 to 4 ms of the interpreter, the middle less a kernel's start; "
-            "threads then handed it over in 5 ms, now in 50 us",
+            "benchmarks/results/h200x4_202611/sync.md: 0.4 to 0.8 ms, where what is read was laid out before",
         ),
         ("copy_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments: what posting them took, each"),
         ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
