@@ -51,6 +51,7 @@ NO_TORCH = (
     "transport/endpoint.py",
     "transport/shm.py",
     "transport/cuda_ipc.py",
+    "transport/cuda_calls.py",
     "transport/cuda_driver.py",
     "transport/cuda_memory.py",
     "transport/fd_door.py",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.transport.cuda_driver import _SIGNATURES
+from penstock.transport.cuda_calls import SIGNATURES
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -158,7 +158,7 @@ print(json.dumps(dict(zip(("wrong", "streams", "events", "copies", "pinned"), fo
 
 
 def test_every_call_has_its_context_and_arguments_and_all_is_given_back(tmp_path: Path) -> None:
-    rest = "".join(f"int {name}() {{ return 801; }}\n" for name in _SIGNATURES if f"int {name}(" not in DRIVER)
+    rest = "".join(f"int {name}() {{ return 801; }}\n" for name in SIGNATURES if f"int {name}(" not in DRIVER)
     (tmp_path / "driver.c").write_text(DRIVER + rest)
     command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "driver.c")]
     subprocess.run(command, check=True, capture_output=True)

@@ -19,7 +19,8 @@ import numpy as np
 
 from penstock.errors import PeerLost
 from penstock.memory.memfd import Mapping, create, open_peer, shared_at
-from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, U64, CudaDriver
+from penstock.transport.cuda_calls import IPC_HANDLE_BYTES
+from penstock.transport.cuda_driver import U64, CudaDriver
 from penstock.transport.protocol import Memory, Rectangles
 
 _HANDLE = struct.Struct("<QQQ")

@@ -1,7 +1,8 @@
 """The CUDA driver calls of a load's moving thread, and of device memory between processes: by ctypes, without torch.
 
 In: addresses, handles, streams and events as numbers. Out: the same; what the driver refuses is a typed error.
-Not here: what they are for (`cuda_ipc`, `engine.place_cuda`), allocation (`memory.arena`, torch).
+Not here: what they take and say (`cuda_calls`), what they are for (`cuda_ipc`, `engine.place_cuda`), allocation
+(`memory.arena`, torch).
 
 Every call but the first acts in the calling thread's current context: `with driver.entered(device)`.
 """
@@ -11,20 +12,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PenstockError
+from penstock.errors import ConfigError, DestinationError
+from penstock.transport.cuda_calls import (
+    ERRORS,
+    QUICK,
+    SIGNATURES,
+    AccessDesc,
+    AllocationProp,
+    CopyAttributes,
+    IpcHandle,
+    Location,
+    PitchedCopy,
+)
 from penstock.transport.protocol import Rectangles
 
 U64 = npt.NDArray[np.uint64]
-
-IPC_HANDLE_BYTES = 64
-"""Source: CUDA driver API, CU_IPC_HANDLE_SIZE."""
 
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
@@ -42,118 +51,6 @@ processors that a kernel would take stay free. A smaller one would be moved befo
 
 _FEW = 8
 """So many copies are queued one by one; more are a batch, which lets go of the interpreter's lock."""
-
-_NO_PEER = (ConfigError, "these devices cannot reach each other's memory; use another transport")
-_NO_DEVICE = (ConfigError, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
-_NO_SUPPORT = (ConfigError, "this driver or this memory does not do it; use another transport")
-ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
-    2: (DeviceOutOfMemory, "free memory on the device"),
-    36: _NO_SUPPORT,
-    46: _NO_DEVICE,
-    100: _NO_DEVICE,
-    101: _NO_DEVICE,
-    217: _NO_PEER,
-    705: _NO_PEER,
-    800: _NO_SUPPORT,
-    801: _NO_SUPPORT,
-    802: (ConfigError, "the fabric manager of this host is not running"),
-    803: _NO_SUPPORT,
-    804: _NO_SUPPORT,
-}
-"""What a CUresult is to a caller; any other is a DestinationError: it is our device that failed."""
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _CopyAttributes(ctypes.Structure):
-    _fields_ = (("order", ctypes.c_int), ("src", _Location), ("dst", _Location), ("flags", ctypes.c_uint))
-
-
-class _PitchedCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_int),
-        ("src_host", ctypes.c_void_p),
-        ("src", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_int),
-        ("dst_host", ctypes.c_void_p),
-        ("dst", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
-
-
-class _AccessDesc(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-class _AllocationProp(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-_u64, _ptr, _uint, _size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
-_SIGNATURES: Mapping[str, tuple[Any, ...]] = {
-    "cuInit": (_uint,),
-    "cuDeviceGet": (_ptr, ctypes.c_int),
-    "cuDeviceGetCount": (_ptr,),
-    "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
-    "cuCtxPushCurrent_v2": (_ptr,),
-    "cuCtxPopCurrent_v2": (_ptr,),
-    "cuCtxEnablePeerAccess": (_ptr, _uint),
-    "cuMemGetAddressRange_v2": (_ptr, _ptr, _u64),
-    "cuIpcGetMemHandle": (_ptr, _u64),
-    "cuIpcOpenMemHandle_v2": (_ptr, _IpcHandle, _uint),
-    "cuIpcCloseMemHandle": (_u64,),
-    "cuMemRetainAllocationHandle": (_ptr, _u64),
-    "cuMemGetAllocationPropertiesFromHandle": (_ptr, _u64),
-    "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
-    "cuMemImportFromShareableHandle": (_ptr, _size, ctypes.c_int),
-    "cuMemRelease": (_u64,),
-    "cuMemAddressReserve": (_ptr, _size, _size, _u64, _u64),
-    "cuMemAddressFree": (_u64, _size),
-    "cuMemMap": (_u64, _size, _size, _u64, _u64),
-    "cuMemUnmap": (_u64, _size),
-    "cuMemSetAccess": (_u64, _size, _ptr, _size),
-    "cuStreamCreate": (_ptr, _uint),
-    "cuStreamDestroy_v2": (_ptr,),
-    "cuEventCreate": (_ptr, _uint),
-    "cuEventRecord": (_ptr, _ptr),
-    "cuEventQuery": (_ptr,),
-    "cuEventDestroy_v2": (_ptr,),
-    "cuMemHostRegister_v2": (_ptr, _size, _uint),
-    "cuMemHostUnregister": (_ptr,),
-    "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
-    "cuMemcpyHtoDAsync_v2": (_u64, _u64, _size, _ptr),
-    "cuMemcpy2DAsync_v2": (_ptr, _ptr),
-    "cuGetErrorName": (ctypes.c_int, _ptr),
-}
-_QUICK = frozenset(
-    {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
-    | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2"}
-)
-"""Calls of a microsecond or two. They keep the interpreter's lock: to let go of it is to wait 5 ms for it where
-another thread has Python to run."""
 
 
 @functools.cache
@@ -179,8 +76,8 @@ class CudaDriver:
         except OSError as error:
             raise ConfigError(f"no CUDA driver: {error}") from error
         self._calls: dict[str, Any] = {}
-        for name, signature in _SIGNATURES.items():
-            call = getattr(quick if name in _QUICK else waiting, name)
+        for name, signature in SIGNATURES.items():
+            call = getattr(quick if name in QUICK else waiting, name)
             call.argtypes = signature
             self._calls[name] = call
         self._batch, self._batch_tells = getattr(waiting, "cuMemcpyBatchAsync_v2", None), False
@@ -242,12 +139,12 @@ class CudaDriver:
 
     def ipc_handle(self, base: int) -> bytes | None:
         """What another process opens the allocation by; None: it is not of a kind that has one."""
-        handle = _IpcHandle()
+        handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
         """Where another process's allocation is here, from now until `ipc_close`."""
-        return self._get("cuIpcOpenMemHandle_v2", _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
         """Undo `ipc_open`. What fails here has nobody left to tell."""
@@ -259,7 +156,7 @@ class CudaDriver:
         if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(found), address):
             return None
         try:
-            properties = _AllocationProp()
+            properties = AllocationProp()
             self._do("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), found.value)
             if not properties.handle_types & _POSIX_FD:
                 return None
@@ -283,7 +180,7 @@ class CudaDriver:
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
         """Let a device use mapped addresses."""
-        access = _AccessDesc(_Location(_ON_DEVICE, self._ordinal(device)), _READ_WRITE)
+        access = AccessDesc(Location(_ON_DEVICE, self._ordinal(device)), _READ_WRITE)
         self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
@@ -362,7 +259,7 @@ class CudaDriver:
     def _pitched(self, rows: Rectangles, stream: int) -> Callable[[], None]:
         columns = (rows.src, rows.dst, rows.run_bytes, rows.num_rows, rows.src_pitch, rows.dst_pitch)
         copies = [
-            _PitchedCopy(
+            PitchedCopy(
                 src_type=_UNIFIED,
                 src=src,
                 src_pitch=src_pitch,
@@ -401,7 +298,7 @@ class CudaDriver:
                 self._do("cuMemcpyAsync", to, of, length, stream)
             return
         columns = [np.ascontiguousarray(column, np.uint64) for column in (dst, src, nbytes)]
-        attributes, first = _CopyAttributes(order=_SRC_ORDER_STREAM), ctypes.c_size_t(0)
+        attributes, first = CopyAttributes(order=_SRC_ORDER_STREAM), ctypes.c_size_t(0)
         failed = [ctypes.byref(ctypes.c_size_t())] if self._batch_tells else []
         code = self._batch(
             *(ctypes.c_void_p(column.ctypes.data) for column in columns),

@@ -18,7 +18,8 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import ConfigError, FormatError, PenstockError
-from penstock.transport.cuda_driver import IPC_HANDLE_BYTES, CudaDriver
+from penstock.transport.cuda_calls import IPC_HANDLE_BYTES
+from penstock.transport.cuda_driver import CudaDriver
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.fd_door import receive_fds
 from penstock.transport.page import PageAddress
