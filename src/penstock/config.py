@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,9 +110,9 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """What CUDA_VISIBLE_DEVICES names; None: nothing is hidden."""
+    """What CUDA_VISIBLE_DEVICES names, up to the first that is none, as `-1`; None: nothing is hidden."""
     shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    return None if shown is None else tuple(filter(None, shown.split(",")))
+    return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PlanError, SourceChanged
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError, SourceChanged
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.crew import LocalCrew, num_early
 from penstock.jobs.journal import Journal
@@ -156,6 +156,8 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
         ("all", 2, None, 2),
         ("all", None, "1,2", 2),
         ("all", None, "", 0),
+        ("all", None, "-1", 0),
+        ("all", None, "1,-1,2", 1),
         (["cuda:0", "cpu", "cuda:1"], None, None, 2),
         (["cuda:0"], 4, None, 1),
     ],
@@ -174,6 +176,21 @@ def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
     with LocalCrew() as crew:
         assert crew.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         assert crew.zygote is not None
+    with LocalCrew() as crew, monkeypatch.context() as patched, pytest.raises(PeerLost, match="ended with 16"):
+        patched.setattr("penstock.jobs.crew._COUNTED", 17 + torch.cuda.device_count())  # as if it had failed
+        crew.gpus()
+
+
+def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.jobs.crew.num_early", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: False)
+    before = len(os.listdir("/proc/self/fd"))
+    with LocalCrew() as crew:
+        crew.begin()
+        assert len(crew._early) == 2 and crew.gpus() == [] and not crew._early
+        run(source, tmp_path / "out", workers=2, crew=crew)
+    assert files(tmp_path / "out") == expected
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
@@ -194,23 +211,29 @@ convert(sys.argv[1], sys.argv[2], on_progress=said, workers=1, **json.loads(sys.
 TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes": 10_000_000}
 
 
-def damage(source: Path, growing: Path) -> None:
-    """Change a byte of the first task that was done; six were."""
+def first_done(source: Path, growing: Path) -> tuple[Path, int]:
+    """The file of the first task that was done, and where in it; six were."""
     job = plan(source, operations=RULES, task_bytes="1M", shard_bytes=10_000_000)
     journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
     assert len(journal.done) == 6
     made = next(job.written(min(journal.done)))
     journal.close()
-    file = int(job.files.table.file_index[made.row])
-    with open(sorted(growing.glob("*.safetensors"))[file], "r+b") as body:
-        at = 8 + int.from_bytes(body.read(8), "little")
-        body.seek(at + int(job.files.table.offset[made.row]) + made.start)
+    path = sorted(growing.glob("*.safetensors"))[int(job.files.table.file_index[made.row])]
+    with open(path, "rb") as body:
+        return path, 8 + int.from_bytes(body.read(8), "little") + int(job.files.table.offset[made.row]) + made.start
+
+
+def damage(path: Path, at: int) -> None:
+    """Change a byte."""
+    with open(path, "r+b") as body:
+        body.seek(at)
         byte = body.read(1)[0]
-        body.seek(-1, os.SEEK_CUR)
+        body.seek(at)
         body.write(bytes([byte ^ 1]))
 
 
-def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path):
+@pytest.mark.parametrize("harm", [damage, lambda path, at: path.unlink(), os.truncate], ids=["byte", "gone", "short"])
+def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path, harm):
     into = tmp_path / "out"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(source), str(into), json.dumps(TOLD)],
@@ -225,9 +248,9 @@ def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path):
     process.stdout.close()
     assert not into.exists()
     (growing,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    damage(source, growing)  # what was done is read back, so that one is done again
+    harm(*first_done(source, growing))  # what was done is read back, so that it is done again
     report = convert(source, into, workers=1, **TOLD)
-    assert report.num_resumed == 5
+    assert report.num_resumed == 5 if harm is damage else report.num_resumed < 6
     assert files(into) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

@@ -284,7 +284,7 @@ def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made
     stages = {(rows[one["pid"]], one["name"]) for one in events if one["ph"] == "E"}
     assert {("job", name) for name in ("plan", "room", "workers", "run", "publish", "close")} <= stages
     assert {(f"w{i} cpu stages", name) for i in range(2) for name in ("plan", "device", "end")} <= stages
-    assert report.start_s + report.moving_s + report.end_s == pytest.approx(report.wall_s)
+    assert 0 < report.start_s < report.wall_s and report.moving_s > 0 and report.end_s > 0
     spans = [(rows[one["pid"]], one["ts"], one["ts"] + one["dur"]) for one in events if one["ph"] == "X"]
     assert min(start for _, start, _ in spans) >= 0
     made_bytes = sum(e["args"]["bytes"] for e in events if e["ph"] == "X" and rows[e["pid"]].endswith("send"))

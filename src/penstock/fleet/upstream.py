@@ -234,7 +234,7 @@ class Following:
             )
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
-                self.step_chunks = MAPPED_STEP_CHUNKS
+                self.step_chunks = self.step_chunks if self._cap else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._by(transport.name, why)

@@ -185,6 +185,8 @@ def _begin(grown: _Grown) -> str | None:
     else:
         require_free(Path(local_path(into)))
     out.make()
+    if journal.done:  # a file of an earlier run may be gone, or short: what is not there reads as zeros
+        out.allocate()
     out.open()
     forget_what_did_not_last(job, journal, out)
     return None

@@ -21,12 +21,15 @@ from typing import Protocol
 from penstock.closing import Closing
 from penstock.config import visible_devices
 from penstock.engine.trace import STAGES, Span
-from penstock.errors import ConfigError, PeerLost
+from penstock.errors import ConfigError, PeerLost, PenstockError
 from penstock.jobs.zygote import END_S, START_S, Forked, Zygote
 from penstock.transport.cuda_driver import load_driver
 
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
+
+_COUNTED = 16
+"""Exit code for no GPU; one more for each."""
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -100,10 +103,15 @@ class LocalCrew(Closing):
         """See `gpus`: asked in a process of its own, for this one neither has torch nor wants a device. PeerLost."""
         if self._gpus is None:
             try:
-                count = self.begin().fork("penstock.jobs.crew:num_gpus", []).wait(START_S) if has_driver() else 0
+                code = self.begin().fork("penstock.jobs.crew:tell_gpus", []).wait(START_S) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
-                raise PeerLost("torch does not say how many GPUs there are", hint="look at nvidia-smi") from error
-            self._gpus = [f"cuda:{i}" for i in range(count)]
+                raise PeerLost("nobody says how many GPUs there are", hint="look at nvidia-smi") from error
+            if code < _COUNTED:
+                raise PeerLost(f"who counted GPUs ended with {code}", hint="look at nvidia-smi, or say devices=cpu")
+            self._gpus = [f"cuda:{i}" for i in range(code - _COUNTED)]
+            if not self._gpus and self._num_early:
+                self.close()
+                self._num_early = 0  # workers are the host's then, forked from one that imported for all
         return self._gpus
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
@@ -121,7 +129,7 @@ class LocalCrew(Closing):
             return
         self._processes[worker], line = self._early.pop()
         with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as told:
-            told.write(json.dumps(arguments))  # if it has ended, `ended` says so
+            told.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
 
     def ended(self, worker: str) -> str | None:
         """See `Crew.ended`."""
@@ -146,7 +154,9 @@ class LocalCrew(Closing):
             self.zygote.close()
         self.zygote = None
         while self._early:
-            os.close(self._early.pop()[1])
+            process, line = self._early.pop()
+            process.forget()
+            os.close(line)
 
 
 @dataclass(slots=True)
@@ -206,11 +216,16 @@ def num_early(devices: str | Sequence[str], workers: int | None) -> int:
     return count if workers is None else min(count, workers)
 
 
+def tell_gpus() -> int:
+    """How many GPUs, as an exit code that no failure has."""
+    return _COUNTED + num_gpus()
+
+
 def num_gpus() -> int:
-    """As the driver counts them; where it is not NVIDIA's, as torch does."""
+    """As the driver counts them; where it is not NVIDIA's, or fails, as torch does."""
     try:
         return load_driver().num_devices()
-    except ConfigError:
+    except PenstockError:
         import torch
 
         return torch.cuda.device_count()

@@ -55,6 +55,12 @@ class Forked:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def forget(self) -> None:
+        """Let go of it; nobody signals or waits for it any more. Idempotent."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
     def poll(self) -> int | None:
         """Its exit code (minus the signal that ended it), or None while it runs."""
         try:

@@ -10,6 +10,8 @@ asked of the version before. A core of the host digests 7 GB/s of it, where the 
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +26,8 @@ from penstock.types import U64
 
 MAX_LEAVES = 1 << 20
 """Leaves whose tables are kept on a device, 256 GiB of them: the tables then take 0.4 GB."""
+
+_NAP_S = 0.0001
 
 
 class Digester:
@@ -101,8 +105,12 @@ class Foreseen:
         self._known: dict[bytes, int] = {}
         """By the columns of a strip."""
 
-    def look(self) -> None:
-        """Digest, where the live memory is, what was asked for since the last look.
+    def look(self, stall_s: float) -> None:
+        """Digest, where the live memory is, what was asked for since the last look; nothing if that cannot be done.
+
+        Args:
+            stall_s: how long what the device's current stream has queued is waited for: the copy waits for it too, and
+                says so.
 
         Order: as the copy is made: after what the device's current stream has queued, before the live bytes change.
         """
@@ -110,13 +118,16 @@ class Foreseen:
             asked, self._asked, self._known = sorted(self._asked), set(), {}
         if not asked:
             return
-        after = []
-        if self._live.device != "cpu":
-            after.append(torch.cuda.Event())
-            after[0].record(torch.cuda.current_stream(self._live.device))
+        if self._live.device != "cpu" and not _passed(self._live.device, stall_s):
+            return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(asked), np.int64).reshape(-1, 4).T
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-        found = self._digester.digests(self._live, strips, after=after)
+        try:
+            found = self._digester.digests(self._live, strips)
+        except torch.OutOfMemoryError as error:
+            message = f"no room on {self._live.device} for digests: the host works them out, which is slow: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return
         with self._lock:
             self._known = dict(zip(asked, found.tolist(), strict=True))
 
@@ -132,3 +143,14 @@ class Foreseen:
         if len(missing):
             out[missing] = strip_digests(memory_at(memory.address, memory.nbytes), strips[missing])
         return out
+
+
+def _passed(device: str, stall_s: float) -> bool:
+    """Whether the device's current stream comes to its end within so long."""
+    event, deadline = torch.cuda.Event(), time.monotonic() + stall_s
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_NAP_S)
+    return True

@@ -83,7 +83,7 @@ class Regions(Closing):
         Raises:
             PlanError: a strip lies outside, or over the edge between two regions.
 
-        Cost: waits for the device, on a stream of its own; one call at a time for each device.
+        Cost: waits for the device, on a stream of its own; calls of several threads are queued one behind the other.
         """
         strips.check(self.nbytes)
         region = self.locate(strips.at, strips.stop)

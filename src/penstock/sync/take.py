@@ -41,7 +41,7 @@ LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 READS_AT_ONCE = 16
 READS_OF_ONE = 4
-"""Steps under way of one source: to post one takes up to 4 ms of the interpreter, and a GiB crosses NVLink in 3."""
+"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
 AHEAD_LAPS = 2
 """Laps that may be under way: the one being installed or verified, and the next."""
 

@@ -140,6 +140,9 @@ class FakeCuda(CudaDriver):
         _libc.munmap(address, nbytes)
         self.num_opened -= 1
 
+    def sees_host(self, device: int) -> bool:  # noqa: D102
+        return True
+
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:  # noqa: D102
         self.pinned.add(address)
 

@@ -98,6 +98,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuInit": (_uint,),
     "cuDeviceGet": (_ptr, ctypes.c_int),
     "cuDeviceGetCount": (_ptr,),
+    "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
     "cuCtxPushCurrent_v2": (_ptr,),
     "cuCtxPopCurrent_v2": (_ptr,),

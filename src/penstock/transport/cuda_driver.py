@@ -39,6 +39,8 @@ NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
 _MAPPED, _READ_ONLY = 2, 8
 _UNIFIED = 4
+_HOST_POINTER = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
 _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -48,6 +50,9 @@ PITCHED_BYTES = 4 << 10
 PITCHED_LEAST_BYTES = 1 << 20
 """A rectangle of so many bytes, in runs so long, is one copy of the copy engines, which keep to the link's rate; the
 processors that a kernel would take stay free. A smaller one would be moved before the next is begun."""
+
+PITCH_LIMIT = 1 << 31
+"""Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
 
 _FEW = 8
 """So many copies are queued one by one; more are a batch, which lets go of the interpreter's lock."""
@@ -189,10 +194,14 @@ class CudaDriver:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
         self._calls["cuMemAddressFree"](address, nbytes)
 
+    def sees_host(self, device: int) -> bool:
+        """Whether kernels of the device read pinned memory at the host's own addresses."""
+        return bool(self._get("cuDeviceGetAttribute", _HOST_POINTER, self._ordinal(device)) & 0x7FFFFFFF)
+
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
         """Page-lock host memory, for copy engines and kernels of every device; `is_read_only`: as it is mapped.
 
-        Devices see it at the host's addresses: those that this is for all do (CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM).
+        See `sees_host` for whether kernels find it at the host's addresses.
         """
         flags = _PORTABLE | _MAPPED | (_READ_ONLY if is_read_only else 0)
         self._do("cuMemHostRegister_v2", address, nbytes, flags)
@@ -244,6 +253,7 @@ class CudaDriver:
         Runs of `PITCHED_BYTES` go by copy engines, a call for each rectangle; shorter ones as `gather`.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
+        pitched &= np.maximum(rows.src_pitch, rows.dst_pitch) < PITCH_LIMIT
         parts = []
         if pitched.any():
             parts.append(self._pitched(rows[pitched], stream))

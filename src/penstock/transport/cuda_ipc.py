@@ -204,6 +204,7 @@ class CudaIpcTransport:
         claim = self._endpoint.claim(source, payload.page)
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
+            self._endpoint.check_open()
             self.sweep()
             read = CudaRead(mine, claim, mapped, nbytes)
             if mapped is not None:
@@ -364,6 +365,7 @@ class CudaIpcTransport:
                 never_freed.append((self._flying, self._mapped, self._lanes))
                 return
             self._mapped.clear()
+            self._laid_out.clear()
             self._lanes.close()
 
 

@@ -4,7 +4,7 @@ In: a peer's arena as `shm` shows it. Out: its bytes on our device, at the speed
 Not here: reads of what is read once (`staged`), mapping (`shm`), devices' memory (`cuda_ipc`).
 
     claim --> map, pin, once --> segments, queued in turns --> event --> claim again
-                                 (many short runs: one kernel of our device reads them over its link, `gather`)
+                                 (many short runs: pitched copies, or a kernel of our device, `lay_out_rectangles`)
 
 Pinning takes three times as long as a copy (0.053 s a GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so
 this is for memory that is read again and again. Of what a publisher pinned already it takes no more.
@@ -26,10 +26,10 @@ TURN_BYTES = 256 * MIB
 """Copied between two looks at the fence: 5 ms at 55 GB/s."""
 
 SHORT_BYTES = 64 << 10
-"""Runs shorter than this are short: starting a copy takes 0.7 us, in which the link moves 38 KB."""
+"""Runs shorter than this are short: starting a copy of its own takes 0.7 us, in which the link moves 38 KB."""
 
 MANY = 64
-"""So many short runs of a read are copied by one kernel, whose launch and table cost about 0.2 ms."""
+"""So many short runs of a read are laid out as rectangles, which costs about 0.2 ms."""
 
 
 class _Pinned:
@@ -118,6 +118,8 @@ class PinnedTransport(IntoDevice):
         """See `Striding`. Raises as `post_read`."""
         mine = self._check(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        if not self._driver.sees_host(ordinal(mine.memory.device)):
+            return self.post_read(into, source, rectangles.segments())
         claim, pinned, base = self._reached(mine, source)
         return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
 

@@ -29,7 +29,7 @@ def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
     foreseen, first, other = Foreseen(of(live), Digester("cpu")), strips(0), strips(100)
     assert (foreseen.digests(of(copy), first) == strip_digests(copy, first)).all()
     live += 1
-    foreseen.look()  # the copy still has the bytes from before: so it shows whose digests these are
+    foreseen.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
     assert (foreseen.digests(of(copy), first) == strip_digests(live, first)).all()
     assert (
         foreseen.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]
@@ -41,6 +41,6 @@ def test_what_nobody_asked_for_any_more_is_forgotten(memories) -> None:
     foreseen, asked = Foreseen(of(live), Digester("cpu")), strips(0)
     foreseen.digests(of(copy), asked)
     for _ in range(2):
-        foreseen.look()
+        foreseen.look(5.0)
     live += 1
     assert (foreseen.digests(of(copy), asked) == strip_digests(copy, asked)).all()
