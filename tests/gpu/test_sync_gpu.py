@@ -165,3 +165,14 @@ def test_shadow_and_replica(links: Links) -> None:
             content(live[0]).zero_()
             Copy(live, pinned.held.regions.memories).run()
             assert np.array_equal(whole(live), expected)
+            for version in (3, 4):  # of the first the host says them, of the second the device did, as it was copied
+                some = Strips(
+                    at=np.array([0, 512]),
+                    run_bytes=np.array([512, 64]),
+                    num_rows=np.array([1, 3]),
+                    pitch=np.array([512, 128]),
+                )
+                told = pinned.held.digests(some, version=version, generation=pinned.held.generation, wait_s=5.0)
+                assert (told.digests == strip_digests(whole(pinned.held.regions.memories), some)).all()
+                content(live[0]).add_(1)
+                pinned.snapshot(version + 1)
