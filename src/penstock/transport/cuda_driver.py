@@ -49,8 +49,8 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 PITCHED_BYTES = 4 << 10
 PITCHED_LEAST_BYTES = 1 << 20
 """A rectangle of so many bytes, in runs so long, is one copy of the copy engines: no faster than a kernel
-(benchmarks/results/h200x4_202611/sync.md), but no processor of the device takes part. Of smaller ones there are too many
-for a call each."""
+(benchmarks/results/h200x4_202611/sync.md), but no processor of the device takes part. Of smaller ones there are too
+many for a call each."""
 
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
