@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "config", "fork", "closing"}),
+    frozenset({"types", "errors", "config", "fork", "closing", "kernels"}),
     frozenset({"digest", "transform"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),
@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "integrations", "compat", "web", "testing"}),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
+SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types"), ("kernels", "errors")}
 # vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
 SAME_FLOOR |= {("integrations", "compat")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.

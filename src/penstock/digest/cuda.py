@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from penstock.digest import xxh3_constants
-from penstock.digest.kernel_store import launch
+from penstock.kernels import launch
 from penstock.types import I64
 
+_KERNELS = "penstock.digest.xxh3_triton"
 _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 
@@ -99,6 +100,7 @@ class LeafTable:
                 per_program = 32 * tuning.short_warps
                 num_programs = -(-(self.num_leaves - self.first_short) // per_program)
                 launch(
+                    _KERNELS,
                     "short_leaves",
                     num_programs,
                     (self.columns, self.num_leaves, self.first_short, self.num_leaves, constants, out),
@@ -110,6 +112,7 @@ class LeafTable:
     def _digest_slab(self, slab: _Slab, constants: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
         tuning = self.tuning
         launch(
+            _KERNELS,
             "block_sums",
             slab.num_tiles,
             (self.columns, self.num_leaves, 4 * self.num_leaves + slab.first_tile, constants, sums),
@@ -121,6 +124,7 @@ class LeafTable:
             num_warps=tuning.tile_warps,
         )
         launch(
+            _KERNELS,
             "finish_leaves",
             -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
             (self.columns, self.num_leaves, slab.first_leaf, slab.stop_leaf, constants, sums, out),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.kernels import launch
 from penstock.types import I64
 
 TILE_BYTES = 16 << 10
@@ -36,13 +37,10 @@ class PackTable:
 
     def run(self) -> None:
         """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it."""
-        from penstock.digest.pack_triton import copy_tiles
-
         for one in self.launches:
-            num = one.table.shape[1]
-            tile_bytes = TILE_BYTES * one.width // 16
-            grid = (len(one.tiles),)
-            copy_tiles[grid](one.table, one.tiles, num, TILE_BYTES=tile_bytes, WIDTH=one.width, num_warps=4)
+            arguments = one.table, one.tiles, one.table.shape[1]
+            constants = {"TILE_BYTES": TILE_BYTES * one.width // 16, "WIDTH": one.width}
+            launch("penstock.digest.pack_triton", "copy_tiles", len(one.tiles), arguments, constants)
 
 
 def plan_pack(

@@ -7,7 +7,6 @@ Not here: tasks (`worker`), who is told what (`run`).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import queue
 import socket
@@ -139,8 +138,6 @@ def _wake(device: torch.device, trace: Trace) -> torch.device:
     if found.type == "cuda":
         with trace.stage("kernels"), torch.cuda.device(found):
             warm_up(found)
-            with contextlib.suppress(ImportError):  # who needs it says so
-                importlib.import_module("penstock.transform.quantize_triton")
             torch.cuda.current_stream().synchronize()
     return found
 

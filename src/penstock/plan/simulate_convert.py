@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.cluster import Cluster, Rates, slowdowns
-from penstock.plan.placement import Placement
+from penstock.plan.placement import DEVICE_DEPTH, Placement
 from penstock.plan.simulate import NUM_BINS, LinkLoad, Prediction, Span, Stage, assumed, bottleneck
 from penstock.types import GB, I64
 
@@ -75,7 +75,7 @@ class _Run:
         self.cluster, self.rates, self.seed = cluster, rates, seed
         self.in_bytes, self.out_bytes = in_bytes.tolist(), out_bytes.tolist()
         self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
-        self.placement = Placement((in_bytes + out_bytes).tolist())
+        self.placement = Placement((in_bytes + out_bytes).tolist(), depth=DEVICE_DEPTH)
         self.events: list[tuple[float, int, str, int]] = []
         self.num_begun = 0
         self.now = 0.0

@@ -11,20 +11,19 @@ On the CPU the reference runs, tensor by tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.errors import MissingExtra, PlanError
+from penstock.errors import PlanError
+from penstock.kernels import launch
 from penstock.transform.geometry import WHOLE, Format, outputs
-from penstock.transform.quantize import dtype_of, quantise, torch_dtype, whole_scale
+from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 
 _WIDTH = 16
@@ -32,6 +31,9 @@ _WIDTH = 16
 
 _NATIVE = (8, 9)
 """Compute capability from which E4M3 is rounded by the processor. Source: PTX ISA, `cvt` to .e4m3x2."""
+
+_COLUMNS = 11
+"""Of a launch's table: see `quantize_triton`."""
 
 _STRIP = (4, 1024)
 _WIDE_BLOCK = (128, 128)
@@ -248,35 +250,16 @@ def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Grou
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across
     stop = np.cumsum(tiles)
-    host = torch.empty(11 * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.empty(_COLUMNS * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[: 10 * len(entries)] = entries.T.reshape(-1)
-    columns[10 * len(entries) : 11 * len(entries)] = stop - tiles
-    columns[11 * len(entries) :] = np.repeat(np.arange(len(entries)), tiles)
+    columns[10 * len(entries) : _COLUMNS * len(entries)] = stop - tiles
+    columns[_COLUMNS * len(entries) :] = np.repeat(np.arange(len(entries)), tiles)
     table = host.to(device, non_blocking=True)
     return _Group(key=key, table=table, num_matrices=len(entries), num_tiles=int(stop[-1]))
 
 
-def _launch(name: str, group: _Group, *, num_warps: int = 4, **constants: Any) -> None:
-    kernels = _kernels()
-    source = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
-    getattr(kernels, name)[(group.num_tiles,)](
-        group.table,
-        group.num_matrices,
-        11 * group.num_matrices,
-        SOURCE=getattr(kernels.tl, source[torch_dtype(group.key.dtype)]),
-        WIDE=group.key.wide,
-        num_warps=num_warps,
-        **constants,
-    )
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        return importlib.import_module("penstock.transform.quantize_triton")
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        hint = "pip install triton, or a CUDA build of torch"
-        raise MissingExtra("transforms on a GPU need Triton", hint=hint) from error
+def _launch(name: str, group: _Group, *, num_warps: int = 4, **constants: int | str) -> None:
+    arguments = group.table, group.num_matrices, _COLUMNS * group.num_matrices
+    constants |= {"SOURCE": str(group.key.dtype), "WIDE": group.key.wide}
+    launch("penstock.transform.quantize_triton", name, group.num_tiles, arguments, constants, num_warps=num_warps)

@@ -18,9 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUM_COLUMNS = 11
-"""Of the table: see `_matrix`."""
-
 SRC = tl.constexpr(0)
 ROW_STRIDE = tl.constexpr(1)
 COL_STRIDE = tl.constexpr(2)
@@ -74,15 +71,19 @@ def _floats(
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """FP32 (or FP64, as it is) of what lies there; 0 where masked."""
-    if SOURCE == tl.bfloat16:  # noqa: SIM300 - Triton compares constants so
+    """FP32 (or FP64, as it is) of what lies there; 0 where masked. SOURCE is its dtype's name in the format."""
+    if SOURCE == "BF16":
         pointer, mask = _place(address.to(tl.pointer_type(tl.uint16)), at, row_in, col_in, WIDE)
         values = (tl.load(pointer, mask=mask, other=0).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        pointer, mask = _place(address.to(tl.pointer_type(SOURCE)), at, row_in, col_in, WIDE)
+    elif SOURCE == "F16":
+        pointer, mask = _place(address.to(tl.pointer_type(tl.float16)), at, row_in, col_in, WIDE)
+        values = tl.load(pointer, mask=mask, other=0).to(tl.float32)
+    elif SOURCE == "F32":
+        pointer, mask = _place(address.to(tl.pointer_type(tl.float32)), at, row_in, col_in, WIDE)
         values = tl.load(pointer, mask=mask, other=0)
-        if SOURCE == tl.float16:  # noqa: SIM300
-            values = values.to(tl.float32)
+    else:
+        pointer, mask = _place(address.to(tl.pointer_type(tl.float64)), at, row_in, col_in, WIDE)
+        values = tl.load(pointer, mask=mask, other=0)
     return values
 
 

@@ -1,4 +1,4 @@
-"""Compiled digest kernels left for later processes: used without Triton, equal, and never in the way."""
+"""Compiled kernels left for later processes: used without Triton, equal, and never in the way."""
 
 from __future__ import annotations
 
@@ -29,11 +29,21 @@ assert got.tolist() == [xxhash.xxh3_64_intdigest(view[o : o + n]) for o, n in zi
 print("triton" if "triton" in sys.modules else "copy")
 """
 
+FORMATS = """
+import sys
+import torch
+from penstock.testing.transform_suite import check_kernels
+from penstock.transform.geometry import format_of
+for tag in ("fp8-block128", "fp8-channel", "cast:F16", "nvfp4"):
+    assert check_kernels(format_of(tag), torch.device("cuda", 0), ((130, 32), (16,))) > 2, tag
+print("triton" if "triton" in sys.modules else "copy")
+"""
 
-def used(home: Path) -> str:
-    """What a fresh process digested with; fails where the bits are wrong."""
+
+def used(home: Path, program: str = DIGEST) -> str:
+    """What a fresh process ran its kernels by; fails where the bits are wrong."""
     environ = os.environ | {"HOME": str(home)}
-    done = subprocess.run([sys.executable, "-c", DIGEST], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()[-1]
 
@@ -50,6 +60,11 @@ def test_a_second_process_needs_no_triton_and_a_damaged_copy_is_made_anew(tmp_pa
         copy.write_bytes(copy.read_bytes()[:100])
     assert used(tmp_path) == "triton"
     assert used(tmp_path) == "copy"
+
+
+def test_formats_have_copies_too(tmp_path: Path) -> None:
+    assert used(tmp_path, FORMATS) == "triton"
+    assert used(tmp_path, FORMATS) == "copy"
 
 
 def test_a_copy_that_others_may_write_is_not_run(tmp_path: Path) -> None:

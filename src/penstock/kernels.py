@@ -1,7 +1,7 @@
-"""Launches the digest kernels: by Triton, or from a compiled copy that an earlier process left.
+"""Launches Triton kernels: by Triton, or from a compiled copy that an earlier process left.
 
-In: a kernel's name, its arguments. Out: it is queued on the current stream.
-Not here: the kernels (`digest.xxh3_triton`), what they digest (`digest.cuda`).
+In: a kernel's module and name, its arguments. Out: it is queued on the current stream.
+Not here: the kernels, each in the room that it works for (`digest.xxh3_triton`, `transform.quantize_triton`).
 
     launch --copy in ~/.cache/penstock/kernels--> CUDA driver
            `--none, or arguments it was not made for--> Triton, which compiles (and a copy is left)
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import stat
@@ -52,14 +53,23 @@ class _Copy(msgspec.Struct, frozen=True):
 
 
 def launch(
+    module: str,
     name: str,
     num_programs: int,
     arguments: Sequence[torch.Tensor | int],
-    constants: Mapping[str, int],
+    constants: Mapping[str, int | str],
     *,
-    num_warps: int,
+    num_warps: int = 4,
 ) -> None:
-    """Queue a kernel of `xxh3_triton` on the current stream of its first argument's device.
+    """Queue a kernel on the current stream of its first argument's device.
+
+    Args:
+        module: where the kernel is, alone in it with what it calls: a copy is of the module's text.
+        name: of the kernel, whose integers Triton does not specialise.
+        num_programs: how many of it.
+        arguments: in order; integers below 2^31, or no copy is used.
+        constants: the kernel's constants.
+        num_warps: of each program.
 
     Raises:
         MissingExtra: Triton is needed and not installed.
@@ -69,41 +79,48 @@ def launch(
     suits = device.type == "cuda" and all(
         one.data_ptr() % _ALIGNMENT == 0 if isinstance(one, torch.Tensor) else one < _INT32_STOP for one in arguments
     )
-    shape = (name, tuple(sorted(constants.items())), num_warps)
+    shape = (module, name, tuple(sorted(constants.items())), num_warps)
     kernel = _kept(shape, device) if suits else None
     if kernel is not None:
         kernel.run(num_programs, arguments, torch.cuda.current_stream(device).cuda_stream)
         return
-    compiled = getattr(_kernels(), name)[(num_programs,)](*arguments, **constants, num_warps=num_warps)
+    compiled = getattr(_imported(module), name)[(num_programs,)](*arguments, **constants, num_warps=num_warps)
     if suits:
         _keep(compiled, _path(shape, device))
 
 
-@functools.cache
-def _kernels() -> Any:
+def _imported(module: str) -> Any:
     try:
-        return importlib.import_module("penstock.digest.xxh3_triton")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         hint = "pip install triton, or a CUDA build of torch"
-        raise MissingExtra("digests on a GPU need Triton", hint=hint) from error
+        raise MissingExtra("digests and formats on a GPU need Triton", hint=hint) from error
 
 
 @functools.cache
-def _path(shape: tuple[object, ...], device: torch.device) -> Path | None:
+def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | None:
     """Where the copy of this kernel is or would be; None where there is no home directory."""
-    source = Path(__file__).with_name("xxh3_triton.py").read_bytes()
-    key = blake3(source)
+    module, name, _, _ = shape
+    key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
-        return Path.home() / ".cache" / "penstock" / "kernels" / f"{shape[0]}-{key.hexdigest()[:32]}"
+        return Path.home() / ".cache" / "penstock" / "kernels" / f"{name}-{key.hexdigest()[:32]}"
     except RuntimeError:
         return None
 
 
 @functools.cache
-def _kept(shape: tuple[object, ...], device: torch.device) -> _Kernel | None:
+def _text(module: str) -> bytes:
+    """Of a module that need not be importable."""
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).read_bytes()
+
+
+@functools.cache
+def _kept(shape: tuple[str, str, object, int], device: torch.device) -> _Kernel | None:
     path = _path(shape, device)
     if path is None:
         return None
@@ -147,7 +164,7 @@ def _keep(compiled: Any, path: Path | None) -> None:
 
 
 class _Kernel:
-    """A copy loaded into the current context. It stays loaded: a process digests again."""
+    """A copy loaded into the current context. It stays loaded: a process uses it again."""
 
     def __init__(self, copy: _Copy) -> None:
         self._copy = copy
@@ -180,4 +197,4 @@ def _launcher() -> Any:
 
 def _check(code: int) -> None:
     if code:
-        raise DestinationError(f"CUDA error {code} from a digest kernel", hint="see CUresult in the CUDA driver API")
+        raise DestinationError(f"CUDA error {code} from a kernel", hint="see CUresult in the CUDA driver API")
