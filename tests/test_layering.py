@@ -6,9 +6,11 @@ Adding a room, a thread root or an exception to a rule edits a list here, which 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -107,12 +109,20 @@ BROAD_EXCEPT = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Module:
     """One parsed file of the package; `path` is relative to `src/penstock`, `name` is dotted."""
 
     path: str
     tree: ast.Module
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imported(self) -> list[tuple[int, str]]:
+        return list(imports(self, self.nodes))
 
     @property
     def name(self) -> str:
@@ -126,6 +136,7 @@ class Module:
         return parts[1] if len(parts) > 1 else ""
 
 
+@functools.cache
 def modules() -> list[Module]:
     return [
         Module(path=path.relative_to(SRC).as_posix(), tree=ast.parse(path.read_text(encoding="utf-8")))
@@ -133,9 +144,9 @@ def modules() -> list[Module]:
     ]
 
 
-def imports(module: Module, nodes: Iterator[ast.AST] | None = None) -> Iterator[tuple[int, str]]:
+def imports(module: Module, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all imports, relative ones resolved; `from a import b` gives `a.b`."""
-    for node in nodes if nodes is not None else ast.walk(module.tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,12 +169,19 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
         yield from at_import(child)
 
 
+def is_attribute(node: ast.AST, name: str, attributes: set[str]) -> TypeGuard[ast.Attribute]:
+    """Whether this is `name.attribute`."""
+    if not isinstance(node, ast.Attribute) or node.attr not in attributes:
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == name
+
+
 def upward_imports(module: Module) -> list[str]:
     if module.room and module.room not in FLOOR:
         return [f"{module.path}: the room {module.room!r} stands on no floor of FLOORS"]
     mine = FLOOR.get(module.room, FLOOR["api"] + 0.5)
     found = []
-    for line, name in imports(module):
+    for line, name in module.imported:
         parts = name.split(".")
         if parts[0] != "penstock" or len(parts) < 2 or parts[1] == module.room:
             continue
@@ -189,8 +207,8 @@ def torch_at_import(module: Module) -> list[str]:
 def impurities(module: Module) -> list[str]:
     if module.room != "plan":
         return []
-    found = [f"{module.path}:{n}: {name}" for n, name in imports(module) if name.split(".")[0] in IMPURE | {"torch"}]
-    for node in ast.walk(module.tree):
+    found = [f"{module.path}:{n}: {name}" for n, name in module.imported if name.split(".")[0] in IMPURE | {"torch"}]
+    for node in module.nodes:
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -204,17 +222,17 @@ def environment_reads(module: Module) -> list[str]:
     if module.path in ENVIRONMENT:
         return []
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-    found = [f"{module.path}:{n}: imports {name}" for n, name in imports(module) if name in {f"os.{x}" for x in names}]
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
-            found.append(f"{module.path}:{node.lineno}: uses os.{node.attr}")
+    found = [f"{module.path}:{n}: imports {name}" for n, name in module.imported if name in {f"os.{x}" for x in names}]
+    for node in module.nodes:
+        if is_attribute(node, "os", names):
+            found.append(f"{module.path}:{node.lineno}: uses {ast.unparse(node)}")
     return found
 
 
 def pickles(module: Module) -> list[str]:
-    found = [f"{module.path}:{n}: imports {name}" for n, name in imports(module) if name.split(".")[0] in PICKLES]
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"torch.load", "torch.save"}:
+    found = [f"{module.path}:{n}: imports {name}" for n, name in module.imported if name.split(".")[0] in PICKLES]
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and is_attribute(node.func, "torch", {"load", "save"}):
             found.append(f"{module.path}:{node.lineno}: calls {ast.unparse(node.func)}")
     return found
 
