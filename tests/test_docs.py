@@ -10,6 +10,7 @@ import code
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,13 +25,16 @@ import penstock as ps
 from penstock import errors
 from penstock.cli.main import app
 from penstock.config import environment
+from penstock.testing import commands
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.zygote import Zygote
 from penstock.types import MIB
 
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELLS = {"|", "&", "&&", "||", ";", "<", ">", ">>", "2>&1"}
 FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>.+?) -->\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -54,20 +58,34 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def run_console(block: Block, page: Path) -> None:
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+def run_command(command: str, zygote: Zygote) -> subprocess.CompletedProcess[str]:
+    """As a shell would; `penstock` itself without the seconds of its imports."""
+    words = shlex.split(command)
+    if words[0] == "penstock" and not SHELLS & {*words}:
+        return commands.run(zygote, words[1:])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PATH": path},
+    )
+
+
+def run_console(block: Block, page: Path, zygote: Zygote) -> None:
     for line in block.text.splitlines():
         if not line.startswith("$ "):
             continue
         command, _, comment = line[2:].partition("  # exit ")
-        done = subprocess.run(
-            ["bash", "-c", command],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            env=os.environ | {"PATH": path},
-        )
+        done = run_command(command, zygote)
         assert done.returncode == int(comment or 0), f"{page.name}:{block.line}: {command}\n{done.stdout}{done.stderr}"
 
 
@@ -81,12 +99,12 @@ def place(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path, place) -> None:
+def test_the_blocks_of_a_page_run(page: Path, place, zygote: Zygote) -> None:
     write_llama("llama", total_bytes=2 * MIB, shards=2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.kind == "console":
-            run_console(block, page)
+            run_console(block, page, zygote)
             continue
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
 

@@ -37,6 +37,8 @@ SAME_FLOOR |= {("integrations", "compat")}
 SAME_FLOOR |= {("transport", "memory")}
 # Tensors over bytes: the two journeys on the engine share them.
 SAME_FLOOR |= {("jobs", "loader")}
+# Command lines, run in forks of a process of the tests.
+SAME_FLOOR |= {("testing", "cli")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (

@@ -23,6 +23,8 @@ from penstock.jobs.journal import Journal
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 RULES = [{"op": "rename", "rules": [[r"^model\.", "m."]]}]
 
 

@@ -17,6 +17,8 @@ from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K", "shard_bytes": 2_000_000}
 
 

@@ -26,6 +26,8 @@ from penstock.errors import PenstockError
 from penstock.jobs.convert import convert
 from penstock.testing.zygote import Forked, Zygote
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 NUM_BATCHES, BATCH, ALWAYS = 10, 20, 3
 """The others are run on demand: `DRILLS=all`, two minutes."""
 AT_ONCE = 4

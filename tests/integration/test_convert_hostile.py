@@ -31,6 +31,8 @@ from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.testing.zygote import Zygote
 from penstock.types import DType
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000}
 
 

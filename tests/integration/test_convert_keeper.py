@@ -23,6 +23,8 @@ from penstock.fleet import renewal
 from penstock.jobs.crew import LocalCrew
 from penstock.testing.checkpoints import write_llama
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 
 @pytest.fixture(autouse=True)
 def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -14,6 +14,8 @@ from penstock.storage.cache import CACHE_CHUNK_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 NBYTES = 64 * MIB
 
 

@@ -19,6 +19,8 @@ from penstock.jobs.function import function_of
 from penstock.testing.operations import check_rows
 from penstock.testing.s3_server import SwiftServer, Unavailable
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
 
 

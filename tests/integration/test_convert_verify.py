@@ -19,6 +19,8 @@ from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K"}
 
 

@@ -14,13 +14,20 @@ import faulthandler
 import importlib
 import os
 import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 
 from penstock.closing import Closing
-from penstock.jobs import zygote
+from penstock.jobs import crew, zygote
 
 IMPORTS = (
     "torch",
+    "numpy.ma",
+    "encodings.ascii",
+    "encodings.idna",
     "httpx",
     "redis",
     "uvicorn",
@@ -31,6 +38,7 @@ IMPORTS = (
     "anyio._backends._asyncio",
     "penstock",
     "penstock.api",
+    "penstock.cli.main",
     "penstock.fleet.hub",
     "penstock.fleet.join",
     "penstock.fleet.local",
@@ -38,12 +46,13 @@ IMPORTS = (
     "penstock.fleet.openapi",
     "penstock.fleet.store_redis",
     "penstock.fleet.unix_http",
-    "penstock.jobs.formats",
+    *crew.IMPORTS,
     "penstock.jobs.function",
     "penstock.sync.publish",
     "penstock.sync.subscribe",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
+    "penstock.transport.pinned",
     "penstock.transport.shm",
     "penstock.testing.fleet",
     "penstock.testing.jobs",
@@ -96,9 +105,64 @@ class Zygote(Closing):
             os.close(child_out)
         return Forked(process, stdin, stdout)
 
+    def graft(self) -> Graft:
+        """One for a crew of workers, as `penstock.jobs.crew` starts it."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            return Graft(here, self._zygote.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))
+
     def close(self) -> None:
         """Idempotent."""
         self._zygote.close()
+
+
+class Graft(zygote.Zygote):
+    """A zygote that was itself forked: without the seconds of its imports, and the same from there on."""
+
+    def __init__(self, line: socket.socket, process: zygote.Forked) -> None:
+        self._lock, self._patience_s, self._line = threading.Lock(), zygote.START_S, line
+        self._forked = process
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._forked.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._forked.poll() is None
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._forked.send_signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._forked.wait(zygote.END_S)
+
+
+def surroundings() -> tuple[str, dict[str, str]]:
+    """Of this process, for `settle`."""
+    return os.getcwd(), dict(os.environ)
+
+
+def settle(directory: str, environ: Mapping[str, str]) -> None:
+    """Have this process be as one that was started there, with this environment alone."""
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:0] = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
+
+
+def serve(directory: str, environ: Mapping[str, str]) -> int:
+    """In the forked process: be a zygote for who is at the other end of standard input."""
+    settle(directory, environ)
+    line = os.dup(0)
+    os.dup2(1, 2)  # what its own print goes where the caller's errors go now
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.argv[1:] = [str(line), *crew.IMPORTS]
+    zygote.main()
+    return 0
 
 
 def begin(function: str, argument: object, environ: Mapping[str, str]) -> int:

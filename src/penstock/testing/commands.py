@@ -1,0 +1,47 @@
+"""Runs `penstock` command lines in processes forked from the tests' zygote: the commands, without seconds of imports.
+
+In: the words of a command line. Out: its exit code, and what it wrote.
+Not here: commands that go on until they are told to end; how an interpreter starts one (`tests/unit/cli/test_main.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.testing.zygote import Zygote, settle, surroundings
+
+LAST_S = 120.0
+
+
+def run(zygote: Zygote, words: Sequence[str], *, timeout_s: float = LAST_S) -> subprocess.CompletedProcess[str]:
+    """`penstock` with these words, here and with this environment, to its end.
+
+    Raises:
+        TimeoutExpired: it did not end in time; it is killed.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        told = [*surroundings(), str(out), str(err), list(words)]
+        with zygote.fork(f"{__name__}:main", told) as process:
+            code = process.wait(timeout_s)
+        return subprocess.CompletedProcess(["penstock", *words], code, out.read_text(), err.read_text())
+
+
+def main(told: tuple[str, Mapping[str, str], str, str, Sequence[str]]) -> int:
+    """In the forked process: the command, as its entry point runs it; its exit code."""
+    from penstock.cli.main import run as command
+
+    directory, environ, out, err, words = told
+    settle(directory, environ)
+    for number, path in ((1, out), (2, err)):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(fd, number)
+        os.close(fd)
+    try:
+        command(words)
+    except SystemExit as end:
+        return int(end.code or 0)
