@@ -9,14 +9,21 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import torch
 
 from penstock.errors import Cancelled
-from penstock.memory.pages import populate
+from penstock.memory.pages import populate_by
 from penstock.memory.staging import Registrar
 from penstock.types import MIB
+
+_PAGE_THREADS = 8
+"""That make pages of a pinned buffer present: the kernel zeroes them, at 2 GB/s a core."""
+
+_FITS = 1.5
+"""Times a buffer may be as large as what it is taken for, so that few are made: to pin one costs several uses of it."""
 
 ALIGN_BYTES = 256
 """Of each tensor in a buffer: as a device allocates. Source: CUDA C++ Programming Guide, "Device memory accesses"."""
@@ -36,8 +43,9 @@ class Buffers:
     def __init__(self, memory_bytes: int, *, registrar: Registrar | None = None) -> None:
         self._bound, self._registrar = memory_bytes, registrar
         self._kept: list[torch.Tensor] = []
-        self._kept_bytes = self._reserved = self.peak_bytes = 0
+        self._kept_bytes = self._lent_bytes = self._reserved = self.peak_bytes = 0
         self._changed = threading.Condition()
+        self._pages = ThreadPoolExecutor(_PAGE_THREADS, thread_name_prefix="penstock-pages")
 
     def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
         """Wait until there is room for a task of `nbytes`; one that is alone always has room.
@@ -60,15 +68,17 @@ class Buffers:
             self._changed.notify_all()
 
     def get(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes`, flat uint8. Sizes are an eighth of a power of two apart, to be used again."""
+        """A buffer of at least `nbytes`, flat uint8: of those kept the smallest that fits, or a new one."""
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            found = next((one for one in reversed(self._kept) if len(one) == size), None)
+            fits = [one for one in self._kept if nbytes <= len(one) <= _FITS * size]
+            found = min(reversed(fits), key=len, default=None)
             if found is not None:
                 self._forget(found)
-            while self._kept and self._kept_bytes + self._reserved > self._bound:
-                self._free(self._kept[0])
+                size = len(found)
+            self._lent_bytes += size
+            self._make_room()
         return self._made(size) if found is None else found
 
     def put(self, buffer: torch.Tensor) -> None:
@@ -76,22 +86,28 @@ class Buffers:
         with self._changed:
             self._kept.append(buffer)
             self._kept_bytes += len(buffer)
-            while self._kept_bytes > self._bound:
-                self._free(self._kept[0])
+            self._lent_bytes -= len(buffer)
+            self._make_room()
 
     def close(self) -> None:
         """Free what is kept; nobody uses a buffer any more. Idempotent."""
         with self._changed:
             while self._kept:
                 self._free(self._kept[0])
+        self._pages.shutdown()
 
     def _made(self, size: int) -> torch.Tensor:
         if self._registrar is None:
             return torch.empty(size, dtype=torch.uint8)
         buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        populate(buffer.data_ptr(), size)
+        populate_by(self._pages, buffer.data_ptr(), size)
         self._registrar.register(buffer.data_ptr(), size)
         return buffer
+
+    def _make_room(self) -> None:
+        """Free the longest unused for what tasks hold, or have yet to get."""
+        while self._kept and self._kept_bytes + max(self._lent_bytes, self._reserved) > self._bound:
+            self._free(self._kept[0])
 
     def _forget(self, buffer: torch.Tensor) -> None:
         self._kept = [one for one in self._kept if one is not buffer]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 _MADV_POPULATE_WRITE = 23
 """Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
 """Zeroing so much takes about 0.1 ms; each call holds the address space's lock, which others need to allocate."""
+
+_SHARE_BYTES = 4 * STEP_BYTES
+"""Of one thread at a time, where several do it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,3 +35,13 @@ def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = 
         _libc.madvise(
             ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
         )
+
+
+def populate_by(pool: ThreadPoolExecutor, address: int, nbytes: int) -> None:
+    """`populate` by all threads of a pool.
+
+    Cost: where one thread takes 0.55 s a GB, twelve take 0.12. Source: benchmarks/results/h200x2_202611/convert.md.
+    """
+    starts = range(address, address + nbytes, _SHARE_BYTES)
+    for _ in pool.map(lambda at: populate(at, min(_SHARE_BYTES, address + nbytes - at)), starts):
+        pass

@@ -33,6 +33,16 @@ def test_a_buffer_that_was_put_back_is_got_again_for_a_size_alike():
     assert buffers.get(33 * MIB).data_ptr() != first.data_ptr()
 
 
+def test_the_smallest_that_fits_is_taken_and_none_that_is_far_too_large():
+    buffers = Buffers(64 * MIB)
+    large, fits, tight = buffers.get(16 * MIB), buffers.get(11 * MIB), buffers.get(10 * MIB)
+    for one in (large, fits, tight):
+        buffers.put(one)
+    assert buffers.get(9 * MIB).data_ptr() == tight.data_ptr()
+    assert buffers.get(9 * MIB).data_ptr() == fits.data_ptr()
+    assert buffers.get(9 * MIB).data_ptr() not in {one.data_ptr() for one in (large, fits, tight)}
+
+
 def test_what_is_kept_makes_room_for_what_is_reserved():
     pins = Pins()
     buffers = Buffers(8 * MIB, registrar=pins)
