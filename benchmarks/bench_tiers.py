@@ -43,6 +43,8 @@ from penstock.testing.keeper import KeeperProcess
 from penstock.types import GB
 
 THREADS = 8
+PAUSE_S = 0.5
+"""After which the driver has cleared what a block left on a device; until then copies are half as fast."""
 
 
 def fill(room: Room) -> None:
@@ -108,20 +110,24 @@ def file_limits(directory: Path, nbytes: int) -> dict[str, float]:
     return rates
 
 
-def moves(levels: Sequence[Level], nbytes: int, reps: int) -> Iterator[tuple[str, float]]:
-    """(what, GB/s) of each way a block went between the first two tiers."""
+def moves(levels: Sequence[Level], nbytes: int, reps: int, pause_s: float) -> Iterator[tuple[str, float]]:
+    """(what, GB/s) of each way a block went between the first two tiers; it comes back after a pause, and at once."""
     down, up = (f"{levels[a].tier.name} -> {levels[b].tier.name}" for a, b in ((0, 1), (1, 0)))
     with Tiers(levels, stall_s=120) as tiers:
         block = Block("bench", 0, nbytes)
         tiers.put(block, fill, again=False)
         with tiers.pin(block) as room:
             wanted = digests(room)
+        calls = [(down, tiers.demote, 0.0), (up, tiers.promote, pause_s)]
+        if pause_s:
+            calls += [(down, tiers.demote, 0.0), (f"{up}, at once", tiers.promote, 0.0)]
         for rep in range(reps + 1):
-            for what, call in ((down, tiers.demote), (up, tiers.promote)):
+            for number, (what, call, wait_s) in enumerate(calls):
+                time.sleep(wait_s)
                 begun = time.perf_counter()
                 call(block)
                 rate = nbytes / GB / (time.perf_counter() - begun)
-                yield f"{what}, first" if not rep and what is down else what, rate
+                yield f"{what}, first" if not rep and not number else what, rate
         with tiers.pin(block) as room:
             assert digests(room) == wanted, "bytes changed"
 
@@ -178,9 +184,11 @@ def show(rows: dict[str, list[float]], bounds: dict[str, float], unit: str = "GB
         print(f"| {what} | {len(values)} | {statistics.median(values):.2f} | {spread} | {limit} | {share} |")
 
 
-def measure(levels: Callable[[], Sequence[Level]], nbytes: int, reps: int) -> dict[str, list[float]]:
+def measure(
+    levels: Callable[[], Sequence[Level]], nbytes: int, reps: int, pause_s: float = 0.0
+) -> dict[str, list[float]]:
     rows: dict[str, list[float]] = {}
-    for what, rate in moves(levels(), nbytes, reps):
+    for what, rate in moves(levels(), nbytes, reps, pause_s):
         rows.setdefault(what, []).append(rate)
     return rows
 
@@ -208,7 +216,7 @@ def main() -> None:
             pool = PoolTier(max(host, 2 * POOL_BUFFER_BYTES), registrar=CudaRegistrar(device), stall_s=120)
             return [Level(tier=CudaTier(device, stall_s=120), budget_bytes=nbytes), Level(tier=pool, budget_bytes=host)]
 
-        show(measure(levels, nbytes, reps), {"host -> gpu": rate})
+        show(measure(levels, nbytes, reps, PAUSE_S), {"host -> gpu": rate, "host -> gpu, at once": rate})
     for directory in arguments.dir or [Path(tempfile.gettempdir())]:
         with contextlib.ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))

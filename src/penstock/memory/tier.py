@@ -97,6 +97,10 @@ class Tier(Protocol):
         """
         ...
 
+    def trim(self) -> None:
+        """Let others have what closed rooms took; until then a room that is opened may take their place."""
+        ...
+
     def close(self) -> None:
         """Free what the tier itself holds, once its rooms are closed. Idempotent."""
         ...

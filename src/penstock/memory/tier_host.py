@@ -86,6 +86,9 @@ class HeapTier:
         """See `Tier.open_room`."""
         return HeapRoom(nbytes)
 
+    def trim(self) -> None:
+        """See `Tier.trim`."""
+
     def close(self) -> None:
         """See `Tier.close`."""
 
@@ -119,6 +122,9 @@ class ArenaTier:
     def open_room(self, nbytes: int) -> ArenaRoom:
         """See `Tier.open_room`."""
         return ArenaRoom(nbytes)
+
+    def trim(self) -> None:
+        """See `Tier.trim`."""
 
     def close(self) -> None:
         """See `Tier.close`."""
@@ -174,6 +180,9 @@ class PoolTier:
             room.close()
             raise
         return room
+
+    def trim(self) -> None:
+        """See `Tier.trim`."""
 
     def close(self) -> None:
         """See `Tier.close`."""

@@ -100,6 +100,8 @@ class Moves:
         self.clock = itertools.count(1)
         self.state, self._mover = threading.Condition(), threading.Lock()
         self._progress = time.monotonic()
+        self._is_left = False
+        """Rooms were closed whose memory no tier has given back."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -111,7 +113,16 @@ class Moves:
         try:
             yield
         finally:
+            self._trim()
             self._mover.release()
+            self._trim()  # what others left meanwhile
+
+    def _trim(self) -> None:
+        """What rooms left in this turn no other took."""
+        if self._is_left:
+            self._is_left = False
+            for level in self.levels:
+                level.tier.trim()
 
     def _note(self, nbytes: int = 0) -> None:
         self._progress = time.monotonic()
@@ -191,6 +202,9 @@ class Moves:
             place.room.close()
             with self.state:
                 self.used_bytes[index] -= place.charge
+            self._is_left = True
+        if not self._mover.locked():
+            self._trim()
 
     def _open(self, entry: Entry, to: int, latest: float = -math.inf) -> Place:
         """A place for it in `to`, pinned and counted; the turn is ours."""

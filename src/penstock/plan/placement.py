@@ -19,8 +19,8 @@ from penstock.errors import PlanError
 
 DEPTH = 4
 """Tasks a worker has at once: one being read, one copied, one computed, one written."""
-DEVICE_DEPTH = 8
-"""Of a worker with a device, for whose copies and kernels half of them wait.
+DEVICE_DEPTH = 12
+"""Of a worker with a device, whose copies and kernels take their time while threads go on.
 Source: benchmarks/results/h200x2_202611/convert.md."""
 GUESS_BYTES_PER_S = 1e9
 """A worker's pace before it ended a task, where nobody's is known; only ratios matter."""

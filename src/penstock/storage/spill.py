@@ -132,5 +132,8 @@ class SpillTier:
         """See `Tier.open_room`."""
         return SpillRoom(self.directory, nbytes, self._settings)
 
+    def trim(self) -> None:
+        """See `Tier.trim`."""
+
     def close(self) -> None:
         """See `Tier.close`."""

@@ -300,6 +300,43 @@ def test_two_who_ask_at_once_have_it_read_once() -> None:
         assert source.reads[block(0)] == 1
 
 
+class Told(HeapTier):
+    """Notes what is asked of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.told: list[str] = []
+
+    def open_room(self, nbytes: int):
+        room, told = super().open_room(nbytes), self.told
+        told.append("open")
+
+        class Room(type(room)):
+            def close(self) -> None:
+                told.append("close")
+                super().close()
+
+        room.__class__ = Room
+        return room
+
+    def trim(self) -> None:
+        self.told.append("trim")
+
+
+def test_who_makes_room_leaves_its_memory_to_who_takes_it_and_else_to_others() -> None:
+    source, gpu = Source(), Told("gpu")
+    with Tiers([Level(tier=gpu, budget_bytes=150), Level(tier=HeapTier("host"))]) as tiers:
+        tiers.put(block(0), source.of(block(0)))
+        tiers.put(block(1), source.of(block(1)))
+        assert gpu.told == ["open", "close", "open", "trim"]
+        tiers.demote(block(1))
+        assert gpu.told[4:] == ["close", "trim"]
+        with tiers.pin(block(0)):
+            tiers.promote(block(0))
+        tiers.drop(block(0))
+        assert gpu.told[6:] == ["open", "trim", "close", "trim"]  # at the first, of the room that it left below
+
+
 class Full(HeapTier):
     def open_room(self, nbytes: int):
         raise DiskFull("no room on the device")
