@@ -138,7 +138,7 @@ class Module:
         return parts[1] if len(parts) > 1 else ""
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def modules() -> list[Module]:
     return [
         Module(path=path.relative_to(SRC).as_posix(), tree=ast.parse(path.read_text(encoding="utf-8")))
@@ -262,8 +262,8 @@ RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps_the_rule(rule) -> None:
-    broken = [fault for module in modules() for fault in rule(module)]
+def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
+    broken = [fault for module in modules for fault in rule(module)]
     assert not broken, "\n".join(broken)
 
 
