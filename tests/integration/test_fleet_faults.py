@@ -19,11 +19,14 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import SMALL
+from tests.truth import by_safetensors
 
+from penstock.cli.manifest import manifest
 from penstock.errors import HubUnavailable, PenstockError
 from penstock.fleet.client import HubClient
 from penstock.fleet.local import find_hub
 from penstock.testing import redis_server
+from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
 from penstock.testing.redis_server import RedisServer
 from penstock.testing.zygote import Forked, Zygote
@@ -184,10 +187,16 @@ _wanted: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def places(made: Path, sealed: Path, truth) -> tuple[str, str]:
-    """The weights, and the same with a manifest."""
-    _wanted.update({str(made): digests(truth), str(sealed): digests(truth)})
-    return str(made), str(sealed)
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Weights of 8 MiB in few tensors, of which a worker has the least to do; and the same with a manifest."""
+    plain = tmp_path_factory.mktemp("few") / "plain"
+    write_llama(plain, num_layers=1, hidden=512, vocab=2048, shards=2)
+    sealed = plain.with_name("sealed")
+    shutil.copytree(plain, sealed)
+    manifest(str(sealed))
+    wanted = digests(by_safetensors(plain))
+    _wanted.update({str(plain): wanted, str(sealed): wanted})
+    return str(plain), str(sealed)
 
 
 def drill(seed: int, zygote: Zygote, places: tuple[str, str]) -> tuple[str, str, float]:
