@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,20 @@ pytest.importorskip("httpx")
 
 from penstock.fleet.client import HubClient
 from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello
+from penstock.testing import commands
 from penstock.testing.hubs import IDENTITY, holding
+from penstock.testing.zygote import Zygote
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 TOKEN = "a-token-0123456789"
 
 
-def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, timeout=60, check=False)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def penstock(zygote: Zygote) -> Run:
+    return lambda *arguments: commands.run(zygote, arguments)
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def hub(tokens, tmp_path):
     assert "event=issued" in (tmp_path / "stderr").read_text()
 
 
-def test_status_and_why(hub, tokens) -> None:
+def test_status_and_why(hub, tokens, penstock: Run) -> None:
     asked = ["--hub", hub, "--token-file", str(tokens)]
     assert "no member has or wants llama" in penstock("status", "llama", *asked).stdout
     with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:
@@ -84,7 +91,7 @@ def test_status_and_why(hub, tokens) -> None:
     watched.communicate(timeout=20)
 
 
-def test_what_is_wrong_is_said_at_once(tokens, tmp_path) -> None:
+def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
         (["--listen", "0.0.0.0:0"], "strangers"),
         (["--listen", "nowhere"], "cannot listen"),
@@ -98,7 +105,7 @@ def test_what_is_wrong_is_said_at_once(tokens, tmp_path) -> None:
     assert done.returncode == 2 and "no address of a hub" in done.stderr
 
 
-def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch) -> None:
+def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstock: Run) -> None:
     place = tmp_path_factory.mktemp("run")
     os.chmod(place, 0o700)
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
