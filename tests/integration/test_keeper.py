@@ -22,6 +22,7 @@ import penstock as ps
 from penstock.fleet import renewal
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
+from penstock.testing.zygote import Zygote
 
 ENGINE = """
 import json, sys
@@ -57,8 +58,8 @@ def wanted(llama: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def keeper(llama: Path) -> Iterator[KeeperProcess]:
-    with KeeperProcess([str(llama)]) as process:
+def keeper(llama: Path, zygote: Zygote) -> Iterator[KeeperProcess]:
+    with KeeperProcess([str(llama)], zygote=zygote) as process:
         yield process
 
 
@@ -155,7 +156,7 @@ def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> N
 
 def test_a_keeper_that_is_killed(keeper, wanted) -> None:
     attached = ps.attach("llama")
-    keeper.process.kill()
+    keeper.process.send_signal(signal.SIGKILL)
     keeper.process.wait(timeout=20)
     with pytest.raises(ps.PeerLost):
         attached.check()

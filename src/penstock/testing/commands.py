@@ -1,7 +1,7 @@
 """Runs `penstock` command lines in processes forked from the tests' zygote: the commands, without seconds of imports.
 
-In: the words of a command line. Out: its exit code, and what it wrote.
-Not here: commands that go on until they are told to end; how an interpreter starts one (`tests/unit/cli/test_main.py`).
+In: the words of a command line. Out: its exit code, and what it wrote; or its process, to be stopped and killed.
+Not here: how an interpreter starts one (`tests/unit/cli/test_main.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.testing.zygote import Zygote, settle, surroundings
+from penstock.testing.zygote import Forked, Zygote, settle, surroundings
 
 LAST_S = 120.0
 
@@ -31,16 +31,25 @@ def run(zygote: Zygote, words: Sequence[str], *, timeout_s: float = LAST_S) -> s
         return subprocess.CompletedProcess(["penstock", *words], code, out.read_text(), err.read_text())
 
 
+def start(zygote: Zygote, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Forked:
+    """`penstock` with these words, here and with this environment and more; what it says on stderr is its `stdout`."""
+    directory, present = surroundings()
+    told = [directory, {**present, **(environ or {})}, os.devnull, "", list(words)]
+    return zygote.fork(f"{__name__}:main", told)
+
+
 def main(told: tuple[str, Mapping[str, str], str, str, Sequence[str]]) -> int:
     """In the forked process: the command, as its entry point runs it; its exit code."""
     from penstock.cli.main import run as command
 
     directory, environ, out, err, words = told
     settle(directory, environ)
+    os.dup2(1, 2)
     for number, path in ((1, out), (2, err)):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.dup2(fd, number)
-        os.close(fd)
+        if path:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+            os.dup2(fd, number)
+            os.close(fd)
     try:
         command(words)
     except SystemExit as end:

@@ -10,11 +10,17 @@ Not here: what engines do with it.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import IO
+
+from penstock.testing import commands
+from penstock.testing.zygote import Forked, Zygote
 
 
 class KeeperProcess:
@@ -24,21 +30,31 @@ class KeeperProcess:
         arguments: of `penstock keep`.
         environ: variables on top of this process's own.
         timeout_s: within which it must keep.
+        zygote: forks it; None: a process that imports everything itself.
 
     Raises:
         ChildProcessError: it ended, or did not keep in time; says what it wrote.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 60.0
+        self,
+        arguments: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+        zygote: Zygote | None = None,
     ) -> None:
-        changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]
-        self.process = subprocess.Popen(
-            [*changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        self._says: IO[bytes]
+        if zygote is not None:
+            self.process = commands.start(zygote, ["keep", *arguments], environ)
+            self._says = self.process.stdout
+        else:
+            changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]
+            command = [*changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments]
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            assert self.process.stderr is not None
+            self._says = self.process.stderr
         self.errors: list[str] = []
         self._keeps = threading.Event()
         self._ended = threading.Event()
@@ -49,8 +65,7 @@ class KeeperProcess:
             raise ChildProcessError(f"the keeper does not keep: {''.join(self.errors)}")
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in map(bytes.decode, self._says):
             self.errors.append(line)
             if line.startswith("keeping"):
                 self._keeps.set()
@@ -64,9 +79,10 @@ class KeeperProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
         self.process.wait(timeout=30)
         self._reader.join(timeout=30)
-        for pipe in (self.process.stdout, self.process.stderr):
+        for pipe in (self.process.stdin, self._says):
             if pipe is not None:
                 pipe.close()
