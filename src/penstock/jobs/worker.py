@@ -34,8 +34,9 @@ from penstock.storage.manifest import WeightSet
 from penstock.storage.output import OutputSet
 from penstock.types import MIB, U64
 
-READ_BYTES = 8 * MIB
-"""Of one read. Source: benchmarks/results/h100_202611/load.md: large enough for the link, small enough to share it."""
+LOCAL_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 8 * MIB
+"""Of one read: few enough for the interpreter; large enough for the link, small enough to share it.
+Source: benchmarks/results/h200x2_202611/convert.md; benchmarks/results/h100_202611/load.md."""
 LOCAL_READS, REMOTE_READS = 4, 16
 """Reads under way at once."""
 MIN_WRITES, MAX_WRITES = 2, 4
@@ -87,6 +88,7 @@ class Worker(Closing):
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(one.uri) for source in sources for one in source.sources)
         cores = len(os.sched_getaffinity(0))
+        self.read_bytes = REMOTE_READ_BYTES if remote else LOCAL_READ_BYTES
         reads = REMOTE_READS if remote else min(LOCAL_READS, max(2, cores))
 
         def executor(name: str, num_threads: int) -> Executor:
@@ -193,7 +195,7 @@ class _TaskRun:
         steps: list[Step] = []
         for (one, _, _), (low, high), raw in zip(given, ranges, cut(self.buffer, self.sizes), strict=True):
             view, leaf_bytes = as_view(raw)[len(raw) - (high - low) :], held_to[one.source] or 1
-            step = max(READ_BYTES // leaf_bytes, 1) * leaf_bytes
+            step = max(self.worker.read_bytes // leaf_bytes, 1) * leaf_bytes
             for at in range(0, len(view), step):
                 steps.append(_Fetch(self, one.source, one.spec.name, low + at, view[at : at + step]))
         self._left = len(steps)

@@ -20,6 +20,16 @@ from typing import Any, Literal
 
 from penstock.errors import PenstockError
 
+IMPORTS = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "penstock.api",
+    "penstock.sync.publish",
+    "pytest",
+)
+"""What a rank shares with the others of all tests of a process; none of it looks for a device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -51,7 +61,7 @@ def run_ranks(
         environ: variables set in each rank before anything of Penstock is imported.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(list(IMPORTS))
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as directory:
         ranks: list[tuple[Any, Connection]] = []
