@@ -19,6 +19,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.cli.main import run
 from penstock.fleet import pull as pulling
+from penstock.storage import kernel
 from penstock.testing.checkpoints import every_dtype, write_llama
 
 
@@ -125,10 +126,7 @@ def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> N
 
 
 def test_a_disk_that_is_full_leaves_nothing(keeper, tmp_path, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(kernel, "_fallocate", lambda *_: errno.ENOSPC)
     assert command("llama", "--to", tmp_path / "out") == 3
     assert list(tmp_path.iterdir()) == []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -227,8 +228,10 @@ def _run(
         raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
     uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
     words = msgspec.structs.replace(grown.words, trace=stages.enabled)
-    with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool:
-        room = pool.submit(_make_room, grown.out, stages)
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
+        ends.callback(is_over.set)
+        room = pool.submit(_make_room, grown.out, stages, is_over)
         with stages.stage("workers"):
             where = devices_of(devices, workers, crew.gpus if isinstance(crew, LocalCrew) else gpus)
             coordinator = stack.enter_context(
@@ -243,9 +246,9 @@ def _run(
     return coordinator, predicted
 
 
-def _make_room(out: OutputSet, stages: Trace) -> None:
+def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
     with stages.stage("room"):
-        out.allocate()
+        out.allocate(is_over.is_set)
 
 
 def _publish(grown: _Grown) -> str:

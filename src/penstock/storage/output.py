@@ -13,8 +13,9 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
+from penstock.storage.kernel import reserve
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
 
@@ -131,20 +133,20 @@ class OutputSet:
                 finally:
                     os.close(fd)
 
-    def allocate(self) -> None:
-        """Room for all bodies in files that `make` made. DiskFull; what was made stays.
+    def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Room for all bodies in files that `make` made, unless `is_over` says to stop. DiskFull; what was made stays.
 
         Cost: in tmpfs 0.3 s a GB of a file, for its pages are allocated; files do not wait for each other.
         """
         with typed(self.directory), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for _ in pool.map(self._allocate, self.names, self.file_nbytes):
+            for _ in pool.map(partial(self._allocate, is_over), self.names, self.file_nbytes):
                 pass
 
-    def _allocate(self, name: str, nbytes: int) -> None:
+    def _allocate(self, is_over: Callable[[], bool], name: str, nbytes: int) -> None:
         fd = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC)
         try:
             if nbytes > os.fstat(fd).st_size:
-                os.posix_fallocate(fd, 0, nbytes)
+                reserve(fd, nbytes, is_over)
         finally:
             os.close(fd)
 
@@ -241,7 +243,7 @@ class OutputRegion(OutputSet):
         self.names, self.data_offset = [""], [0]
         self._body_nbytes, self._headers, self._fds = [int(table.nbytes.sum())], [b""], []
 
-    def allocate(self) -> None:
+    def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """It is there."""
 
 

@@ -17,7 +17,7 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, DestinationError, IntegrityError
 from penstock.storage.files import FileSource
-from penstock.storage.kernel import address_of
+from penstock.storage.kernel import address_of, reserve
 from penstock.storage.output import typed
 from penstock.types import U64
 
@@ -43,8 +43,7 @@ class SpillRoom:
         self._direct_fd, self.why = -1, ""
         try:
             with typed(directory):
-                if nbytes:
-                    os.posix_fallocate(self._fd, 0, nbytes)
+                reserve(self._fd, nbytes)
             self._open_direct()
         except DestinationError:
             self.close()

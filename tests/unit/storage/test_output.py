@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.plan.tasks import OutputFiles, Spec, lay_out
+from penstock.storage import kernel
 from penstock.storage.output import OutputRegion, OutputSet, file_names
 from penstock.types import DType
 
@@ -134,14 +135,35 @@ def test_an_empty_directory_is_no_hindrance(tmp_path):
 
 
 def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(kernel, "_fallocate", lambda *_: errno.ENOSPC)
     with pytest.raises(DiskFull) as caught:
         made(tmp_path / "growing", laid_out()).create()
     assert not caught.value.mutated
     assert not (tmp_path / "growing").exists()
+
+
+def test_where_no_room_is_promised_files_have_their_length_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    out = made(tmp_path / "growing", laid_out())
+    out.create()
+    found = [path.stat() for path in sorted((tmp_path / "growing").iterdir())]
+    assert [one.st_size for one in found] == out.file_nbytes
+    fd = os.open(tmp_path / "longer", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 10)
+    kernel.reserve(fd, 5)
+    assert os.fstat(fd).st_size == 10
+    os.close(fd)
+
+
+def test_room_is_made_until_nobody_wants_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel, "_RESERVED_BYTES", 4096)
+    turns = iter([False, False, True])
+    with open(tmp_path / "file", "wb") as file:
+        kernel.reserve(file.fileno(), 100_000, lambda: next(turns))
+        assert os.fstat(file.fileno()).st_size == 8192
+        kernel.reserve(file.fileno(), 10_000)
+        assert os.fstat(file.fileno()).st_size == 10_000
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 10_000
 
 
 def test_files_can_be_there_before_there_is_room_for_their_bodies(tmp_path):
