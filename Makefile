@@ -65,10 +65,10 @@ storage-servers:
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in two groups, everything else beside them, and print after.
-LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py demo.py hosts_*.py))
+LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py demo.py hosts_*.py keeper_*.py))
 FIRST := $(filter-out $(LATER) tests/integration/test_bench_%,$(wildcard tests/integration/test_*.py)) tests/conformance
 
-test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill, in an hour)
+test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)
 	@$(MAKE) --no-print-directory -j2 setup storage-servers
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
 	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER)) > .cache/tests.log 2>&1 & \
@@ -83,8 +83,9 @@ endif
 check: $(READY)  ## format, lint, types, layering, sizes
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
-	@$(PY) -m mypy
-	@$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py
+	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
+	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
+	wait $$types || status=$$?; cat .cache/types.log; exit $$status
 	@$(PY) scripts/size.py
 
 bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--help' tells more)

@@ -2,7 +2,7 @@
 
 A drill is all that its seed says: world sizes, modes, transport; who is lost, how (SIGKILL, SIGSTOP), when. Then the
 trainer comes again and the next version goes to all that live. `test_drills[7]` runs the twenty of seeds 140 to 159;
-by default one batch runs, `PENSTOCK_DRILLS=all` runs them all.
+by default one batch runs, `DRILLS=all` runs them all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.testing.sync import SyncTask, SyncWorker, truth
 from penstock.testing.zygote import Zygote
 
 NUM_BATCHES, BATCH = 10, 20
-BATCHES = range(NUM_BATCHES) if os.environ.get("PENSTOCK_DRILLS") == "all" else range(1)
+BATCHES = range(NUM_BATCHES) if os.environ.get("DRILLS") == "all" else range(1)
 AT_ONCE = 4
 DONE_S = 90.0
 """A drill takes some seconds, more where somebody falls silent: far below this."""
