@@ -25,3 +25,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _files.add(item.path)
         gc.collect()
         gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Collect it all as the interpreter ends: some libraries report what is left of them then."""
+    gc.unfreeze()
