@@ -26,7 +26,7 @@ _BYTES = 128 * MIB
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096
-_NEAR = ("slab_s", "near_post_s", "copy_s", "gap_s", "gather_s", "gather_gb_per_s")
+_NEAR = ("slab_s", "near_post_s", "copy_s", "gap_s", "gather_s", "gather_gb_per_s", "worker_gb_per_s")
 
 Timed = Callable[[], object]
 
@@ -55,9 +55,9 @@ def calibrate() -> Rates:
         source.append(("quantise_gb_per_s", "assumed: torch is not installed; as fast as a copy"))
     else:
         source.append(("quantise_gb_per_s", f"{where}, fp8-block128"))
-    # Between two devices: one is too few to measure them.
+    # Between two devices, or of several processes: one is too few to measure them.
     near = {name: getattr(H200_RATES, name) if on_device else 0.0 for name in _NEAR}
-    source += [(name, "assumed: as between two H200" if on_device else "assumed: nothing") for name in near]
+    source += [(name, "assumed: as of two H200" if on_device else "assumed: nothing") for name in near]
     return Rates(
         name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
         quantise_gb_per_s=quantise or stages["device_copy_gb_per_s"],

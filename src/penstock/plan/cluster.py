@@ -98,6 +98,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Within the node: a kernel that copies shorter ones, started."""
     gather_gb_per_s: float = 0.0
     """What it moves; 0: as much as the link."""
+    worker_gb_per_s: float = 0.0
+    """What a worker of a conversion reads of files in the host's memory, beside its other stages; 0: no bound."""
     answer_s: float
     """A question to another member's door, answered."""
     hop_s: float
@@ -110,7 +112,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
             raise PlanError(f"{self.name}: a stage needs a rate above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
-        if min(*costs, self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s) < 0:
+        near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
+        if min(*costs, *near, self.worker_gb_per_s) < 0:
             raise PlanError(f"{self.name}: a cost below 0 s")
 
 
@@ -134,6 +137,7 @@ H200_RATES = Rates(
     gap_s=0.13e-6,
     gather_s=0.2e-3,
     gather_gb_per_s=350.0,
+    worker_gb_per_s=10.2,
     answer_s=1e-3,
     hop_s=3.5e-3,
     source=(
@@ -153,6 +157,7 @@ H200_RATES = Rates(
         ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
         ("gather_s", "penstock.transport.cuda_ipc.MANY"),
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
+        ("worker_gb_per_s", "benchmarks/results/h200x2_202611/convert.md, two workers on 32 cores"),
         ("answer_s", "assumed: a small request to a door"),
         ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
     ),

@@ -92,6 +92,8 @@ class _Run:
         one = self.cluster
         shares = [one.node_storage_gb_per_s / one.gpus_per_node, one.storage_gb_per_s / one.num_gpus]
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
+        if self.rates.worker_gb_per_s:
+            storage_s = max(storage_s, 1 / self.rates.worker_gb_per_s / GB)
         pcie_s, compute_s = 1 / one.pcie_gb_per_s / GB, 1 / self.rates.quantise_gb_per_s / GB
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 

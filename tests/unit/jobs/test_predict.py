@@ -12,7 +12,7 @@ from penstock.jobs import predict as module
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.predict import predict
 from penstock.jobs.words import operation_of
-from penstock.plan.cluster import CPU_RATES, Rates
+from penstock.plan.cluster import CPU_RATES, H200_RATES, Rates
 from penstock.plan.tasks import Spec, lay_out
 from penstock.types import GB, MIB, DType, Manifest
 
@@ -74,9 +74,12 @@ def test_gpus_are_known_by_what_the_driver_calls_them(
         (tmp_path / f"0000:{i}").mkdir()
         (tmp_path / f"0000:{i}" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\n")
     monkeypatch.setattr(module, "GPUS", tmp_path)
-    one, shared, two = (
-        predict(job, frozenset(), URIS, devices, None)[0]
-        for devices in (["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"])
-    )
-    assert one == pytest.approx(int(job.read_bytes.sum()) / GB / 55.5, rel=0.1)
-    assert shared == pytest.approx(one, rel=0.1) and two == pytest.approx(one / 2, rel=0.1)
+    links = msgspec.structs.replace(H200_RATES, worker_gb_per_s=0.0)
+    for rates, gb_per_s in ((None, H200_RATES.worker_gb_per_s), (links, 55.5)):
+        one, shared, two = (
+            predict(job, frozenset(), URIS, devices, rates)[0]
+            for devices in (["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"])
+        )
+        assert one == pytest.approx(int(job.read_bytes.sum()) / GB / gb_per_s, rel=0.1)
+        assert two == pytest.approx(one / 2, rel=0.1)
+        assert shared == pytest.approx(one if rates is links else two, rel=0.1)  # the link is shared, processes are not

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.cluster import H200_RATES, Cluster, Rates
+from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
 from penstock.plan.picture import svg
 from penstock.plan.simulate_convert import SILENCE_S, simulate_convert
 from penstock.types import GB
 
-RATES = msgspec.structs.replace(H200_RATES, quantise_gb_per_s=100.0)
+RATES = msgspec.structs.replace(H200_RATES, quantise_gb_per_s=100.0, worker_gb_per_s=0.0)
 
 
 def cluster(gpus: int, **fields) -> Cluster:
@@ -45,6 +45,21 @@ def test_workers_share_the_tasks_evenly(workers: int) -> None:
     found = run(40 * workers, cluster(workers))
     least_s = 40 / 50 + 1 / 100 + 0.5 / 50
     assert least_s * 0.999 <= found.predicted_s <= least_s + 1 / 50 + 1e-9  # the last may begin one more, stolen
+
+
+def test_workers_that_read_no_faster_than_their_process_can() -> None:
+    slow = msgspec.structs.replace(RATES, worker_gb_per_s=10.0)
+    assert run(80, cluster(2), rates=slow).predicted_s == pytest.approx(40 / 10, rel=0.05)
+    disk = cluster(2, node_storage_gb_per_s=4.0)
+    assert run(80, disk, rates=slow).predicted_s == pytest.approx(run(80, disk).predicted_s)
+
+
+def test_what_two_gpus_took_is_predicted() -> None:
+    count = 1800  # 68.6 GB in tasks of 64 MiB, as benchmarks/results/h200x2_202611/convert.md has them
+    h200, rates = CLUSTERS["h200"]
+    taken, given = (np.full(count, int(nbytes / count)) for nbytes in (68.6e9, 35.0e9))
+    found = simulate_convert(taken, given, msgspec.structs.replace(h200, gpus_per_node=2), rates)
+    assert abs(found.off_by(measured_s=3.36)) < 0.1
 
 
 def test_shared_storage_bounds_all_of_them() -> None:
