@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.jobs.job import Job
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates
+from penstock.plan.placement import depth_of
 from penstock.plan.simulate_convert import simulate_convert
 from penstock.storage import is_remote
 
@@ -46,7 +47,8 @@ def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str
     found = _machine(devices, rates) if devices else "no rates are known of other hosts"
     if isinstance(found, str):
         return None, found
-    made = simulate_convert(job.read_bytes[rows].sum(axis=1), job.tasks.out_bytes[rows], *found)
+    read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
+    made = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *found, depth=depth)
     return made.predicted_s, f"the rates of {found[1].name}, a disk that keeps up"
 
 

@@ -43,7 +43,7 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
-from penstock.plan.placement import DEPTH, DEVICE_DEPTH, Placement
+from penstock.plan.placement import Placement, depth_of
 
 TURN_S = 0.2
 """Longest pause between looks at who is idle or silent."""
@@ -112,8 +112,7 @@ class Coordinator(Closing):
         self._words = msgspec.structs.replace(words, asks_held=crew.listen is not None)
         self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
         self.num_workers = len(devices)
-        depth = DEPTH if set(devices) == {"cpu"} else DEVICE_DEPTH
-        self.placement = Placement(job.tasks.cost.tolist(), depth=depth, done=journal.done)
+        self.placement = Placement(job.tasks.cost.tolist(), depth=depth_of(devices), done=journal.done)
         self.stats: list[WorkerStats] = []
         self.traces: list[WorkerTrace] = []
         self._places: dict[str, _Place] = {}

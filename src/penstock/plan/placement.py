@@ -32,6 +32,11 @@ NUM_RUNS = 2
 _FREE, _KEPT, _GIVEN, _DONE = range(4)
 
 
+def depth_of(devices: Iterable[str]) -> int:
+    """Tasks that a worker on one of these devices is given ahead."""
+    return DEPTH if all(one == "cpu" for one in devices) else DEVICE_DEPTH
+
+
 @dataclass(slots=True, kw_only=True)
 class _Place:
     """A tier that workers share, as those of one host its cache: tasks whose bytes are in it."""

@@ -47,7 +47,9 @@ class _Worker:
     ended: float = 0.0
 
 
-def simulate_convert(in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
+def simulate_convert(
+    in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, *, seed: int = 0, depth: int = DEVICE_DEPTH
+) -> Prediction:
     """Run these tasks on a worker for each GPU of the cluster.
 
     Args:
@@ -55,6 +57,7 @@ def simulate_convert(in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rat
         cluster: where a storage rate is 0, storage is no bound of its own; its PCIe and the transform's rate are.
         rates: of the transform.
         seed: of who is slow, and who dies when.
+        depth: see `Placement`.
 
     Raises:
         PlanError: columns of different lengths; everybody died before the end.
@@ -63,7 +66,7 @@ def simulate_convert(in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rat
     rates.check()
     if len(in_bytes) != len(out_bytes):
         raise PlanError(f"{len(in_bytes)} inputs and {len(out_bytes)} outputs")
-    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed)
+    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth)
     run.go()
     return run.prediction()
 
@@ -71,11 +74,11 @@ def simulate_convert(in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rat
 class _Run:
     """The events of one conversion."""
 
-    def __init__(self, in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, seed: int) -> None:
+    def __init__(self, in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, seed: int, depth: int) -> None:
         self.cluster, self.rates, self.seed = cluster, rates, seed
         self.in_bytes, self.out_bytes = in_bytes.tolist(), out_bytes.tolist()
         self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
-        self.placement = Placement((in_bytes + out_bytes).tolist(), depth=DEVICE_DEPTH)
+        self.placement = Placement((in_bytes + out_bytes).tolist(), depth=depth)
         self.events: list[tuple[float, int, str, int]] = []
         self.num_begun = 0
         self.now = 0.0
