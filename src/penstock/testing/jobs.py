@@ -126,7 +126,7 @@ _kept: list[torch.Tensor] = []
 
 
 def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that keeps a GiB each time, where the process may have three and a half: it meets the bound itself."""
+    """An operation that keeps a GiB each time, where the process may have three and a half more."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if not _kept:
         resource.setrlimit(resource.RLIMIT_AS, (used + 7 * GIB // 2, resource.RLIM_INFINITY))
