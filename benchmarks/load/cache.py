@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # cachestat(2), Linux 6.5+; the number is the same on every architecture. Source: include/uapi/asm-generic/unistd.h
 _CACHESTAT = 451
+_TRIES, _PAUSE_S = 10, 0.1
+"""To have all pages dropped."""
 
 
 class _Range(ctypes.Structure):
@@ -55,15 +58,22 @@ def resident(paths: Sequence[str]) -> float:
 
 
 def evict(paths: Sequence[str]) -> float:
-    """Writes back and drops the files' pages; returns the fraction still resident (0 on a disk, 1 on tmpfs)."""
+    """Writes back and drops the files' pages; returns the fraction still resident (0 on a disk, 1 on tmpfs).
+
+    A page that another core has just used, or a process that is ending maps still, is kept at first: asked some times.
+    """
     os.sync()
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    return resident(paths)
+    for _ in range(_TRIES):
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        if (left := resident(paths)) in {0.0, 1.0}:
+            break
+        time.sleep(_PAUSE_S)
+    return left
 
 
 def warm(paths: Sequence[str], *, threads: int = 8) -> float:
