@@ -66,7 +66,7 @@ def launch(
     Args:
         module: where the kernel is, alone in it with what it calls: a copy is of the module's text.
         name: of the kernel, whose integers Triton does not specialise.
-        num_programs: how many of it.
+        num_programs: how many of it; 0: nothing is done.
         arguments: in order; integers below 2^31, or no copy is used.
         constants: the kernel's constants.
         num_warps: of each program.
@@ -75,6 +75,8 @@ def launch(
         MissingExtra: Triton is needed and not installed.
         DestinationError: the driver refuses the kernel.
     """
+    if not num_programs:
+        return
     device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
     suits = device.type == "cuda" and all(
         one.data_ptr() % _ALIGNMENT == 0 if isinstance(one, torch.Tensor) else one < _INT32_STOP for one in arguments

@@ -23,7 +23,7 @@ _PAGE_THREADS = 8
 """That make pages of a pinned buffer present: the kernel zeroes them, at 2 GB/s a core."""
 
 _FITS = 1.5
-"""Times a buffer may be as large as what it is taken for, so that few are made: to pin one costs several uses of it."""
+"""Times a buffer may be as large as what it is taken for, so that few are made: that takes longer than to fill one."""
 
 ALIGN_BYTES = 256
 """Of each tensor in a buffer: as a device allocates. Source: CUDA C++ Programming Guide, "Device memory accesses"."""
