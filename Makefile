@@ -30,6 +30,8 @@ READY  := $(VENV)/.ready
 endif
 
 ARGS   ?=
+# --required: fail where the vulnerability service is not reachable.
+AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
@@ -80,9 +82,11 @@ else
 	@$(PYTEST) $(TESTS)
 endif
 
-check: $(READY)  ## format, lint, types, layering, sizes
+check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit), sizes
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
+	@$(PY) -m bandit -q -c pyproject.toml -r src
+	@$(PY) scripts/audit.py $(AUDIT)
 	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status

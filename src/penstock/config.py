@@ -127,7 +127,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     session = environ.get("XDG_RUNTIME_DIR", "")
     if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
         return Path(session) / "penstock"
-    return Path(f"/tmp/penstock-{os.geteuid()}")
+    return Path(f"/tmp/penstock-{os.geteuid()}")  # created with mode 700, and its owner checked  # nosec B108
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
