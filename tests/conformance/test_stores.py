@@ -14,6 +14,17 @@ class TestMemory(StoreTests):
     def make(self) -> Store:
         return MemoryStore()
 
+    def num_names(self, store: Store) -> int:
+        assert isinstance(store, MemoryStore)
+        return sum(map(len, store._folders.values()))
+
+    def test_a_name_renewed_for_ever_is_kept_once(self) -> None:
+        store = MemoryStore()
+        for _ in range(1_000):
+            store.write("a/renewed", b"1", ttl_s=86_400.0)
+            store.write("a/renewed", None)
+        assert len(store._expiries) == 1
+
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory):
@@ -31,3 +42,9 @@ class TestRedis(StoreTests):
 
     def make(self) -> Store:
         return RedisStore(self.url)
+
+    def num_names(self, store: Store) -> int:
+        assert isinstance(store, RedisStore)
+        names, expiries = store._client.zcard(store._names), store._client.zcard(store._expiries)
+        assert expiries <= names
+        return int(names)

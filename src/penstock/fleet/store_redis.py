@@ -3,7 +3,8 @@
 In: a URL. Out: a `Store`. Not here: what is kept (`directory`), the store of one process (`store`).
 
 Each method is one script, which Redis runs whole. A value is its version, 16 random bytes, then the value; a sorted set
-holds all names, so that a scan costs what it finds. All names share one hash slot, so a cluster will do too.
+holds all names, so that a scan costs what it finds, and another when each expires: Redis drops expired values by
+itself, and every write drops a few of their names. All names share one hash slot, so a cluster will do too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from typing import Any
 
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, PermissionDenied
-from penstock.fleet.store import ANY, Entry
+from penstock.fleet.store import ANY, REMOVED_A_WRITE, Entry
 
 ANSWER_S = 2.0
 """Redis answers in a tenth of a millisecond; a member waits 10 s for the hub."""
@@ -21,6 +22,16 @@ _VERSION_BYTES = 16
 _MAX_CONNECTIONS = 64
 
 _WRITE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', '(' .. now, 'LIMIT', 0, ARGV[7])) do
+  if redis.call('EXISTS', ARGV[6] .. name) == 0 then
+    redis.call('ZREM', KEYS[2], name)
+    redis.call('ZREM', KEYS[3], name)
+  else
+    redis.call('ZADD', KEYS[3], now + 1000, name)
+  end
+end
 local held = redis.call('GET', KEYS[1])
 local version = ''
 if held then version = string.sub(held, 1, 16) end
@@ -28,10 +39,16 @@ if ARGV[1] ~= '*' and ARGV[1] ~= version then return 0 end
 if ARGV[3] == '1' then
   redis.call('DEL', KEYS[1])
   redis.call('ZREM', KEYS[2], ARGV[4])
+  redis.call('ZREM', KEYS[3], ARGV[4])
   return 1
 end
-if ARGV[5] == '' then redis.call('SET', KEYS[1], ARGV[2])
-else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[5]) end
+if ARGV[5] == '' then
+  redis.call('SET', KEYS[1], ARGV[2])
+  redis.call('ZREM', KEYS[3], ARGV[4])
+else
+  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[5])
+  redis.call('ZADD', KEYS[3], now + ARGV[5], ARGV[4])
+end
 redis.call('ZADD', KEYS[2], 0, ARGV[4])
 return 1
 """
@@ -44,6 +61,7 @@ for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. ARGV[1], '(' .. 
     found[#found + 1] = held
   else
     redis.call('ZREM', KEYS[1], name)
+    redis.call('ZREM', KEYS[2], name)
   end
 end
 return found
@@ -79,7 +97,7 @@ class RedisStore:
             raise ConfigError(f"{_public(url)!r} is no address of Redis: {error}") from error
         self._where = _public(url)
         self._prefix = f"{{{prefix}}}:"
-        self._names = f"{self._prefix}names"
+        self._names, self._expiries = f"{self._prefix}names", f"{self._prefix}expiries"
         self._write = self._client.register_script(_WRITE)
         self._scan = self._client.register_script(_SCAN)
 
@@ -93,12 +111,13 @@ class RedisStore:
         held = b"" if value is None else os.urandom(_VERSION_BYTES) + value
         ttl_ms = b"" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000))).encode()
         gone = b"1" if value is None else b"0"
-        keys = [self._prefix + name, self._names]
-        return bool(self._asked(self._write, keys=keys, args=[expected, held, gone, name, ttl_ms]))
+        keys = [self._prefix + name, self._names, self._expiries]
+        args = [expected, held, gone, name, ttl_ms, self._prefix, REMOVED_A_WRITE]
+        return bool(self._asked(self._write, keys=keys, args=args))
 
     def scan(self, prefix: str) -> dict[str, Entry]:
         """See `Store`."""
-        found = self._asked(self._scan, keys=[self._names], args=[prefix, self._prefix])
+        found = self._asked(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
         names = (name.decode()[len(prefix) :] for name in found[::2])
         return dict(zip(names, map(_entry, found[1::2]), strict=True))
 

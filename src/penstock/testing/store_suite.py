@@ -24,6 +24,10 @@ class StoreTests:
         """A store, which may be one that other tests have used."""
         raise NotImplementedError("say how to make the store under test")
 
+    def num_names(self, store: Store) -> int:
+        """Return how many names the store keeps in memory, expired ones included."""
+        raise NotImplementedError("say how to count the names that the store under test keeps")
+
     @contextmanager
     def store(self) -> Iterator[tuple[Store, str]]:
         """A store, closed afterwards, and a folder in it that no other test uses."""
@@ -114,6 +118,19 @@ class StoreTests:
             assert store.read(f"{at}a") is None
             assert set(store.scan(at)) == {"b", "c"}
             assert store.write(f"{at}a", b"3", expected=ABSENT)
+
+    def test_expired_names_that_nobody_reads_are_removed(self) -> None:
+        """Later writes of other names remove them: a store of short-lived names does not grow."""
+        with self.store() as (store, at):
+            before = self.num_names(store)
+            for number in range(2_000):
+                store.write(f"{at}gone/{number}", b"1", ttl_s=0.2)
+            assert self.num_names(store) >= before + 1_000
+            deadline = time.monotonic() + 30
+            while self.num_names(store) > before + 1 and time.monotonic() < deadline:
+                store.write(f"{at}renewed", b"1", ttl_s=5.0)
+            assert self.num_names(store) <= before + 1
+            assert store.read(f"{at}renewed") is not None
 
     def test_of_those_who_compare_and_set_at_once_one_succeeds(self) -> None:
         """A counter that eight threads raise is as high as they raised it."""

@@ -449,3 +449,20 @@ def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, n
     asked = msgspec.structs.replace(holding(num_chunks=num_chunks), identity=other)
     with pytest.raises(PlanError, match="key"):
         hub.flight(FlightRequest(member="reader", holding=asked))
+
+
+def test_members_that_left_are_forgotten(bench) -> None:
+    """The hub kept `gone/ID` of every member that ever left: 38 MB of 100,000."""
+    hub = bench.hub()
+
+    def come_and_go(count: int) -> None:
+        for number in range(count):
+            member = f"m{bench.now:g}-{number}"
+            bench.join(hub, member)
+            hub.leave(member)
+
+    come_and_go(2_000)
+    bench.now += 61
+    come_and_go(400)
+    assert isinstance(bench.store, MemoryStore)
+    assert sum(map(len, bench.store._folders.values())) < 500
