@@ -19,7 +19,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "config", "fork", "closing", "kernels"}),
-    frozenset({"digest", "transform"}),
+    frozenset({"digest", "transform", "net"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),
     frozenset({"engine"}),

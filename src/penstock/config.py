@@ -7,6 +7,9 @@ Not here: credentials of object stores, which obstore reads by the ecosystem's n
 from __future__ import annotations
 
 import os
+import secrets
+import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -115,10 +118,20 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...]
     return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
 
-def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+SHARED_TMP = Path("/tmp")  # only directories of mode 700 that this user owns are used in it  # nosec B108
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
     """Where the sockets and locks of this user's hub are; it may not be there yet.
 
-    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`.
+    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; where another user took
+    that name, the oldest `/tmp/penstock-UID-*` that is this user's, which is made if there is none.
+
+    Args:
+        shared: the directory that all users write to.
+
+    Raises:
+        ConfigError: a directory of another name cannot be made there.
     """
     environ = os.environ if environ is None else environ
     found = Settings.read(environ).runtime_dir
@@ -127,7 +140,43 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     session = environ.get("XDG_RUNTIME_DIR", "")
     if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
         return Path(session) / "penstock"
-    return Path(f"/tmp/penstock-{os.geteuid()}")  # created with mode 700, and its owner checked  # nosec B108
+    return _own_directory(shared, f"penstock-{os.geteuid()}")
+
+
+def _own_directory(shared: Path, name: str) -> Path:
+    """Return this user's directory below one that all users write to, whoever took its usual name."""
+    usual = shared / name
+    # Other names first: a process that runs may use one, and the usual name may have become free since.
+    others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
+    if others and not _is_private(usual):
+        return others[0]
+    try:
+        is_taken = usual.lstat().st_uid != os.geteuid()
+    except FileNotFoundError:
+        is_taken = False
+    if not is_taken:
+        return usual
+    # Another user owns the usual name, and /tmp is sticky: it stays theirs. A name that begins with the time sorts
+    # by age, so that processes that start together agree on the oldest; nobody can guess it beforehand.
+    new = shared / f"{name}-{time.time_ns():020d}-{secrets.token_hex(4)}"
+    try:
+        new.mkdir(mode=0o700)
+    except OSError as error:
+        message = f"{usual} belongs to another user, and no other directory can be made there: {error}"
+        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a directory of this user") from error
+    oldest = min(path for path in shared.glob(f"{name}-*") if _is_private(path))
+    if oldest != new:
+        new.rmdir()
+    return oldest
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether it is a directory, not a link to one, that only this user can enter."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from penstock.config import parse_bytes
+from penstock.config import parse_bytes, runtime_dir
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
@@ -24,3 +27,36 @@ def test_bytes_are_numbers_with_or_without_a_unit() -> None:
 def test_what_is_no_number_of_bytes_is_said_so(text: str | int) -> None:
     with pytest.raises(ConfigError, match="bytes"):
         parse_bytes(text)
+
+
+def test_the_runtime_directory_is_found_although_another_user_took_its_name(tmp_path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a directory to another user")
+    taken = tmp_path / f"penstock-{os.geteuid()}"
+    assert runtime_dir({}, shared=tmp_path) == taken, "nobody took it"
+    taken.mkdir()
+    os.chown(taken, 65534, 65534)
+    found = runtime_dir({}, shared=tmp_path)
+    assert found != taken and found.parent == tmp_path
+    assert found.stat().st_uid == os.geteuid() and found.stat().st_mode & 0o777 == 0o700
+    assert runtime_dir({}, shared=tmp_path) == found, "other processes of the same user use the same"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_processes_that_make_one_together_use_the_oldest_afterwards(tmp_path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a directory to another user")
+    usual = tmp_path / f"penstock-{os.geteuid()}"
+    usual.symlink_to("/nowhere")
+    os.chown(usual, 65534, 65534, follow_symlinks=False)
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: runtime_dir({}, shared=tmp_path), range(8)))
+    decoy = tmp_path / f"penstock-{os.geteuid()}-00000000000000000000-decoy"
+    decoy.mkdir(mode=0o700)
+    os.chown(decoy, 65534, 65534)
+    found = {runtime_dir({}, shared=tmp_path) for _ in range(3)}
+    assert len(found) == 1 and found <= made
+
+
+def test_a_runtime_directory_that_was_named_is_never_replaced(tmp_path) -> None:
+    assert runtime_dir({"PENSTOCK_RUNTIME_DIR": str(tmp_path / "mine")}, shared=tmp_path) == tmp_path / "mine"

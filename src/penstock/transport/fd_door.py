@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
+from penstock.net.peercred import is_same_user, peer_credentials
 
 _PER_MESSAGE = 64
 """Descriptors a message; the kernel allows 253 (SCM_MAX_FD)."""
@@ -60,7 +61,7 @@ class FdDoor:
                     continue  # the asker, who sees the connection end, or is gone, is told by its own side
 
     def _answer(self, peer: socket.socket) -> None:
-        if _credentials(peer)[1] != os.geteuid():
+        if not is_same_user(peer):
             return  # not waited for: others' questions would wait, too
         peer.settimeout(TIMEOUT_S)
         asked = peer.recv(_ASK.size)
@@ -94,12 +95,6 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def _credentials(peer: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
-    pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
-
-
 def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> Iterator[int]:
     """Descriptors of a peer's generation, one by one; each is closed when the next is asked for.
 
@@ -112,7 +107,7 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
         peer.settimeout(TIMEOUT_S)
         try:
             peer.connect(f"\0{name}")
-            if _credentials(peer) != (pid, os.geteuid()):
+            if peer_credentials(peer) != (pid, os.geteuid()):
                 raise PeerLost(f"another process than {pid} listens at {name}", uri=uri)
             peer.send(_ASK.pack(generation))
             received = 0
