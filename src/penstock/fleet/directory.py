@@ -47,7 +47,7 @@ ANNOUNCE_S = 1.0
 WRONG_BYTES_TTL_S = 600.0
 """Wrong bytes are a fault of memory or of a link: not soon over."""
 REFUSED_TTL_S = 3.0
-"""A busy holder soon has a place; one that does not know a new hub's grants does after its next beat."""
+"""A holder that does not know a new hub's grants does after its next beat."""
 _GONE_TTL_S = 60.0
 """A member that left cannot come back by a request of its own that was on its way: a client gives a question up after
 10 s (`client.TIMEOUT_S`), and the hub takes at most 20 s for a body (`hub.BODY_S`). Its id is the digest of a secret

@@ -20,7 +20,14 @@ from penstock.closing import Closing
 from penstock.engine.executors import Executor, guarded
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
-from penstock.errors import IntegrityError, PenstockError, PermissionDenied, SourceStalled, SourceUnavailable
+from penstock.errors import (
+    IntegrityError,
+    PenstockError,
+    PermissionDenied,
+    SourceBusy,
+    SourceStalled,
+    SourceUnavailable,
+)
 from penstock.fleet.arrival import Arrival, take, verify
 from penstock.fleet.holding import Bools, Holding
 from penstock.fleet.member import Member
@@ -44,6 +51,8 @@ ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon asked again."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
+BUSY_S = 0.5
+"""A full holder is asked again after this long: places become free as readers end, and it has done nothing wrong."""
 
 
 class Fetch(Closing):
@@ -176,19 +185,28 @@ class Fetch(Closing):
             self._holding.parent = self._following[0].upstream.member if self._following else ""
 
     def _drop_failed(self) -> None:
-        """Drop those that failed: note why, complain, and forgive them later. Nobody waits for what is said of it."""
+        """Drop upstreams that failed or are full; complain of those that failed, and try each again later.
+
+        A full holder is no fault: a complaint would make the hub discount its chunks and hand them out to be read from
+        storage again. It was: eight cold starters read storage 3.3 to 5.9 times.
+        """
         now = time.monotonic()
         with self._lock:
             failed = [one for one in self._following if one.error is not None and not one.num_flying]
             for one in failed:
                 self._following.remove(one)
                 who = one.upstream.member
+                if isinstance(one.error, SourceBusy):
+                    self._forgive[who] = (now + BUSY_S, self._forgive.get(who, (0.0, FORGIVE_S / 2))[1])
+                    self.outcome.full[who] = str(one.error)
+                    continue
                 wait_s = min(2 * self._forgive.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
                 self._forgive[who] = (now + wait_s, wait_s)
                 self.outcome.faults.append(f"{who[:8]}: {one.fault}")
         for one in failed:
             assert one.error is not None
-            self._member.complain(one.upstream.member, self._holding.key, one.error)
+            if not isinstance(one.error, SourceBusy):
+                self._member.complain(one.upstream.member, self._holding.key, one.error)
             one.close()
 
     def _ask_for_claims(self) -> None:
@@ -393,5 +411,5 @@ class Fetch(Closing):
             following, self._following = self._following, []
         for one in following:
             one.close()
-            if one.error is not None:
+            if one.error is not None and not isinstance(one.error, SourceBusy):
                 self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")

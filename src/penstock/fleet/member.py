@@ -21,7 +21,6 @@ from penstock.errors import (
     IntegrityError,
     PenstockError,
     PermissionDenied,
-    SourceBusy,
     SourceStalled,
     StaleDescriptor,
     UnknownMember,
@@ -260,7 +259,10 @@ class Member:
         return self._told(lambda: self._hub.sync(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> None:
-        """Tell the hub that a source could not be used; lost where the hub is away, or does not take it."""
+        """Tell the hub that a source could not be used; lost where the hub is away, or does not take it.
+
+        Not for a source that is merely full (`SourceBusy`): the hub would no longer count what it has.
+        """
         fault = "unreachable"
         for kind, word in _FAULTS:
             if isinstance(error, kind):
@@ -330,6 +332,5 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
     (SourceStalled, "stalled"),
     (IntegrityError, "wrong bytes"),
     (StaleDescriptor, "stale"),
-    (SourceBusy, "refused"),
     (PermissionDenied, "refused"),
 )

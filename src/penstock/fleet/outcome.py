@@ -21,6 +21,8 @@ class Outcome:
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, and why."""
+    full: dict[str, str] = field(default_factory=dict)
+    """Member -> what it said when all its readers' places were taken; told only where the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
     """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
     why_storage: str = NOBODY
@@ -38,7 +40,8 @@ class Outcome:
 
     def stalled(self, kind: type[SourceError], what: str, asked: str) -> SourceError:
         """That nothing came any more, and what was tried."""
-        tried = "; ".join(self.faults[-4:]) or "no member has them"
+        full = [f"{member[:8]}: {said}" for member, said in self.full.items()]
+        tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
         hint = "see `penstock why` for what each holder lacks; give fallback= to read storage"
         return kind(f"{what}: {tried}; {asked}", hint=hint)
 

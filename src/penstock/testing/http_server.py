@@ -1,6 +1,6 @@
 """A small HTTP/1.1 range server on loopback, with faults on demand: for tests, demos and benchmarks.
 
-In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, and a record of every request.
+In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, a record of every request, bytes sent.
 Not here: S3 semantics (`s3_server` runs real ones), anything beyond 127.0.0.1.
 """
 
@@ -48,7 +48,9 @@ class Faults:
     stall_after: int | None = None
     """Fall silent after so many bytes, connection open; -1: before the header."""
     slow_bytes_per_s: int | None = None
-    """Send no faster than this."""
+    """Send each answer no faster than this."""
+    total_bytes_per_s: int | None = None
+    """Send all answers together no faster than this: the bandwidth of a storage that every reader shares."""
     ignore_range: bool = False
     """Answer 200 with everything."""
     ignore_if_match: bool = False
@@ -117,6 +119,9 @@ class RangeServer:
         self.closing = threading.Event()
         self.requests: list[Request] = []
         self.num_connections = 0
+        self.num_bytes_sent = 0
+        """Bytes of bodies, of all answers, faulty ones too."""
+        self._next_send = 0.0
 
     def __enter__(self) -> Self:
         for name, data in self._given.items():
@@ -196,6 +201,19 @@ class RangeServer:
             self._suffered += 1
             limit = self._faults.num_requests
             return self._faults if limit is None or self._suffered <= limit else Faults()
+
+    def send_turn(self, nbytes: int, bytes_per_s: int) -> float:
+        """Reserve the time that `nbytes` take of a bandwidth all answers share; return the seconds until it begins."""
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._next_send)
+            self._next_send = start + nbytes / bytes_per_s
+            return start - now
+
+    def count_sent(self, nbytes: int) -> None:
+        """Add bytes of a body that were given to the network."""
+        with self._lock:
+            self.num_bytes_sent += nbytes
 
     def track(self, connection: socket.socket, *, opened: bool) -> None:
         """Remember an open connection, so that leaving the `with` block ends it."""
@@ -332,7 +350,14 @@ class _Handler(BaseHTTPRequestHandler):
                 ahead_s = (at - start) / faults.slow_bytes_per_s - (time.monotonic() - began)
                 if ahead_s > 0 and self.server.owner.closing.wait(ahead_s):
                     break
-            at += self._send_piece(descriptor, at, piece, chunked=faults.chunked)
+            if faults.total_bytes_per_s:
+                piece = min(piece, max(1, faults.total_bytes_per_s // 200))
+                wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
+                if wait_s > 0 and self.server.owner.closing.wait(wait_s):
+                    break
+            sent = self._send_piece(descriptor, at, piece, chunked=faults.chunked)
+            self.server.owner.count_sent(sent)
+            at += sent
         if at >= stop:
             if faults.chunked:
                 self.connection.sendall(b"0\r\n\r\n")

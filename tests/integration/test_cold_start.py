@@ -1,0 +1,78 @@
+"""Workers that start at once without a copy anywhere read storage once between them, by the storage server's count."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.conftest import Host, check
+from tests.truth import by_safetensors
+
+from penstock.cli.manifest import manifest
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import Faults, RangeServer
+from penstock.types import MIB
+
+COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)
+SLOW_BYTES_PER_S = 50_000_000
+"""What all readers of a slow storage share."""
+DEFAULTS = {
+    "penstock.fleet.line.CHUNK_BYTES": 16 * MIB,
+    "penstock.fleet.claims.MIN_PIECE_BYTES": 64 * MIB,
+    "penstock.fleet.claims.CLAIM_STALL_S": 30.0,
+}
+"""The product's own constants: other tests of this folder use smaller ones."""
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RangeServer, Path]]:
+    """96 MiB as `plain`, and with its manifest as `sealed`."""
+    root = tmp_path_factory.mktemp("storage")
+    write_llama(root / "plain", total_bytes=96 * MIB, shards=2)
+    shutil.copytree(root / "plain", root / "sealed")
+    manifest(str(root / "sealed"))
+    with RangeServer(root) as server:
+        yield server, root
+
+
+def weight_bytes_sent(server: RangeServer, root: Path) -> int:
+    """Bytes the server sent, less what was asked of headers, indexes and manifests."""
+    other = 0
+    for request in server.requests:
+        if request.method == "GET" and request.range is not None:
+            start, stop = request.range
+            path = root / request.path.lstrip("/")
+            if path.is_file() and (path.suffix != ".safetensors" or start < data_offset(path)):
+                other += min(stop, path.stat().st_size) - start
+    return server.num_bytes_sent - other
+
+
+def nbytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    """Of all of them."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def data_offset(path: Path) -> int:
+    """Where the tensors of a safetensors file begin."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize("bytes_per_s", [None, SLOW_BYTES_PER_S], ids=["fast", "slow"])
+@pytest.mark.parametrize("name", ["plain", "sealed"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_storage_is_read_once_however_many_start_at_once(
+    count: int, name: str, bytes_per_s: int | None, host: Host, storage: tuple[RangeServer, Path]
+) -> None:
+    server, root = storage
+    server.faults, server.num_bytes_sent = Faults(total_bytes_per_s=bytes_per_s), 0
+    server.requests.clear()
+    truth = by_safetensors(root / name)
+    workers = host.start_at_once(count, constants=DEFAULTS, fallback=f"{server.url}/{name}")
+    reports = [check(worker, truth) for worker in workers]
+    assert weight_bytes_sent(server, root) == nbytes_of(truth)
+    assert [report["faults"] for report in reports] == [[]] * count  # a full holder is no fault
