@@ -23,7 +23,7 @@ def test_the_kernels_have_the_bits_of_the_reference(tag: str) -> None:
     assert transform_suite.check_kernels(FORMATS[tag], DEVICE, shapes) >= 20
 
 
-@pytest.mark.parametrize("tag", ["fp8-block128", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tag", ["fp8-block128", "mxfp8", "mxfp8-floor", "nvfp4"])
 def test_rounding_by_bits_is_that_of_the_processor(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "_NATIVE", (99, 0))
     transform_suite.check_kernels(FORMATS[tag], DEVICE)

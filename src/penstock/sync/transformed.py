@@ -27,8 +27,8 @@ from penstock.sync.digits import meet
 from penstock.sync.layout import cut
 from penstock.transform.fuse import Fusion, Job, fuse
 from penstock.transform.geometry import Format, Output, alignment, fault, foreign, format_of, outputs, owned
-from penstock.transform.select import reason
-from penstock.types import I64, MIB, Box
+from penstock.transform.select import reasons
+from penstock.types import I64, MIB, Box, DType
 
 Transforms = str | Mapping[str, Sequence[str]]
 """A tag, for the weights that checkpoints have so; or tags, and for each the patterns of the names it is for."""
@@ -81,8 +81,10 @@ def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     found = []
     for tag, patterns in asked.items():
         form = format_of(tag)
-        for row in rows:
-            if not _kept(form, row, patterns):
+        plain = [row for row in rows if not row.form.tag]
+        kept = _kept(form, plain, patterns)
+        for row in plain:
+            if not kept[row.name]:
                 shape, box = row.form.shape, row.form.box
                 if form.global_suffix and box != Box.full(shape):
                     message = f"{tag} has one scale for the whole tensor, of which this rank holds a part"
@@ -91,16 +93,20 @@ def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def _kept(form: Format, row: Row, patterns: Sequence[str] | None) -> str:
-    """Why a row is not offered so."""
-    name, dtype, shape = row.name, row.form.dtype, row.form.shape
-    if form.scaling == "none":
-        if dtype is form.values or row.form.tag:
+def _kept(form: Format, rows: Sequence[Row], patterns: Sequence[str] | None) -> dict[str, str]:
+    """Return why each row is not offered in a format; an empty reason: it is."""
+    specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
+    if form.scaling != "none":
+        return reasons(form, specs, only=patterns or ("*.weight",))
+
+    def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
+        if dtype is form.values:
             return "it is that already"
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
             return "its name is none of those asked for"
         return fault(form, dtype, shape) or ""
-    return row.form.tag or reason(form, name, dtype, shape, only=patterns or ("*.weight",))
+
+    return {name: reason(name, dtype, shape) for name, dtype, shape in specs}
 
 
 class Transformed:

@@ -18,7 +18,7 @@ from typing import Literal
 from penstock.errors import ConfigError, PlanError
 from penstock.types import Box, DType
 
-Scaling = Literal["none", "amax", "pow2", "mx", "nv"]
+Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
 """How a block's scale comes of its largest magnitude (`quantize`)."""
 
 WHOLE = 0
@@ -65,6 +65,19 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
     )
 
 
+def _mxfp8() -> tuple[Format, ...]:
+    """MXFP8, which engines read alike whichever way its exponents were rounded.
+
+    Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`; `-floor`: OCP
+    Microscaling Formats 1.0, section 6.3, whose exponent saturates the largest eighth of a block's range.
+    """
+    shared = {"values": DType.F8_E4M3, "block": (1, 32), "scales": DType.U8, "whole_blocks": True}
+    return (
+        Format(tag="mxfp8", scaling="mx", **shared),  # type: ignore[arg-type]
+        Format(tag="mxfp8-floor", scaling="mx_floor", **shared),  # type: ignore[arg-type]
+    )
+
+
 FORMATS: Mapping[str, Format] = {
     one.tag: one
     for one in (
@@ -73,8 +86,7 @@ FORMATS: Mapping[str, Format] = {
         *_block128("fp8-block1x128", 1),
         # Source: compressed-tensors 0.17, "float-quantized" with strategy "channel": weight_scale [rows, 1].
         Format(tag="fp8-channel", values=DType.F8_E4M3, scaling="amax", block=(1, WHOLE)),
-        # Source: OCP Microscaling Formats 1.0, section 6.3; compressed-tensors 0.17, "mxfp8-quantized": uint8 scales.
-        Format(tag="mxfp8", values=DType.F8_E4M3, scaling="mx", block=(1, 32), scales=DType.U8, whole_blocks=True),
+        *_mxfp8(),
         # Source: compressed-tensors 0.17, "nvfp4-pack-quantized", compressors/nvfp4.
         Format(
             tag="nvfp4",

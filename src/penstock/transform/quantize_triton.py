@@ -163,6 +163,8 @@ def _scaled(peak: tl.tensor, whole: tl.tensor, SCALING: tl.constexpr, BYTES: tl.
         stored = tl.where(bad, NAN_BITS, scale.to(tl.int32, bitcast=True))
     else:
         if SCALING == "mx":
+            exponent = tl.maximum(((finite + (1 << 21)) >> 23) - 8, 0)
+        elif SCALING == "mx_floor":
             exponent = tl.maximum((finite >> 23) - 8, 0)
         else:
             scale = tl.div_rn(tl.maximum(finite, TINY_BITS).to(tl.float32, bitcast=True), 448.0)

@@ -7,7 +7,8 @@ Not here: how (`geometry`, `quantize`).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,18 @@ from penstock.types import DType
 
 KEEP = (
     "*embed*",
+    "*wte.weight",
+    "*wpe.weight",
     "*lm_head*",
+    "*shared_head*",
+    "head.weight",
+    "*.head.weight",
+    "output.weight",
+    "*model.output.weight",
+    "score.weight",
+    "*.score.weight",
+    "*classifier*",
+    "*qa_outputs*",
     "*norm*",
     "*.gate.weight",
     "*router*",
@@ -29,70 +41,135 @@ KEEP = (
     "*vision*",
 )
 """Patterns of names that are kept as they are. Source: what stays BF16 in the checkpoints of DeepSeek-V3 and V3.2
-(embeddings, norms, `mlp.gate`, `eh_proj`, the indexer's `weights_proj`, `lm_head`) and Qwen3-FP8 (`mlp.gate`,
-`lm_head`, norms); vision towers and convolutions by the recipes of llm-compressor."""
+(embeddings, norms, `mlp.gate`, `eh_proj`, `shared_head`, the indexer's `weights_proj`, `lm_head`) and Qwen3-FP8
+(`mlp.gate`, `lm_head`, norms); vision towers and convolutions by the recipes of llm-compressor. Embeddings are `wte`
+and `wpe` in GPT-2; heads are `output` in InternLM2 and Mistral's own files, `score` and `classifier` in transformers'
+sequence classification, `qa_outputs` in its question answering."""
+
+_SHOWN = 3
+
+Tensor = tuple[str, DType, tuple[int, ...]]
+"""Name, dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What becomes of each tensor."""
+    """Which tensors of a model are quantised, and why the others are not."""
 
     names: tuple[str, ...]
-    """Quantised, in the order given."""
+    """Tensors to quantise, in the order given."""
     kept: Mapping[str, str]
-    """The others, and why."""
+    """The others, each with the reason."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each kept tensor."""
+    stored: frozenset[str] = frozenset()
+    """Tensors among the kept ones that the source stores in this format already."""
 
     def modules_kept(self) -> tuple[str, ...]:
-        """Modules whose weight stays: what engines must be told, since they take any linear layer for quantised."""
-        return tuple(sorted(name.removesuffix(".weight") for name in self.kept if name.endswith(".weight")))
+        """Modules that are not quantised, which engines must be told: they take any linear layer for quantised.
+
+        A stack of experts is a parameter of its module, which is named then. The output layer of a model with tied
+        embeddings has no tensor: it is always listed, unless it is quantised.
+        """
+        found = set()
+        for name in self.kept.keys() - self.stored:
+            if name.endswith(".weight"):
+                found.add(name.removesuffix(".weight"))
+            elif len(self.shapes[name]) > 2 and "." in name:
+                found.add(name.rpartition(".")[0])
+        if not any(HEAD in name for name in (*self.names, *self.kept)):
+            found.add(HEAD)
+        return tuple(sorted(found))
+
+
+HEAD = "lm_head"
+"""What transformers calls the output layer of a language model, also where it is tied to the embedding."""
 
 
 def select(
     form: Format,
-    tensors: Iterable[tuple[str, DType, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
     *,
     keep: Sequence[str] = KEEP,
     only: Sequence[str] = ("*.weight",),
+    stored: Collection[str] = (),
 ) -> Selection:
-    """Linear weights: two dims, a name among `only` and not among `keep` (shell patterns, the whole name).
+    """Select linear weights: two dims, a name among `only` and not among `keep` (shell patterns, the whole name).
+
+    Args:
+        form: the format they are to be stored in.
+        tensors: all tensors of the model.
+        keep, only: patterns.
+        stored: names of those that are stored in this format already.
 
     Raises:
         PlanError: nothing is left to quantise.
     """
-    names, kept = [], {}
-    for name, dtype, shape in tensors:
-        if why := reason(form, name, dtype, shape, keep=keep, only=only):
-            kept[name] = why
-        else:
-            names.append(name)
+    tensors = list(tensors)
+    why = reasons(form, tensors, keep=keep, only=only)
+    why |= dict.fromkeys(stored, f"it is stored as {form.tag} already")
+    names = tuple(name for name, reason in why.items() if not reason)
     if not names:
-        raise PlanError(f"no tensor is left to store as {form.tag}", hint="change the patterns")
-    return Selection(names=tuple(names), kept=kept)
+        shown = Counter(why[name] for name, _, shape in tensors if len(shape) > 1).most_common(_SHOWN)
+        detail = "; ".join(f"{reason} ({count} tensors)" for reason, count in shown)
+        raise PlanError(
+            f"no tensor is left to store as {form.tag}: {detail}", hint="change the patterns only= and keep="
+        )
+    return Selection(
+        names=names,
+        kept={name: reason for name, reason in why.items() if reason},
+        shapes={name: shape for name, _, shape in tensors if why[name]},
+        stored=frozenset(stored),
+    )
 
 
-def reason(
+def reasons(
     form: Format,
-    name: str,
-    dtype: DType,
-    shape: tuple[int, ...],
+    tensors: Sequence[Tensor],
     *,
     keep: Sequence[str] = KEEP,
     only: Sequence[str] = ("*.weight",),
-) -> str:
-    """Why one tensor is kept as it is; empty: it is quantised. See `select`."""
-    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
-        return "its name is none of those asked for"
-    if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
-        return f"its name is like {pattern}"
-    if len(shape) != 2:
-        return f"{len(shape)} dims, not 2"
-    return fault(form, dtype, shape) or ""
+) -> dict[str, str]:
+    """Return for each tensor why it is kept as it is; an empty reason: it is quantised. Arguments as of `select`."""
+    turned = _transposed(tensors)
+
+    def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
+            return "its name is none of those asked for"
+        if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
+            return f"its name is like {pattern}"
+        if len(shape) != 2:
+            return f"{len(shape)} dims, not 2"
+        if _leaf(name) in turned:
+            return "it is stored [in, out], as its bias shows (Conv1D), which no engine reads quantised"
+        return fault(form, dtype, shape) or ""
+
+    return {name: reason(name, dtype, shape) for name, dtype, shape in tensors}
+
+
+def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
+    """Return the last parts of the names of modules whose weights are [in, out]: GPT-2's Conv1D.
+
+    A bias has a number for each output, so one that is as long as the second dim only tells. What it tells goes for all
+    modules of this last name: a square weight (GPT-2's `attn.c_proj`) tells nothing by itself.
+    """
+    shapes = {name: shape for name, _, shape in tensors}
+    found = set()
+    for name, shape in shapes.items():
+        bias = shapes.get(f"{name.removesuffix('.weight')}.bias", ())
+        if name.endswith(".weight") and len(shape) == 2 and len(bias) == 1 and shape[0] != bias[0] == shape[1]:
+            found.add(_leaf(name))
+    return frozenset(found)
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     """What `config.json` says under `quantization_config`.
 
-    Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config for blocks; compressed-tensors 0.17,
+    Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config for blocks; compressed-tensors 0.20,
     `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16 for the others.
 
     Raises:
@@ -113,7 +190,7 @@ def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     if form.tag == "fp8-channel":
         layout, weights = "float-quantized", number | {"num_bits": 8, "strategy": "channel", "dynamic": False}
         activations = number | {"num_bits": 8, "strategy": "token", "dynamic": True}
-    elif form.tag == "mxfp8":
+    elif form.scaling in ("mx", "mx_floor"):
         layout = "mxfp8-quantized"
         group = number | {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
         weights, activations = group | {"dynamic": False}, group | {"dynamic": True}

@@ -23,7 +23,11 @@ for tag in sys.argv[1:]:
 """
 
 # One of each way through the kernels: the interpreter is slow. All of them run on devices (tests/gpu).
-TAGS = [["cast:BF16", "cast:F8_E5M2", "mxfp8", "nvfp4"], ["fp8-block128", "fp8-block1x128-ue8m0"], ["fp8-channel"]]
+TAGS = [
+    ["cast:BF16", "cast:F8_E5M2", "mxfp8", "mxfp8-floor", "nvfp4"],
+    ["fp8-block128", "fp8-block1x128-ue8m0"],
+    ["fp8-channel"],
+]
 
 
 @pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags[0])

@@ -47,8 +47,10 @@ def slowly(tag: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if tag == "nvfp4":
             scale = E4M3[max(1, e4m3(min(448.0, float(top * F(amax / F(6))))))]
             inverse = F(top / F(scale))
-        elif tag == "mxfp8":
-            scale = 2.0 ** max(-127, (math.frexp(amax)[1] - 1 if amax else -1000) - 8)
+        elif form.scaling in ("mx", "mx_floor"):
+            mantissa, exponent = math.frexp(amax)  # mantissa in [0.5, 1): 0.875 is 1.75 of the next power below
+            exponent += form.scaling == "mx" and mantissa >= 0.875
+            scale = 2.0 ** max(-127, (exponent - 1 if amax else -1000) - 8)
             inverse = F(1 / scale)
         else:
             scale = float(F(floored / F(448)))
@@ -111,7 +113,7 @@ def test_a_block_that_is_not_finite_reads_as_nan_whole(tag: str, odd: float) -> 
     assert torch.equal(back.isnan(), nan | (tag == "nvfp4"))
 
 
-@pytest.mark.parametrize("tag", ["fp8-block128", "fp8-block1x128-e8m0", "fp8-channel", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tag", ["fp8-block128", "fp8-block1x128-e8m0", "fp8-channel", "mxfp8", "mxfp8-floor", "nvfp4"])
 def test_shards_that_straddle_blocks_give_the_whole(tag: str) -> None:
     """Three ranks with rows cut anywhere, each given the foreign elements of the blocks it owns, into one output."""
     form, x = format_of(tag), torch.from_numpy(sample()).bfloat16()
@@ -139,6 +141,36 @@ def test_shards_that_straddle_blocks_give_the_whole(tag: str) -> None:
         fuse(form, [Job(source=scratch[at], outputs=tuple(places), amax=given)]).run()
     for got, part in zip(outs, whole, strict=True):
         assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
+
+
+def test_mxfp8_has_the_bits_of_compressed_tensors() -> None:
+    """Scales and codes are those of the library that writes the format, so that nothing is clamped."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP8
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    x = torch.from_numpy(sample()).bfloat16()
+    x[8, :4] = torch.tensor([1.75, 1.7421875, 0.5, -1.0])
+    x[9, :32] = torch.tensor([1.7421875, *[0.3] * 31])
+    groups = x.unflatten(-1, (-1, 32))
+    scheme = QuantizationScheme(targets=["Linear"], **MXFP8)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    compressor = BaseCompressor.get_value_from_registry("mxfp8-quantized")
+    theirs = compressor.compress({"weight": x, "weight_scale": scale.float()}, scheme)
+    codes, scales = quantise(format_of("mxfp8"), x)
+    assert torch.equal(scales, theirs["weight_scale"])
+    assert torch.equal(codes.view(torch.uint8), theirs["weight"].view(torch.uint8))
+
+
+def test_mxfp8_rounds_its_exponents_up_where_the_floor_would_clamp() -> None:
+    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
+    error = {
+        tag: (dequantise(format_of(tag), quantise(format_of(tag), x), DType.F32) - x).pow(2).mean().sqrt().item()
+        for tag in ("mxfp8", "mxfp8-floor")
+    }
+    assert error["mxfp8"] < 0.95 * error["mxfp8-floor"], error
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])

@@ -49,3 +49,54 @@ def test_a_cast_has_none() -> None:
     form = format_of("cast:F16")
     with pytest.raises(PlanError, match="dtype is the tensors' own"):
         quantization_config(form, select(form, MODEL))
+
+
+def test_heads_and_embeddings_stay_whatever_they_are_called() -> None:
+    names = [
+        "wte.weight",
+        "transformer.wpe.weight",
+        "model.layers.3.shared_head.head.weight",
+        "model.mtp.0.head.weight",
+        "output.weight",
+        "language_model.output.weight",
+        "score.weight",
+        "model.score.weight",
+        "classifier.weight",
+        "model.classifier.dense.weight",
+        "qa_outputs.weight",
+    ]
+    linear = ["encoder.layer.0.output.dense.weight", "model.layers.0.mlp.head_proj.weight"]
+    chosen = select(format_of("fp8-channel"), [(name, DType.BF16, (64, 64)) for name in (*names, *linear)])
+    assert list(chosen.names) == linear
+    assert {name.removesuffix(".weight") for name in names} <= set(chosen.modules_kept())
+
+
+@pytest.mark.parametrize("tag", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
+def test_a_tied_output_layer_is_named_though_it_has_no_tensor(tag: str) -> None:
+    form = format_of(tag)
+    said = quantization_config(form, select(form, MODEL[:-1]))
+    assert "lm_head" in said["modules_to_not_convert" if said["quant_method"] == "fp8" else "ignore"]
+    quantised = select(form, MODEL, keep=("*embed*", "*.gate.weight"))
+    assert "lm_head.weight" in quantised.names and "lm_head" not in quantised.modules_kept()
+
+
+def test_a_stack_of_experts_is_named_by_its_module() -> None:
+    experts = ("model.layers.0.mlp.experts.gate_up_proj", DType.BF16, (4, 128, 64))
+    kept = select(format_of("fp8-block128"), [*MODEL, experts]).modules_kept()
+    assert "model.layers.0.mlp.experts" in kept
+
+
+def test_weights_that_are_stored_transposed_are_not_quantised() -> None:
+    """GPT-2's Conv1D: [in, out]. Its square attn.c_proj is known by mlp.c_proj, whose bias tells."""
+    model = [
+        ("h.0.attn.c_attn.weight", DType.BF16, (64, 192)),
+        ("h.0.attn.c_attn.bias", DType.BF16, (192,)),
+        ("h.0.attn.c_proj.weight", DType.BF16, (64, 64)),
+        ("h.0.attn.c_proj.bias", DType.BF16, (64,)),
+        ("h.0.mlp.c_proj.weight", DType.BF16, (256, 64)),
+        ("h.0.mlp.c_proj.bias", DType.BF16, (64,)),
+    ]
+    with pytest.raises(PlanError, match=r"Conv1D\), which no engine reads quantised \(3 tensors\)"):
+        select(format_of("fp8-block128"), model)
+    linear = [(name, dtype, shape[::-1]) for name, dtype, shape in model]
+    assert len(select(format_of("fp8-block128"), linear).names) == 3  # StarCoder's: the same names, [out, in]
