@@ -17,7 +17,7 @@ COMMANDS = {
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--spool --trace --ray --rates --dry-run --format",
-    "hub": "--listen --redis --token-file --cert --key --client-ca --audit",
+    "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
     "doctor": "--path --calibrate --format",
@@ -48,6 +48,8 @@ ENVIRONMENT = [
     "PENSTOCK_CERT_FILE",
     "PENSTOCK_KEY_FILE",
     "PENSTOCK_RUNTIME_DIR",
+    "PENSTOCK_REDIS_URL",
+    "PENSTOCK_REDIS_PASSWORD_FILE",
 ]
 
 

@@ -18,7 +18,7 @@ yaml = pytest.importorskip("yaml")
 
 PAGES = sorted((Path(__file__).resolve().parent.parent / "deploy" / "kubernetes").glob("*.yaml"))
 OBJECTS = [(page, one) for page in PAGES for one in yaml.safe_load_all(page.read_text(encoding="utf-8"))]
-FILE_OPTIONS = ("--token-file", "--cert", "--key", "--client-ca")
+FILE_OPTIONS = ("--token-file", "--cert", "--key", "--client-ca", "--redis-password-file")
 
 
 def pods() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -81,6 +81,13 @@ class Settings:
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
     )
 
+    redis_url: str = _env(
+        "PENSTOCK_REDIS_URL", str, "", "state of several hubs that act as one; read by `penstock hub` without --redis"
+    )
+    redis_password_file: Path | None = _env(
+        "PENSTOCK_REDIS_PASSWORD_FILE", Path, None, "file with the password of that Redis, read by `penstock hub`"
+    )
+
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
         """Defaults, then the environment, then `overrides` that are not None.
@@ -182,7 +189,20 @@ def _is_private(path: Path) -> bool:
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
     """Every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
     environ = os.environ if environ is None else environ
-    return [(f.metadata["env"], environ.get(f.metadata["env"]), f.metadata["doc"]) for f in fields(Settings)]
+    found = []
+    for item in fields(Settings):
+        name = item.metadata["env"]
+        value = environ.get(name)
+        if value is not None and item.name == "redis_url":
+            value = without_password(value)
+        found.append((name, value, item.metadata["doc"]))
+    return found
+
+
+def without_password(url: str) -> str:
+    """Return a URL as it may be shown: user, password and query are left out."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:

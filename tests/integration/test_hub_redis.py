@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +176,40 @@ def test_addresses_that_are_none() -> None:
         store.read("x")
     assert "secret" not in str(away.value)
     store.close()
+
+
+def started(*options: str, environ: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", "hub", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **environ}, **pipes)
+
+
+@pytest.mark.parametrize("how", ["option", "environment", "url"])
+def test_a_hub_takes_the_password_of_redis_from_a_file_or_the_environment(how, tmp_path, tmp_path_factory) -> None:
+    file = tmp_path / "password"
+    file.write_text("a-secret-of-redis\n")
+    listen = ["--listen", f"unix://{tmp_path}/hub"]
+    with redis_server.RedisServer(tmp_path_factory.mktemp("redis"), password="a-secret-of-redis") as server:
+        options, environ = {
+            "option": (["--redis", server.url, "--redis-password-file", str(file)], {}),
+            "environment": (["--redis", server.url], {"PENSTOCK_REDIS_PASSWORD_FILE": str(file)}),
+            "url": ([], {"PENSTOCK_REDIS_URL": server.url.replace("unix://", "unix://:a-secret-of-redis@")}),
+        }[how]
+        hub = started(*listen, *options, environ=environ)
+        assert hub.stdout is not None
+        try:
+            with HubClient.connect(hub.stdout.readline().strip(), life="w") as client:
+                client.hello(Hello(member=client.member, host="h", doors=("unix:///door",)))
+            shown = Path(f"/proc/{hub.pid}/cmdline").read_bytes()
+        finally:
+            hub.terminate()
+            said = hub.communicate(timeout=20)
+        assert b"a-secret" not in shown and "a-secret" not in "".join(said)
+
+
+@pytest.mark.parametrize("url", ["redis://:a-secret@127.0.0.1:1", "redis://127.0.0.1:1?password=a-secret"])
+def test_a_password_of_redis_on_the_command_line_is_refused_and_not_printed(url, tmp_path) -> None:
+    hub = started("--listen", f"unix://{tmp_path}/hub", "--redis", url, environ={})
+    out, err = hub.communicate(timeout=60)
+    assert hub.returncode == 2 and "--redis-password-file" in err
+    assert "a-secret" not in out + err

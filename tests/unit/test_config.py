@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.config import parse_bytes, runtime_dir
+from penstock.config import environment, parse_bytes, runtime_dir
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
@@ -60,3 +60,8 @@ def test_processes_that_make_one_together_use_the_oldest_afterwards(tmp_path) ->
 
 def test_a_runtime_directory_that_was_named_is_never_replaced(tmp_path) -> None:
     assert runtime_dir({"PENSTOCK_RUNTIME_DIR": str(tmp_path / "mine")}, shared=tmp_path) == tmp_path / "mine"
+
+
+def test_the_environment_is_shown_without_passwords() -> None:
+    shown = {name: value for name, value, _ in environment({"PENSTOCK_REDIS_URL": "redis://u:secret@h:1/0?password=x"})}
+    assert shown["PENSTOCK_REDIS_URL"] == "redis://h:1/0"

@@ -10,6 +10,7 @@ import logging
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -23,6 +24,9 @@ def hub(
     ] = "127.0.0.1:7070",
     redis: Annotated[
         str | None, given("--redis", "URL", "State of several hubs that act as one: redis://host:6379/0.")
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None, given("--redis-password-file", "FILE", "Password of that Redis: the file's first line.")
     ] = None,
     token_file: Annotated[
         Path | None, given("--token-file", "FILE", "A token a line, then the patterns of the models it is for.")
@@ -48,7 +52,8 @@ def hub(
 
     _log(audit)
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
-    store: Store = MemoryStore() if redis is None else RedisStore(redis)
+    url, password = _redis(redis, redis_password_file)
+    store: Store = RedisStore(url, password=password) if url else MemoryStore()
     if not auth.guards:
         note("penstock hub: nobody is asked who they are, so only this host can reach it (--token-file, --client-ca)")
 
@@ -60,6 +65,37 @@ def hub(
         run_hub(Directory(store), listen, auth, ready=ready)
     finally:
         store.close()
+
+
+def _redis(option: str | None, password_file: Path | None) -> tuple[str, str | None]:
+    """Return the URL of Redis, empty for none, and its password where a file holds it.
+
+    Raises:
+        ConfigError: the password stands on the command line, or its file cannot be read.
+    """
+    from penstock.config import Settings, without_password
+    from penstock.errors import ConfigError
+
+    settings = Settings.read()
+    query = "" if option is None else urlsplit(option).query
+    if option is not None and (urlsplit(option).password or "password=" in query):
+        raise ConfigError(
+            f"--redis {without_password(option)} was given with its password, which every user of this host can read",
+            hint="put it into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
+        )
+    password_file = password_file or settings.redis_password_file
+    url = option or settings.redis_url
+    if password_file is None:
+        return url, None
+    if not url:
+        raise ConfigError("a password of Redis was given, but no Redis", hint="give --redis or PENSTOCK_REDIS_URL")
+    try:
+        password = password_file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the password of Redis cannot be read from {password_file}: {error}") from error
+    if not password:
+        raise ConfigError(f"the first line of {password_file} is empty; it must be the password of Redis")
+    return url, password
 
 
 def _log(audit: bool) -> None:

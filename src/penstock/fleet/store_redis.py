@@ -13,6 +13,7 @@ import math
 import os
 from typing import Any
 
+from penstock.config import without_password
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, PermissionDenied
 from penstock.fleet.store import ANY, REMOVED_A_WRITE, Entry
 
@@ -73,13 +74,14 @@ class RedisStore:
 
     Args:
         url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, `unix:///path`.
+        password: of the server; None: the URL's, if it has one.
         prefix: fleets that share a server but know nothing of each other have different ones.
 
     Raises:
         MissingExtra: redis is not installed. ConfigError: the URL is none.
     """
 
-    def __init__(self, url: str, *, prefix: str = "penstock") -> None:
+    def __init__(self, url: str, *, password: str | None = None, prefix: str = "penstock") -> None:
         try:
             import redis
         except ImportError as error:
@@ -88,14 +90,15 @@ class RedisStore:
         try:
             self._client = redis.Redis.from_url(
                 url,
+                password=password,
                 socket_timeout=ANSWER_S,
                 socket_connect_timeout=ANSWER_S,
                 health_check_interval=15,
                 max_connections=_MAX_CONNECTIONS,
             )
         except ValueError as error:
-            raise ConfigError(f"{_public(url)!r} is no address of Redis: {error}") from error
-        self._where = _public(url)
+            raise ConfigError(f"{without_password(url)!r} is no address of Redis: {error}") from error
+        self._where = without_password(url)
         self._prefix = f"{{{prefix}}}:"
         self._names, self._expiries = f"{self._prefix}names", f"{self._prefix}expiries"
         self._write = self._client.register_script(_WRITE)
@@ -139,9 +142,3 @@ class RedisStore:
 
 def _entry(held: bytes) -> Entry:
     return Entry(held[_VERSION_BYTES:], held[:_VERSION_BYTES])
-
-
-def _public(url: str) -> str:
-    """The URL without its password."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

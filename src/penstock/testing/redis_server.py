@@ -22,10 +22,10 @@ def missing() -> str | None:
 
 
 class RedisServer:
-    """Started by `start` or `with`; keeps nothing on disk."""
+    """Started by `start` or `with`; keeps nothing on disk. With a password it answers nobody else."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, password: str | None = None) -> None:
+        self._directory, self._password = directory, password
         self._socket = directory / "redis.sock"
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{self._socket}"
@@ -34,6 +34,8 @@ class RedisServer:
         """Return once it answers."""
         command = ["redis-server", "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory), "--logfile", "redis.log"]
+        if self._password is not None:
+            command += ["--requirepass", self._password]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_S
         while not self._answers():
@@ -69,7 +71,7 @@ class RedisServer:
             probe.settimeout(1.0)
             probe.connect(str(self._socket))
             probe.sendall(b"PING\r\n")
-            return probe.recv(16).startswith(b"+PONG")
+            return probe.recv(16).startswith((b"+PONG", b"-NOAUTH"))
         return False
 
     def __enter__(self) -> RedisServer:
