@@ -40,6 +40,9 @@ def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Set
             hint = "give adapter_config=..."
             raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
         first["adapter_config"] = _json(raw, sources[1].uri)
+    if op == "lora-merge" and "tied" not in first and sources:
+        raw = _beside(sources[0].uri, "config.json", settings, options)
+        first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
     elif op == "reshard" and "heads" not in first and sources:
         raw = _beside(sources[0].uri, "config.json", settings, options)
         first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
@@ -69,6 +72,13 @@ def _heads(config: dict[str, Any]) -> list[int]:
     told = config.get("text_config") or config
     queries = told.get("num_attention_heads")
     return [queries, told.get("num_key_value_heads") or queries] if queries else []
+
+
+def _tied(config: dict[str, Any]) -> bool | None:
+    """Whether embedding and head are one tensor, as transformers' configurations say it; None where they do not."""
+    text = config.get("text_config")
+    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return None if said is None else bool(said)
 
 
 def _digested(source: WeightSet) -> Manifest:

@@ -32,7 +32,7 @@ _MADE_BY: Mapping[str, str] = {
     "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
-_BESIDE = frozenset({"adapter_config", "delta", "heads"})
+_BESIDE = frozenset({"adapter_config", "delta", "heads", "tied"})
 """Words that `jobs.complete` finds beside the sources."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Words of merges that are numbers, or lists of them."""

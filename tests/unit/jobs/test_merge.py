@@ -252,7 +252,7 @@ def test_adapters_that_do_not_fit_are_refused():
     with pytest.raises(PlanError, match="2 tensors of the adapter have no place in the base"):
         LoraMerge({}).recipes(tables)
     with pytest.raises(PlanError, match="do not fit"):
-        LoraMerge({}).recipes([table_of(BASE), table_of(adapter(8, 64, 600, "model.layers.0.q_proj"))])
+        LoraMerge({}).recipes([table_of(BASE), table_of(adapter(8, 600, 65, "model.layers.0.q_proj"))])
     packed = {"w.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
     with pytest.raises(PlanError, match="cannot be added to F8_E4M3"):
         LoraMerge({}).recipes([table_of(packed), table_of(adapter(2, 8, 8, "w"))])
