@@ -46,7 +46,7 @@ def whole(fleet: ps.Fleet) -> Holding:
     return fleet.member.holdings[0]
 
 
-@pytest.mark.parametrize("door", ["unix:///none", "http://[::1", "http://h:99999", "http://a..b:80"])
+@pytest.mark.parametrize("door", ["unix:///none", "unix:///dev/null", "http://a..b:80"])
 def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_storage(
     made: Path, truth, door: str
 ) -> None:

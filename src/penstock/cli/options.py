@@ -56,7 +56,7 @@ Hub = Annotated[
         "--hub", "URL", "http(s)://host:port or unix:///path; default: this host's own, which the first to ask hosts."
     ),
 ]
-TokenFile = Annotated[Path | None, given("--token-file", "FILE", "Its first token is shown to the hub and to doors.")]
+TokenFile = Annotated[Path | None, given("--token-file", "FILE", "Its first token is shown to the hub.")]
 Listen = Annotated[
     str | None,
     given("--listen", "HOST:PORT", "Where other hosts reach this member; port 0 chooses. Default: this host only."),

@@ -191,7 +191,7 @@ def attach(
             if not url:
                 raise NotFound(f"nobody keeps {model!r}: no hub runs on this host", hint=_HINT)
             with HubClient.connect(url, token=token, timeout_s=left) as client:
-                search = _Search(client, model, revision, wanted, token)
+                search = _Search(client, model, revision, wanted)
                 return search.attach(phases, verify)
         except SourceBusy:
             deadline = max(deadline, time.monotonic() + stall_s)  # it is on its way back, at the pace of its tier
@@ -208,11 +208,9 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 class _Search:
     """One look for a keeper."""
 
-    def __init__(
-        self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, token: str | None
-    ) -> None:
+    def __init__(self, hub: HubClient, model: str, revision: str | None, device: torch.device | None) -> None:
         self._hub, self._model, self._revision, self._device = hub, model, revision, device
-        self._token, self._member, self._stall_s = token, hub.member, Settings.read().stall_s
+        self._member, self._stall_s = hub.member, Settings.read().stall_s
 
     def attach(self, phases: Phases, verify: bool | None) -> Attached:
         """Attach to the first keeper that will do. Raises the last one's reason where none does."""
@@ -305,7 +303,7 @@ class _Search:
         return Attached(tensors, regions, renewal, report)
 
     def _peer(self, upstream: Upstream, key: str) -> Peer:
-        return Peer(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s, token=self._token)
+        return Peer(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)
 
 
 def _device_here(held: HoldingState, wanted: torch.device | None) -> int | None:

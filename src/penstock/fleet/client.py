@@ -123,6 +123,7 @@ class HubClient(Closing):
 
     Attributes:
         member: whom it can speak for; the one id that the hub takes from it.
+        has_token: whether it shows a token. The hub alone is shown it: never another member.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class HubClient(Closing):
     ) -> None:
         self._line = line
         life = life or secrets.token_hex(16)
-        self.member = member_of(life)
+        self.member, self.has_token = member_of(life), token is not None
         self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
         self._ca_file, self._certificate = ca_file, certificate
         self._timeout_s = timeout_s

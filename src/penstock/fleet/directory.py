@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from penstock.errors import HubUnavailable, PermissionDenied, UnknownMember
+from penstock.errors import HubUnavailable, PermissionDenied, PlanError, UnknownMember
 from penstock.fleet import explain, sync_directory
+from penstock.fleet.address import parse_door
 from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settled
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
@@ -127,7 +128,11 @@ class Directory:
 
         Raises:
             PermissionDenied: the id is another process's, or of one that left.
+            PlanError: a door's address cannot be one.
         """
+        for door in hello.doors:
+            if parse_door(door) is None:
+                raise PlanError(f"{door!r} is no address of a door", hint="unix:///path, or http(s)://host:port")
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)

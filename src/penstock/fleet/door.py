@@ -8,13 +8,12 @@ Not here: weight bytes (`transport`), sockets (`door_server`), asking (`peer`), 
     GET    /v1/leases/L/table               TableMessage
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
     DELETE /v1/leases/L
-    GET    /v1/alive                        204
+    GET    /v1/alive                        204; the one question that anybody may ask
            /v1/ROOM/...                     what a room of this member's answers, see `Room`
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socketserver
 import ssl
@@ -42,7 +41,7 @@ from penstock.fleet.door_server import RequestHandler, TcpServer, UnixServer
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
 from penstock.fleet.messages import Fault, Lease, LeaseRequest
-from penstock.transport.http import EVERYWHERE, LOOPBACK, host_and_port
+from penstock.transport.http import EVERYWHERE, host_and_port
 
 MAX_BODY_BYTES = 64 << 10
 """Longest request body; a lease request is under 1 KiB."""
@@ -60,7 +59,7 @@ Recall = Callable[[str], AbstractContextManager[str]]
 
 
 class Room(Protocol):
-    """What answers below a path of its own, behind the same token."""
+    """What answers below a path of its own; it checks grants itself, before it says anything."""
 
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
@@ -89,12 +88,11 @@ class Door:
         path: of the Unix socket; its directory must be private to the user.
         check_grant: who may read.
         listen: `host:port` or `[v6]:port` to be reached from other hosts; port 0 chooses. None: this host only.
-        token: what requests over TCP must show; needed to listen beyond loopback, unless callers show certificates.
         tls: context of the server side, of a listening door; None: plain.
         max_bytes_per_s: of all readers together; 0: no cap.
 
     Raises:
-        ConfigError: an address that cannot be bound, or that is open to strangers.
+        ConfigError: an address that cannot be bound.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class Door:
         check_grant: CheckGrant,
         *,
         listen: str | None = None,
-        token: str | None = None,
         tls: ssl.SSLContext | None = None,
         max_bytes_per_s: int = 0,
     ) -> None:
@@ -117,23 +114,20 @@ class Door:
         self.rooms: dict[str, Room] = {}
         self.recall: Recall = lambda key: nullcontext("")
         try:
-            self._open(str(path), lambda: UnixServer(str(path), _handler(self, None)))
+            self._open(str(path), lambda: UnixServer(str(path), _handler(self)))
             self.addresses.append(f"unix://{path}")
             if listen is not None:
-                self._listen(listen, token, tls)
+                self._listen(listen, tls)
         except BaseException:
             self.close()
             raise
 
-    def _listen(self, listen: str, token: str | None, tls: ssl.SSLContext | None) -> None:
+    def _listen(self, listen: str, tls: ssl.SSLContext | None) -> None:
         host, port = host_and_port(listen)
         if host in EVERYWHERE:
             message = f"a door at {listen} has no address that others can be told"
             raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
-        if host not in LOOPBACK and not token and tls is None:
-            message = f"a door at {listen} would be open to other hosts without a token"
-            raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
-        server = self._open(listen, lambda: TcpServer(host, port, _handler(self, token), tls))
+        server = self._open(listen, lambda: TcpServer(host, port, _handler(self), tls))
         where = f"[{host}]" if ":" in host else host
         self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.server_address[1]}")
 
@@ -268,15 +262,14 @@ class Door:
             holding.num_readers = sum(1 for _ in mine)
 
 
-def _handler(door: Door, token: str | None) -> type[RequestHandler]:
-    return type("_DoorHandler", (_Handler,), {"door": door, "token": token})
+def _handler(door: Door) -> type[RequestHandler]:
+    return type("_DoorHandler", (_Handler,), {"door": door})
 
 
 class _Handler(RequestHandler):
     """One connection."""
 
     door: Door
-    token: str | None
 
     def do_GET(self) -> None:
         """Map, table, log, alive."""
@@ -293,11 +286,6 @@ class _Handler(RequestHandler):
     def _answer(self, reply: Callable[[list[str], Mapping[str, list[str]]], object]) -> None:
         url = urlsplit(self.path)
         try:
-            if self.token is not None:
-                shown = self.headers.get("Authorization", "")
-                if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
-                    self._send(401, Fault(error="a token is needed here"))
-                    return
             path, query = url.path.strip("/").split("/"), parse_qs(url.query)
             room = self.door.rooms.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
             found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)

@@ -255,7 +255,6 @@ def join(
     member = Member(
         # A question must be given up well before a fetch gives up for want of an answer.
         HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
-        token=token,
         rack=rack,
         listen=listen,
         transports=transports,

@@ -117,7 +117,6 @@ class Keeper:
         try:
             self.member = Member(
                 HubClient.connect(hub, token=token),
-                token=token,
                 rack=rack,
                 listen=listen,
                 transports=transports,

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from penstock.engine.ticket import Ticket
 from penstock.errors import (
+    ConfigError,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -48,6 +49,7 @@ from penstock.fleet.sync_messages import SyncReply, SyncRequest
 from penstock.fleet.tls import MemberTls
 from penstock.fleet.upstream import Following
 from penstock.transport.choose import Links, open_links
+from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.transport.page import here
 from penstock.types import GB
 
@@ -73,9 +75,9 @@ class Member:
 
     Args:
         hub: the hub; closed by this. It can speak for one member: this.
-        token: shown to doors on TCP, and asked for at our own.
         rack: a word that near hosts share.
-        listen: `host:port` where other hosts reach this member; None: this host only.
+        listen: `host:port` where other hosts reach this member, whose hub must then ask who members are, by tokens or
+            certificates; None: this host only.
         transports: names allowed; None: all that work here.
         max_bytes_per_s: of all readers of this member together; 0: no cap.
         min_gb_per_s: upstreams that give less are not used; 0: any pace will do.
@@ -90,7 +92,6 @@ class Member:
         self,
         hub: HubClient,
         *,
-        token: str | None = None,
         rack: str = "",
         listen: str | None = None,
         transports: Sequence[str] | None = None,
@@ -99,7 +100,7 @@ class Member:
         stall_s: float = 30.0,
     ) -> None:
         self.id, self.host, self._pid = hub.member, host_id(), os.getpid()
-        self._hub, self.token, self._stall_s, self._min_gb_per_s = hub, token, stall_s, min_gb_per_s
+        self._hub, self._stall_s, self._min_gb_per_s = hub, stall_s, min_gb_per_s
         self._holdings: dict[str, Holding] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
@@ -112,11 +113,12 @@ class Member:
         try:
             tls = MemberTls.read()
             self.trust = None if tls is None else tls.asking
+            if listen is not None and not hub.has_token and tls is None:
+                _check_loopback(listen)
             beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
             self.links: Links = open_links(
                 only=transports,
                 listen=beside,
-                token=token,
                 tls=None if tls is None or listen is None else tls.serving,
                 trust=self.trust,
             )
@@ -124,7 +126,6 @@ class Member:
                 self._home.path / "door.sock",
                 self.check_grant,
                 listen=listen,
-                token=token,
                 tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
@@ -280,7 +281,6 @@ class Member:
             key=key,
             same_host=upstream.host == self.host,
             stall_s=self._stall_s if stall_s is None else stall_s,
-            token=self.token,
             trust=self.trust,
         )
 
@@ -326,6 +326,17 @@ class Member:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+def _check_loopback(listen: str) -> None:
+    """Check that only this host is listened to: a hub without tokens gives its grants to whoever reaches it.
+
+    Raises:
+        ConfigError: other hosts could reach it.
+    """
+    if host_and_port(listen)[0] not in LOOPBACK:
+        message = f"a member at {listen} would be open to other hosts without a token"
+        raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
 
 
 _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (

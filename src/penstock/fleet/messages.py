@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.fleet.address import DOOR_PATTERN
 from penstock.fleet.identity import Identity
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -23,7 +24,9 @@ NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
-Doors = Annotated[tuple[Word, ...], Meta(min_length=1, max_length=8)]
+Door = Annotated[str, Meta(pattern=DOOR_PATTERN, max_length=280)]
+"""Where a member's door is: `unix:///path`, `http://host:port` or `https://host:port`, without anything behind it."""
+Doors = Annotated[tuple[Door, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import ssl
 import threading
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.closing import Closing
 from penstock.errors import FormatError, NotFound, PeerLost, PermissionDenied, SourceBusy, SourceError, SourceStalled
+from penstock.fleet.address import DoorAddress, connect_unix_door, parse_door, private_socket_fault
 from penstock.fleet.line import TableMessage
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
+from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")
 
@@ -31,16 +32,17 @@ MAX_REPLY_BYTES = 256 << 20
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
-        self._path = path
+        self._path, self._timeout_s = path, timeout_s
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        self.sock = connect_unix_door(self._path, self._timeout_s)
 
 
 class Peer(Closing):
     """One reader's conversation with one door. A context manager; one thread uses it, any may interrupt it.
+
+    The grant, and then the secret name of the lease, are all that a door is shown. A member announces its own doors, so
+    whatever else went there, the reader's token for one, would be that member's to use.
 
     Args:
         upstream: whom, and the grant to show.
@@ -48,7 +50,6 @@ class Peer(Closing):
         key: what we want.
         same_host: whether its Unix door can be reached.
         stall_s: deadline of every answer.
-        token: for doors on TCP.
         trust: how a door's certificate is checked, and what it is shown; None: as the system does.
     """
 
@@ -60,31 +61,58 @@ class Peer(Closing):
         key: str,
         same_host: bool,
         stall_s: float,
-        token: str | None = None,
         trust: ssl.SSLContext | None = None,
     ) -> None:
         self.upstream, self._member, self._key = upstream, member, key
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._trust = trust
         self._lease: Lease | None = None
         self._ending, self._is_ending = threading.Lock(), False
         self._same_host, self._stall_s = same_host, stall_s
         self._connection: http.client.HTTPConnection | None = None
+        self._door: DoorAddress | None = None
 
     def _connect(self) -> http.client.HTTPConnection:
+        why: list[str] = []
         for door in self.upstream.doors:
-            try:
-                url = urlsplit(door)
-                host, port = url.hostname, url.port
-            except ValueError:
-                continue  # it says what it likes
-            if url.scheme == "unix" and self._same_host and os.path.exists(url.path):  # containers share no /tmp
-                return _UnixConnection(url.path, self._stall_s)
-            if url.scheme == "http" and host:
-                return http.client.HTTPConnection(host, port, timeout=self._stall_s)
-            if url.scheme == "https" and host:
-                return http.client.HTTPSConnection(host, port, timeout=self._stall_s, context=self._trust)
-        raise PeerLost(f"it has no door to be reached from here: {', '.join(self.upstream.doors)}", uri=self._uri())
+            address = parse_door(door)
+            if address is None:
+                why.append(f"{door!r} is no address of a door")
+            elif address.path and not self._same_host:
+                why.append(f"{door} is on another host")
+            elif address.path and (fault := private_socket_fault(address.path)):
+                why.append(f"{door}: {fault}")  # containers of one host may share no /tmp, or somebody else owns it
+            else:
+                self._door = address
+                if address.path:
+                    return _UnixConnection(address.path, self._stall_s)
+                if address.is_tls:
+                    return http.client.HTTPSConnection(
+                        address.host, address.port, timeout=self._stall_s, context=self._trust
+                    )
+                return http.client.HTTPConnection(address.host, address.port, timeout=self._stall_s)
+        raise PeerLost(f"it has no door to be reached from here: {'; '.join(why)}", uri=self._uri())
+
+    def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
+        """Check that a map's data ports are at the member's own address: where its door is.
+
+        A descriptor may name any address, and this process would connect to it and send it a request.
+
+        Raises:
+            FormatError: one is elsewhere, or malformed.
+        """
+        assert self._door is not None
+        hosts = {self._door.host}
+        if self._door.path:
+            # Connected to by Unix socket, so it is a process of this user on this host.
+            doors = (parse_door(door) for door in self.upstream.doors)
+            hosts = {"", *LOOPBACK, *(door.host for door in doors if door is not None)}
+        for offered in regions:
+            if "http" in offered:
+                address = data_port(offered["http"])
+                if ("" if address.path else address.host) not in hosts:
+                    where = address.path or f"{address.host}:{address.port}"
+                    message = f"its map names a data port at {where}, which is not where its door is"
+                    raise FormatError(message, uri=self._uri(), hint="its member listens at one address for both")
 
     def lease(self, *, attach: bool = False) -> Lease:
         """The right to read; with `attach`, to use the memory itself, which a keeper keeps for as long.
@@ -102,7 +130,9 @@ class Peer(Closing):
 
     def map(self) -> HoldingMap:
         """Where its bytes are; after `lease`."""
-        return self._ask("GET", f"{self._path()}/map", HoldingMap)
+        found = self._ask("GET", f"{self._path()}/map", HoldingMap)
+        self.check_data_ports(found.regions)
+        return found
 
     def table(self) -> TableMessage:
         """Its tensors; after `lease`."""
@@ -129,7 +159,7 @@ class Peer(Closing):
         if self._connection is None:
             self._connection = self._connect()
         try:
-            self._connection.request(verb, path, body, self._headers)
+            self._connection.request(verb, path, body)
             response = self._connection.getresponse()
             raw = response.read(MAX_REPLY_BYTES)
             return response.status, raw
@@ -148,7 +178,7 @@ class Peer(Closing):
         if code == 429:
             others = ", ".join(one[:8] for one in fault.alternatives)
             return SourceBusy(fault.error, uri=self._uri(), hint=f"its readers have or will have the same: {others}")
-        kinds: dict[int, type[SourceError]] = {401: PermissionDenied, 403: PermissionDenied, 404: NotFound}
+        kinds: dict[int, type[SourceError]] = {403: PermissionDenied, 404: NotFound}
         kind = kinds.get(code, PeerLost)
         return kind(fault.error, uri=self._uri(), hint=fault.hint or None)
 
@@ -178,7 +208,7 @@ class Peer(Closing):
     def _release(self, connection: http.client.HTTPConnection, lease: Lease) -> bool:
         """Whether there is no use in asking again."""
         try:
-            connection.request("DELETE", f"/v1/leases/{lease.lease}", headers=self._headers)
+            connection.request("DELETE", f"/v1/leases/{lease.lease}")
             connection.getresponse().read()
         except TimeoutError:
             return True

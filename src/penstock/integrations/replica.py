@@ -44,7 +44,7 @@ class FleetOptions:
     listen: str | None = None
     """`host:port` where other hosts reach this replica."""
     token_file: str | None = None
-    """A file whose first token is that of hub and doors."""
+    """A file whose first token is shown to the hub."""
     serve: bool = True
     """Keep the checkpoint in memory and serve it until the process ends."""
     max_bytes_per_s: int = 0

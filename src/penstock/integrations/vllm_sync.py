@@ -46,7 +46,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """What the publisher publishes under."""
     hub: str | None = None
     token_file: str | None = None
-    """A file whose first token is that of hub and doors."""
+    """A file whose first token is shown to the hub."""
     listen: str | None = None
     """`host:port` where other hosts reach the first worker, the next ones at the ports after it."""
     memory: Literal["device", "host"] = "device"

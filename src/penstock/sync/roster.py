@@ -38,7 +38,7 @@ def joined(
     """This process as a member, which leaves with the stack, and its stall deadline; see `publisher`."""
     deadline_s = Settings.read(stall_s=stall_s).stall_s
     client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, deadline_s / 3))
-    member = Member(client, token=token, rack=rack, listen=listen, transports=transports, stall_s=deadline_s)
+    member = Member(client, rack=rack, listen=listen, transports=transports, stall_s=deadline_s)
     stack.callback(member.leave, 0.0)
     return member, deadline_s
 
@@ -146,7 +146,6 @@ class Roster:
             key=self.key,
             same_host=other.host == self.member.host,
             stall_s=stall_s,
-            token=self.member.token,
             trust=self.member.trust,
             room=self._room,
         )

@@ -48,7 +48,6 @@ class Talk(Peer):
         same_host: whether its Unix door can be reached.
         stall_s: deadline of every answer.
         room: of its door.
-        token: for doors on TCP.
         trust: see `Peer`.
     """
 
@@ -60,7 +59,6 @@ class Talk(Peer):
         key: str,
         same_host: bool,
         stall_s: float,
-        token: str | None = None,
         trust: ssl.SSLContext | None = None,
         room: str = "sync",
     ) -> None:
@@ -73,9 +71,7 @@ class Talk(Peer):
             num_have=0,
             grant=other.grant,
         )
-        super().__init__(
-            upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, token=token, trust=trust
-        )
+        super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
         self.same_host, self._room = same_host, room
         self._asking = threading.Lock()
         self._session = ""
@@ -126,7 +122,9 @@ class Talk(Peer):
         Raises:
             StaleDescriptor: it is past that version. NotFound: it has not begun it in `wait_s`.
         """
-        return self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", HeldMap)
+        found = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", HeldMap)
+        self.check_data_ports(found.regions)
+        return found
 
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
         """See `Held.digests`."""

@@ -186,7 +186,6 @@ def open_links(
     *,
     only: Sequence[str] | None = None,
     listen: str | None = None,
-    token: str | None = None,
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> Links:
@@ -196,7 +195,6 @@ def open_links(
         only: names allowed; None: all that work here.
         listen: address where other hosts reach this one; None: this host only, and no transport that crosses hosts
             but `http` on loopback.
-        token: what readers over `http` must show.
         tls: what `http` serves by; None: plain.
         trust: how readers over `http` check a peer's certificate, and what they show.
 
@@ -210,7 +208,7 @@ def open_links(
         "loopback": LoopbackTransport,
         "cuda_ipc": _cuda_ipc,
         "shm": _shm,
-        "http": lambda: _http(listen, token, tls, trust),
+        "http": lambda: _http(listen, tls, trust),
     }
     if "nixl" in (only or ()) or (listen is not None and _suits_nixl()):
         makers["nixl"] = _nixl
@@ -251,7 +249,7 @@ def _nixl() -> Transport:
     return NixlTransport()
 
 
-def _http(listen: str | None, token: str | None, tls: ssl.SSLContext | None, trust: ssl.SSLContext | None) -> Transport:
+def _http(listen: str | None, tls: ssl.SSLContext | None, trust: ssl.SSLContext | None) -> Transport:
     from penstock.transport.http import HttpTransport
 
-    return HttpTransport(listen=listen, token=token, tls=tls, trust=trust)
+    return HttpTransport(listen=listen, tls=tls, trust=trust)

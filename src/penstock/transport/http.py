@@ -6,9 +6,9 @@ Not here: the holder's end (`http_server`), the reader's (`http_reader`), the wi
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
 
-Who has a descriptor may read what it describes: its key is random, and compared in constant time. A token is asked for
-besides, where one was given; TLS hides both, and the bytes. A reader shows its token to whatever address a descriptor
-names, so descriptors must come from where tokens may go (`fleet` takes them from authenticated members).
+Who has a descriptor may read what it describes: its key is 16 random bytes, compared in constant time, and nothing is
+answered without it. TLS hides it, and the bytes. Nothing else is shown to the address that a descriptor names, and
+`fleet` takes only descriptors whose address is that of the member's own door (`Peer.check_data_ports`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 from penstock.errors import Cancelled, ConfigError
 from penstock.fork import let_go_in_children
 from penstock.transport.coding import Choice
-from penstock.transport.descriptor import Descriptor, decode_payload
+from penstock.transport.descriptor import Descriptor, decode, decode_payload
 from penstock.transport.http_peer import Peer
 from penstock.transport.http_reader import Address, Read, cut_into_parts
 from penstock.transport.http_server import Region, Server
@@ -122,7 +122,6 @@ class HttpTransport:
 
     Args:
         listen: `host:port` (port 0 chooses), or `unix:/path`; None: `127.0.0.1:0`, for readers on this host.
-        token: what this end's readers must show, and what this end shows; None: the descriptor is enough.
         tls: server side context with a certificate; None: plain.
         trust: how readers here check a peer's certificate (and show one); None: as the system does.
         advertise: host that others reach `listen` by; needed where it is every address of this host.
@@ -130,8 +129,7 @@ class HttpTransport:
         compress: whether what is read comes coded (`planes`); None: where that was measured to be faster.
 
     Raises:
-        ConfigError: an address that is none or cannot be bound; or one that other hosts can reach, guarded by neither
-            token nor TLS.
+        ConfigError: an address that is none or cannot be bound.
     """
 
     name = "http"
@@ -140,23 +138,20 @@ class HttpTransport:
         self,
         listen: str | None = None,
         *,
-        token: str | None = None,
         tls: ssl.SSLContext | None = None,
         trust: ssl.SSLContext | None = None,
         advertise: str | None = None,
         num_connections: int = CONNECTIONS,
         compress: bool | None = None,
     ) -> None:
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ConfigError("a token must be printable ASCII, and not empty")
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
-        listener, self.address = _listen(listen or "127.0.0.1:0", advertise, token is not None, tls is not None)
+        listener, self.address = _listen(listen or "127.0.0.1:0", advertise, tls is not None)
         self.endpoint, self.is_mine = secrets.token_hex(8), True
         self.changing, self.handles = threading.RLock(), set[HttpHandle]()
-        self._token, self._trust, self._num_connections, self._compress = token, trust, num_connections, compress
+        self._trust, self._num_connections, self._compress = trust, num_connections, compress
         self._peers: dict[Address, Peer] = {}
-        self.server = Server(listener, endpoint=self.endpoint, token=token, tls=tls)
+        self.server = Server(listener, endpoint=self.endpoint, tls=tls)
         _transports.add(self)
 
     def register(self, memory: Memory) -> HttpHandle:
@@ -194,7 +189,7 @@ class HttpTransport:
         return read
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
-        """See `Transport.wait`. Also PermissionDenied (the peer refuses our token or certificate), FormatError."""
+        """See `Transport.wait`. Also PermissionDenied (the peer refuses our certificate), FormatError."""
         assert isinstance(pending, HttpRead)
         pending.wait(pending.peer, stall_s)
 
@@ -236,7 +231,6 @@ class HttpTransport:
         if address not in self._peers:
             self._peers[address] = Peer(
                 address,
-                token=self._token,
                 trust=self._trust,
                 num_connections=self._num_connections,
                 choice=Choice(self._compress),
@@ -244,22 +238,24 @@ class HttpTransport:
         return self._peers[address]
 
 
-def _listen(listen: str, advertise: str | None, has_token: bool, is_tls: bool) -> tuple[socket.socket, Address]:
+def _listen(listen: str, advertise: str | None, is_tls: bool) -> tuple[socket.socket, Address]:
     """A bound and listening socket, and where others find it. ConfigError."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return _bound(sock, path, listen), Address(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
-    if host not in LOOPBACK and not (has_token or is_tls):
-        message = f"memory served at {listen} would be open to other hosts without a token or TLS"
-        raise ConfigError(message, hint="give a token or a TLS context, or listen on 127.0.0.1")
     if host in EVERYWHERE and advertise is None:
         raise ConfigError(f"{listen} does not say where others find this host", hint="give advertise=")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound = _bound(sock, (host, port), listen)
     return bound, Address(host=advertise or host, port=bound.getsockname()[1], is_tls=is_tls)
+
+
+def data_port(encoded: bytes) -> Address:
+    """Return the address that an encoded descriptor of this transport names. FormatError if it is malformed."""
+    return decode_payload(decode(encoded), _DECODER).address
 
 
 def host_and_port(listen: str) -> tuple[str, int]:

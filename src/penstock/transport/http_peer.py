@@ -49,7 +49,6 @@ class Peer:
         self,
         address: Address,
         *,
-        token: str | None,
         trust: ssl.SSLContext | None,
         num_connections: int,
         choice: Choice,
@@ -60,7 +59,7 @@ class Peer:
         self._changed, self._is_open = threading.Condition(), True
         self._num_idle = self._num_threads = 0
         host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
-        self.fixed = f"Host: {host}\r\n" + (f"Authorization: Bearer {token}\r\n" if token is not None else "")
+        self.fixed = f"Host: {host}\r\n"
 
     def post(self, parts: list[Part]) -> None:
         """Have these carried."""
@@ -261,6 +260,4 @@ def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Plan
 def _refusal(status: list[str], read: Read) -> PenstockError:
     if status == ["410"]:
         return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
-    if status in (["401"], ["403"]):
-        return PermissionDenied("the peer refuses our token", uri=read.uri, hint="give both ends the same token")
     return FormatError(f"the peer refused a read: {' '.join(status)}", uri=read.uri)

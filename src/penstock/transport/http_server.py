@@ -50,7 +50,7 @@ MAX_ANSWER_BYTES = 1 << 30
 """Of one request. Reason: bounds what one costs; a reader of ours asks for 64 MiB at most."""
 
 _DECODER = msgspec.msgpack.Decoder(ReadRequest)
-_REASONS = {400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 408: "Timeout", 410: "Gone", 413: "Too Large"}
+_REASONS = {400: "Bad Request", 404: "Not Found", 408: "Timeout", 410: "Gone", 413: "Too Large"}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +75,11 @@ class Server:
     Args:
         listener: bound and listening; owned by the server from here on.
         endpoint: what requests must name.
-        token: what they must show besides a region's key, if anything.
         tls: context of the server side; None: plain.
     """
 
-    def __init__(
-        self, listener: socket.socket, *, endpoint: str, token: str | None, tls: ssl.SSLContext | None
-    ) -> None:
-        self.endpoint, self._token, self._tls, self._listener = endpoint, token, tls, listener
+    def __init__(self, listener: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
+        self.endpoint, self._tls, self._listener = endpoint, tls, listener
         self._regions: dict[int, Region] = {}
         self._wires: set[Wire] = set()
         self._num_open = 0
@@ -192,10 +189,6 @@ class Server:
     def _request(self, wire: Wire, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
         """Generation asked for, the request, if it may be coded, and what came behind it. _Refused, FormatError."""
         line, found = fields(head)
-        if self._token is not None:
-            shown = found.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
-                raise _Refused(401)
         verb, _, rest = line.partition(" ")
         path, _, version = rest.partition(" ")
         number = path.removeprefix("/v1/regions/")

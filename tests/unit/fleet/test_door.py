@@ -51,11 +51,11 @@ def holding(door: Door) -> Holding:
         yield holding
 
 
-def peer(door: Door, key: str, *, member: str = "reader", grant: bytes = b"good", token: str | None = None) -> Peer:
+def peer(door: Door, key: str, *, member: str = "reader", grant: bytes = b"good") -> Peer:
     upstream = Upstream(
         member="holder", host="h", doors=tuple(door.addresses), device="cpu", state="whole", num_have=0, grant=grant
     )
-    return Peer(upstream, member=member, key=key, same_host=token is None, stall_s=5.0, token=token)
+    return Peer(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
 def test_a_reader_learns_map_table_and_log(door: Door, holding: Holding) -> None:
@@ -136,20 +136,18 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Ho
             reader.lease()
 
 
-def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without a token"):
-        Door(tmp_path / "one.sock", allow, listen="10.0.0.7:0")
+def test_a_door_listens_at_an_address_that_others_can_be_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no address"):
-        Door(tmp_path / "two.sock", allow, listen="0.0.0.0:0", token="t")
+        Door(tmp_path / "two.sock", allow, listen="0.0.0.0:0")
 
 
-def test_over_tcp_the_token_is_asked_for(tmp_path: Path, holding: Holding) -> None:
-    door = Door(tmp_path / "door2.sock", allow, listen="127.0.0.1:0", token="secret")
+def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "door2.sock", allow, listen="127.0.0.1:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
-    with peer(door, holding.key, token="wrong") as reader, pytest.raises(PermissionDenied):
+    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
-    with peer(door, holding.key, token="secret") as reader:
+    with peer(door, holding.key) as reader:
         assert reader.lease().ttl_s > 0
     door.close()
 
@@ -188,17 +186,15 @@ def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
-    door = Door(tmp_path / "door6.sock", allow, listen="[::1]:0", token="secret")
+    door = Door(tmp_path / "door6.sock", allow, listen="[::1]:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     assert door.addresses[0].startswith("http://[::1]:")
-    with peer(door, holding.key, token="secret") as reader:
+    with peer(door, holding.key) as reader:
         assert reader.lease().ttl_s > 0
     door.close()
     with pytest.raises(ConfigError, match="no address"):
-        Door(tmp_path / "all.sock", allow, listen="[::]:0", token="t")
-    with pytest.raises(ConfigError, match="without a token"):
-        Door(tmp_path / "far.sock", allow, listen="[2001:db8::7]:0")
+        Door(tmp_path / "all.sock", allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +252,7 @@ def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot be opened"):
         Door(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0", token="t")
+        Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
 
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

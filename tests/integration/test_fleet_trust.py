@@ -1,0 +1,226 @@
+"""A member that lies about where it is, and records what it is sent: it learns nothing that it could use elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.errors import PenstockError, PlanError
+from penstock.fleet.auth import Auth
+from penstock.fleet.client import HubClient
+from penstock.fleet.directory import Directory
+from penstock.fleet.member import host_id
+from penstock.fleet.messages import Beat, Hello, HoldingMap, SyncState, Upstream
+from penstock.fleet.peer import Peer
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+from penstock.transport.descriptor import decode, encode
+
+OPERATORS, LLAMA = "operators-token-0123456789", "llama-only-token-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="pt-"))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(directory))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "6")
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "tokens").write_text(f"{OPERATORS}\n{LLAMA} llama*\n")
+    auth = Auth.of(token_file=tmp_path / "tokens")
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
+    running.start()
+    yield running.url
+    running.stop()
+
+
+class Recorder:
+    """A listener that keeps every byte it is sent, and answers each request with 404."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.received, self.num_connections = b"", 0
+        self._listener = listener
+        listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            with connection:
+                connection.settimeout(1.0)
+                try:
+                    while b"\r\n\r\n" not in self.received:
+                        data = connection.recv(65536)
+                        if not data:
+                            break
+                        self.received += data
+                    self.received += connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                except OSError:
+                    continue
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def record() -> Iterator[Callable[..., Recorder]]:
+    made: list[Recorder] = []
+
+    def listen(path: Path | None = None) -> tuple[Recorder, int]:
+        if path is None:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        else:
+            listener, port = socket.socket(socket.AF_UNIX), 0
+            listener.bind(str(path))
+        made.append(Recorder(listener))
+        return made[-1], port
+
+    yield listen
+    for one in made:
+        one.close()
+
+
+def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> HubClient:
+    """A client that says it holds all of `made`, at these doors."""
+    with ps.join("llama-3", hub=hub, token=LLAMA) as honest:
+        honest.fetch({}, fallback=str(made))
+        held = honest.member.holdings[0].status()
+    liar = HubClient.connect(hub, LLAMA)
+    liar.hello(Hello(member=liar.member, host=host, doors=doors))
+    liar.beat(liar.member, Beat(holdings=(held,), syncs=(SyncState(name="llama-3", side="publisher"),)))
+    return liar
+
+
+def test_a_reader_shows_its_token_to_no_door(hub: str, made: Path, truth, record) -> None:
+    door, port = record()
+    found: dict[str, torch.Tensor] = {}
+    with (
+        claim_to_hold(hub, made, (f"http://127.0.0.1:{port}",), "elsewhere") as liar,
+        ps.join("llama-3", hub=hub, token=OPERATORS) as reader,
+    ):
+        report = reader.fetch(found, fallback=str(made))
+    assert_same(found, truth)
+    assert any(liar.member[:8] in fault for fault in report.faults), report.faults
+    assert b"POST /v1/leases" in door.received
+    assert OPERATORS.encode() not in door.received and b"authorization" not in door.received.lower()
+
+
+def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
+    door, port = record()
+    with HubClient.connect(hub, LLAMA) as liar:
+        liar.hello(Hello(member=liar.member, host="elsewhere", doors=(f"http://127.0.0.1:{port}",)))
+        state = SyncState(name="llama-3", side="publisher", run=liar.member, layout="0" * 32, version=1, state="open")
+        liar.beat(liar.member, Beat(syncs=(state,)))
+        reader = ps.subscriber("llama-3", {"w": torch.zeros(8)}, hub=hub, token=OPERATORS, stall_s=2.0)
+        with reader, pytest.raises(PenstockError):
+            reader.update(timeout_s=2.0)
+    assert b"POST /v1/sync" in door.received
+    assert OPERATORS.encode() not in door.received and b"authorization" not in door.received.lower()
+
+
+@pytest.mark.parametrize("where", ["a shared directory", "another user's directory"])
+def test_a_socket_that_is_not_our_own_users_is_not_opened(
+    hub: str, made: Path, truth, record, alone: Path, where: str
+) -> None:
+    """A false `host` made readers on that host connect to any socket, and post their token to it."""
+    place = alone / "place"
+    place.mkdir(mode=0o700)
+    door, _ = record(place / "door.sock")
+    if where == "a shared directory":
+        place.chmod(0o755)
+    elif os.geteuid():
+        pytest.skip("needs root, to give a directory to another user")
+    else:
+        os.chown(place / "door.sock", 65534, 65534)
+        os.chown(place, 65534, 65534)
+    found: dict[str, torch.Tensor] = {}
+    with (
+        claim_to_hold(hub, made, (f"unix://{place}/door.sock",), host_id()) as liar,
+        ps.join("llama-3", hub=hub, token=OPERATORS) as reader,
+    ):
+        report = reader.fetch(found, fallback=str(made))
+    assert_same(found, truth)
+    assert door.num_connections == 0
+    assert any(liar.member[:8] in fault and "door" in fault for fault in report.faults), report.faults
+
+
+@pytest.mark.parametrize("to", ["another address", "a Unix socket"])
+def test_a_data_port_is_only_asked_where_the_door_is(
+    hub: str, made: Path, truth, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """A map may name any address; a reader connected to it, and sent its token."""
+    place = alone / "private"
+    place.mkdir(mode=0o700)
+    victim, port = record(place / "agent.sock" if to == "a Unix socket" else None)
+    changed = {"path": str(place / "agent.sock")} if to == "a Unix socket" else {"host": "localhost", "port": port}
+
+    def lie(honest: HoldingMap) -> HoldingMap:
+        regions = []
+        for offered in honest.regions:
+            descriptor = decode(offered["http"])
+            payload = msgspec.msgpack.encode({**msgspec.msgpack.decode(descriptor.payload), **changed})
+            regions.append({"http": encode(msgspec.structs.replace(descriptor, payload=payload))})
+        return msgspec.structs.replace(honest, regions=tuple(regions))
+
+    found: dict[str, torch.Tensor] = {}
+    with ps.join("llama-3", hub=hub, token=LLAMA, listen="127.0.0.1:0", transports=["http"]) as liar:
+        liar.fetch({}, fallback=str(made))
+        holding = liar.member.holdings[0]
+        honest = holding.map
+        vars(holding)["map"] = lambda: lie(honest())
+        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
+        with ps.join("llama-3", hub=hub, token=OPERATORS, transports=["http"]) as reader:
+            report = reader.fetch(found, fallback=str(made))
+        assert_same(found, truth)
+        assert any("data port" in fault for fault in report.faults), report.faults
+    assert victim.num_connections == 0
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        "http://h:99999",
+        "http://[::1",
+        "http://h:80/path",
+        "http://user:word@h:80",
+        "http://h:80?x",
+        "ftp://h:80",
+        "unix://relative",
+        "unix:///" + "x" * 200,
+        "http://h:80\n",
+        "http://h h:80",
+    ],
+)
+def test_the_hub_takes_no_door_that_is_none(hub: str, door: str) -> None:
+    with HubClient.connect(hub, LLAMA) as liar, pytest.raises(PlanError):
+        liar.hello(Hello(member=liar.member, host="h", doors=(door,)))
+
+
+def test_a_hub_that_lies_about_doors_is_not_believed() -> None:
+    for door in ("unix:///proc/1/root/run/docker.sock", "http://h:99999", "gopher://h:1", "unix:///dev/null"):
+        upstream = Upstream(member="m", host="h", doors=(door,), device="cpu", state="whole", num_have=0, grant=b"")
+        peer = Peer(upstream, member="r", key="0" * 32, same_host=True, stall_s=5.0)
+        with peer, pytest.raises(PenstockError, match="no door"):
+            peer.lease()
