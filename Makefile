@@ -35,7 +35,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check bench size fuzz test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test check bench size fuzz chaos test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -94,6 +94,9 @@ check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit),
 
 bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--help' tells more)
 	@$(PY) -m benchmarks.load $(ARGS)
+
+chaos: $(READY)  ## rounds of faults over real processes (ARGS='--rounds 1000 --seed 7 --minutes 60 --only fetch,sync')
+	@$(PY) -m tests.chaos $(ARGS)
 
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
 	@$(PY) scripts/size.py

@@ -118,6 +118,8 @@ class RangeServer:
         self._connections: set[socket.socket] = set()
         self.closing = threading.Event()
         self.requests: list[Request] = []
+        self.sent: list[tuple[str, int, int]] = []
+        """What was sent of bodies: path, start, stop."""
         self.num_connections = 0
         self.num_bytes_sent = 0
         """Bytes of bodies, of all answers, faulty ones too."""
@@ -214,6 +216,11 @@ class RangeServer:
         """Add bytes of a body that were given to the network."""
         with self._lock:
             self.num_bytes_sent += nbytes
+
+    def record_sent(self, path: str, start: int, stop: int) -> None:
+        """Note that these bytes of an object were sent, whether or not the client read them."""
+        with self._lock:
+            self.sent.append((path, start, stop))
 
     def track(self, connection: socket.socket, *, opened: bool) -> None:
         """Remember an open connection, so that leaving the `with` block ends it."""
@@ -343,21 +350,24 @@ class _Handler(BaseHTTPRequestHandler):
         limits = [n for n in (faults.reset_after, faults.truncate_after, faults.stall_after) if n is not None]
         end = min(stop, start + min(limits)) if limits else stop
         began, at = time.monotonic(), start
-        while at < end:
-            piece = min(_PIECE_BYTES, end - at)
-            if faults.slow_bytes_per_s:
-                piece = min(piece, max(1, faults.slow_bytes_per_s // 20))
-                ahead_s = (at - start) / faults.slow_bytes_per_s - (time.monotonic() - began)
-                if ahead_s > 0 and self.server.owner.closing.wait(ahead_s):
-                    break
-            if faults.total_bytes_per_s:
-                piece = min(piece, max(1, faults.total_bytes_per_s // 200))
-                wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
-                if wait_s > 0 and self.server.owner.closing.wait(wait_s):
-                    break
-            sent = self._send_piece(descriptor, at, piece, chunked=faults.chunked)
-            self.server.owner.count_sent(sent)
-            at += sent
+        try:
+            while at < end:
+                piece = min(_PIECE_BYTES, end - at)
+                if faults.slow_bytes_per_s:
+                    piece = min(piece, max(1, faults.slow_bytes_per_s // 20))
+                    ahead_s = (at - start) / faults.slow_bytes_per_s - (time.monotonic() - began)
+                    if ahead_s > 0 and self.server.owner.closing.wait(ahead_s):
+                        break
+                if faults.total_bytes_per_s:
+                    piece = min(piece, max(1, faults.total_bytes_per_s // 200))
+                    wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
+                    if wait_s > 0 and self.server.owner.closing.wait(wait_s):
+                        break
+                sent = self._send_piece(descriptor, at, piece, chunked=faults.chunked)
+                self.server.owner.count_sent(sent)
+                at += sent
+        finally:
+            self.server.owner.record_sent(self.path, start, at)
         if at >= stop:
             if faults.chunked:
                 self.connection.sendall(b"0\r\n\r\n")

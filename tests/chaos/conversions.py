@@ -1,0 +1,242 @@
+"""Rounds of a conversion: coordinator, workers, fork server killed or stopped, disks full, sources changed meanwhile.
+
+In: a round. Out: its violations: other files than those of an undisturbed run, files left, a hang, an untyped error.
+Not here: operations and formats (their own tests).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.harness import Process, Round
+
+from penstock.types import MIB
+
+ARGUMENTS: dict[str, Any] = {
+    "operations": [{"op": "function", "function": "penstock.testing.jobs:slowly"}],
+    "to": "cast:F32",
+    "devices": "cpu",
+    "task_bytes": "256K",
+    "shard_bytes": 10_000_000,
+}
+TROUBLE = ("hits", "hits", "hits", "file limit", "small disk", "source truncated", "source changed")
+PHASES = ("start", "begin", "run", "end", "publish")
+STALL_S = "4.0"
+NUM_RUNS = 6
+"""Calls until one succeeds, at most. Reason: a round kills at most two; each later call goes on from there."""
+FULL = {"DiskFull", "DestinationError"}
+CHANGED = {"SourceChanged", "SourceTruncated", "IntegrityError", "FormatError"}
+_truth_lock = threading.Lock()
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Return the content of a directory's files by name."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+class ConvertRound(Round):
+    """One conversion, called again until it is done."""
+
+    kind = "convert"
+    at_once = 2
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        rng = self.rng
+        self.num_workers = rng.choice([1, 2, 2, 3])
+        self.trouble = rng.choice(TROUBLE)
+        self.hits = [
+            (
+                rng.choice(["worker", "worker", "coordinator", "coordinator", "fork server"]),
+                rng.choice(["kill", "kill", "kill", "pause"]),
+                rng.choice(PHASES),
+            )
+            for _ in range(rng.choice([1, 1, 2]))
+        ]
+        self.share = rng.random()
+        self.run_number = 0
+        self.limit_bytes = 0
+        self.into = self.directory / "into"
+        self.source = self.world.checkpoints["many"].directory
+
+    def __str__(self) -> str:
+        what = ", then ".join(" ".join(hit) for hit in self.hits) if self.trouble == "hits" else self.trouble
+        return f"{self.num_workers} workers; {what}"
+
+    def environ(self) -> dict[str, str]:
+        return super().environ() | {"PENSTOCK_STALL_S": STALL_S}
+
+    def start_run(self, source: Path | None = None, into: Path | None = None) -> Process:
+        arguments = ARGUMENTS | {
+            "sources": str(source or self.source),
+            "destination": str((into or self.into) / "out"),
+            "workers": self.num_workers,
+        }
+        return self.start("convert", {"arguments": arguments, "limit_file_bytes": self.limit_bytes})
+
+    def expected(self) -> dict[str, bytes]:
+        """Return the files of an undisturbed run, made once."""
+        with _truth_lock:
+            if "convert" not in self.world.results:
+                into = self.world.directory / "expected"
+                into.mkdir()
+                ended = self.follow(self.start_run(into=into))
+                assert ended["say"] == "converted", ended
+                self.world.results["convert"] = files(into / "out")
+        found: dict[str, bytes] = self.world.results["convert"]
+        return found
+
+    def run(self) -> None:
+        expected = self.expected()
+        self.into.mkdir()
+        try:
+            self.trial(expected)
+        finally:
+            if os.path.ismount(self.into):
+                ctypes.CDLL(None).umount2(str(self.into).encode(), 2)
+
+    def trial(self, expected: dict[str, bytes]) -> None:
+        if self.trouble == "hits":
+            self.outcome.num_deaths = len(self.hits)
+            ended = self.through(self.hits)
+        elif self.trouble == "file limit":
+            self.limit_bytes = int(self.share * 9_000_000) + 1
+            self.fault("file size limit")
+            self.refused(self.follow(self.start_run()), FULL)
+            self.limit_bytes = 0
+            ended = self.through([])
+        elif self.trouble == "small disk":
+            ended = self.on_a_small_disk()
+        else:
+            self.with_a_source_that_changes(expected)
+            return
+        if ended["say"] != "converted":
+            self.violate("unexpected error", f"{ended.get('kind')}: {ended.get('text')}")
+            return
+        self.check(expected)
+
+    def check(self, expected: dict[str, bytes]) -> None:
+        if files(self.into / "out") != expected:
+            self.violate("wrong bytes", "the files are not those of an undisturbed run")
+        left = [path.name for path in self.into.iterdir() if path.name != "out"]
+        if left:
+            self.violate("left files", f"beside the destination: {left}")
+
+    def through(self, hits: list[tuple[str, str, str]]) -> dict[str, Any]:
+        """Call it, hit it, call it again; what the last call said at its end."""
+        ended: dict[str, Any] = {"say": "ended"}
+        hits = list(hits)
+        for _ in range(NUM_RUNS):
+            run = self.start_run()
+            while hits:
+                ended = self.until(run, hits[0][2])
+                if ended["say"] not in {"fork server", "done"}:
+                    break
+                who, how, _ = hits.pop(0)
+                self.strike(run, who, how)
+                if who == "coordinator" and how == "kill":
+                    break
+            ended = self.follow(run) if ended["say"] not in {"converted", "failed"} else ended
+            run.process.wait(timeout=self.left_s())
+            if ended["say"] == "ended":  # killed: another call goes on
+                continue
+            if ended["say"] == "converted" or ended.get("kind") not in {"OperationFailed", "PeerLost"}:
+                return ended
+            self.violate("unexpected error", f"{ended['kind']}: {ended['text']}")
+        return ended
+
+    def until(self, run: Process, phase: str) -> dict[str, Any]:
+        """Wait for a moment of a phase; or for how the run ended before."""
+        share = {"start": None, "begin": None, "run": self.rng.random(), "end": 0.98, "publish": 1.0}[phase]
+        while (said := self.next(run))["say"] in {"fork server", "done"}:
+            at = said["say"] == "fork server" if share is None else said.get("num", -1) >= share * said.get("total", 1)
+            if at:
+                pause_s = {"start": 0.03, "begin": 0.6, "run": 0.02, "end": 0.02, "publish": 0.1}[phase]
+                time.sleep(self.rng.random() * pause_s)
+                break
+        return said
+
+    def next(self, run: Process) -> dict[str, Any]:
+        """Return what a run says next; at its end, `ended`."""
+        said = run.next(self.left_s())
+        if said is None:
+            self.hang("the conversion says nothing")
+        if said["say"] == "fork server":
+            self.server = said["pid"]
+        return said
+
+    def follow(self, run: Process) -> dict[str, Any]:
+        """Return what a run says last."""
+        last: dict[str, Any] = {"say": "ended"}
+        while (said := self.next(run))["say"] != "ended":
+            if said["say"] in {"converted", "failed"}:
+                last = said
+            if said["say"] == "census":
+                self.check_census(said)
+        return last
+
+    def strike(self, run: Process, who: str, how: str) -> None:
+        number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+        self.fault(f"{who}: {how}")
+        if who == "coordinator":
+            pid = run.process.pid
+        else:
+            pid = self.server
+            if who == "worker":
+                with suppress(OSError):
+                    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                    pid = int(self.rng.choice(children)) if children else pid
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            if how == "pause":
+                time.sleep(self.rng.random() * 1.5)
+                os.kill(pid, signal.SIGCONT)
+
+    def refused(self, ended: dict[str, Any], kinds: set[str]) -> None:
+        if ended["say"] != "failed" or ended["kind"] not in kinds:
+            self.violate("unexpected error", f"{sorted(kinds)} was due, and it said {ended}")
+
+    def on_a_small_disk(self) -> dict[str, Any]:
+        """Convert onto a file system that fills up meanwhile, then has room."""
+        libc, nbytes = ctypes.CDLL(None, use_errno=True), 22 * MIB
+        if libc.mount(b"none", str(self.into).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
+            return self.through([])  # mounting is not allowed here
+        self.fault("disk full")
+        (self.into / "ballast").write_bytes(bytes(nbytes - int((0.2 + 0.5 * self.share) * 17 * MIB)))
+        self.refused(self.follow(self.start_run()), FULL)
+        (self.into / "ballast").unlink()
+        libc.mount(b"none", str(self.into).encode(), b"tmpfs", 32, f"size={64 * MIB}".encode())  # 32: MS_REMOUNT
+        return self.through([])
+
+    def with_a_source_that_changes(self, expected: dict[str, bytes]) -> None:
+        """Truncate or overwrite a source at a moment of the run: it is refused, or was read whole before."""
+        source = self.directory / "source"
+        shutil.copytree(self.source, source)
+        self.fault(self.trouble)
+        run = self.start_run(source)
+        while (said := self.next(run))["say"] in {"fork server", "done"}:
+            if said["say"] == "done" and said["num"] >= self.share * said["total"]:
+                break
+        victim = self.rng.choice(sorted(source.glob("*.safetensors")))
+        if self.trouble == "source truncated":
+            os.truncate(victim, int(victim.stat().st_size * self.rng.random()))
+        else:
+            with victim.open("r+b") as file:
+                file.seek(victim.stat().st_size // 2)
+                file.write(os.urandom(victim.stat().st_size // 2))
+        ended = said if said["say"] in {"converted", "failed"} else self.follow(run)
+        if ended["say"] == "converted":
+            self.check(expected)
+            return
+        self.refused(ended, CHANGED)
+        left = [path.name for path in self.into.iterdir()]
+        if left:
+            self.violate("left files", f"after {ended.get('kind')}: {left}")

@@ -1,0 +1,365 @@
+"""Run rounds of faults over real processes, each reproducible by its number, and count what did not hold.
+
+In: a seed, numbers of rounds, kinds. Out: an `Outcome` a round: faults, storage bytes, violations.
+Not here: what a kind does (`fleets`, `keepers`, `syncs`, `conversions`, `strangers`, `downloads`), totals (`totals`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from tests.truth import by_safetensors
+
+from penstock.cli.manifest import manifest
+from penstock.errors import PenstockError, SourceStalled
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.fleet import Worker, digests
+from penstock.testing.http_server import RangeServer
+from penstock.testing.zygote import Forked, Zygote
+from penstock.types import MIB
+
+STALL_S = 6.0
+SMALL = {
+    "penstock.fleet.line.CHUNK_BYTES": 256 << 10,
+    "penstock.fleet.claims.MIN_PIECE_BYTES": MIB,
+    "penstock.fleet.claims.CLAIM_STALL_S": 5.0,
+}
+"""Weights of 8 MiB have 32 chunks then, and are claimed in eight pieces: as many as those of 512 MiB by default."""
+HASTY = SMALL | {
+    "penstock.fleet.client.ATTEMPT_S": 1.0,
+    "penstock.fleet.client._MAX_PAUSE_S": 0.1,
+    "penstock.fleet.local.BEAT_S": 0.25,
+    "penstock.fleet.local.TTL_S": 2.0,
+    "penstock.fleet.store_redis.ANSWER_S": 0.5,
+}
+"""Beats and silences in proportion to rounds of seconds."""
+ROUND_S = 90.0
+"""A round takes seconds, or some tens where members fall silent: one that is not over by then hangs."""
+END_S = 15.0
+"""Seconds for processes to end after those that started them."""
+
+
+class Hang(Exception):
+    """Something was not over by its deadline; the stacks of all processes are in their files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A promise that did not hold in a round."""
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What one round did and found."""
+
+    number: int
+    kind: str
+    seed: int
+    description: str = ""
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[Violation] = field(default_factory=list)
+    weight_bytes: int = 0
+    """Of a model that was read from storage once by a fleet; 0: storage is not counted in this round."""
+    served_bytes: int = 0
+    num_deaths: int = 0
+    allowed_bytes: int = 0
+    """Beyond `weight_bytes`: what the dead may have read and not passed on."""
+    kept: str = ""
+    """Directory with the output of its processes, where something did not hold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk and its ground truth, read by the safetensors package."""
+
+    directory: Path
+    digests: str
+    nbytes: int
+    tensors: list[tuple[str, list[int], str]]
+    starts: dict[str, int]
+    """Where the tensors' bytes begin in each file."""
+
+    @classmethod
+    def of(cls, directory: Path) -> Checkpoint:
+        truth = by_safetensors(directory)
+        starts = {}
+        for path in directory.glob("*.safetensors"):
+            with path.open("rb") as file:
+                starts[path.name] = 8 + struct.unpack("<Q", file.read(8))[0]
+        return cls(
+            directory=directory,
+            digests=digests(truth),
+            nbytes=sum(tensor.nbytes for tensor in truth.values()),
+            tensors=[(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in truth.items()],
+            starts=starts,
+        )
+
+    def weight_bytes_of(self, server: RangeServer) -> int:
+        """Return how many bytes of weights a server sent; reads of headers begin before the weights."""
+        sent = [(self.starts.get(Path(path).name), start, stop) for path, start, stop in list(server.sent)]
+        return sum(stop - start for first, start, stop in sent if first is not None and start >= first)
+
+
+class World:
+    """What all rounds share: checkpoints of 8 MiB, and a process that has imported everything. A context manager.
+
+    Args:
+        zygote: that process; None: one of its own.
+    """
+
+    def __init__(self, zygote: Zygote | None = None) -> None:
+        self._stack, self._given = ExitStack(), zygote
+        self.directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-", dir="/tmp"))
+        self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        self.directory.chmod(0o711)
+        self.results: dict[str, Any] = {}
+        """Ground truth that a kind has computed once."""
+
+    def __enter__(self) -> World:
+        self.zygote = self._given or self._stack.enter_context(Zygote())
+        write_llama(self.directory / "plain", num_layers=1, hidden=512, vocab=2048, shards=2)
+        write_llama(self.directory / "many", total_bytes=8 * MIB, shards=2)
+        write_llama(self.directory / "other", num_layers=1, hidden=512, vocab=2048, shards=2, seed=3)
+        shutil.copytree(self.directory / "plain", self.directory / "sealed")
+        with contextlib.redirect_stdout(io.StringIO()):
+            manifest(str(self.directory / "sealed"))
+        self.checkpoints = {name: Checkpoint.of(self.directory / name) for name in ("plain", "sealed", "many", "other")}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class Round:
+    """One round; a kind is a subclass with `run`.
+
+    Args:
+        number: with the seed, all that the round is.
+        seed: of the whole run.
+        world: what rounds share.
+        keep: where output of processes is kept if something does not hold.
+    """
+
+    kind: ClassVar[str]
+    at_once: ClassVar[int] = 1
+    """How many of the run's places a round takes."""
+
+    def __init__(self, number: int, seed: int, world: World, keep: Path) -> None:
+        self.world, self._keep = world, keep
+        self.rng, self.stack = random.Random(f"{seed}/{self.kind}/{number}"), ExitStack()
+        self.outcome = Outcome(number=number, kind=self.kind, seed=seed)
+        self.directory = Path(tempfile.mkdtemp(prefix=f"round-{number}-", dir=world.directory))
+        self.directory.chmod(0o711)
+        (self.directory / "tmp").mkdir()
+        self.runtime = self.directory / "run"
+        self.deadline = time.monotonic() + ROUND_S
+        self.forked: list[Forked] = []
+
+    def run(self) -> None:
+        """Do the round. Raises: what went wrong; or calls `violate`."""
+        raise NotImplementedError
+
+    # What kinds use.
+
+    def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
+        """Call a function in a process of this round, which is killed at its end; as `Zygote.fork`."""
+        told = {
+            "function": function,
+            "argument": argument,
+            "directory": str(self.directory),
+            "name": f"{len(self.forked):02}-{function.rpartition('.')[2].replace(':', '-')}",
+        }
+        forked = self.world.zygote.fork("tests.chaos.processes:run", told, self.environ() | dict(environ or {}))
+        self.forked.append(forked)
+        return forked
+
+    def environ(self) -> dict[str, str]:
+        """Return what differs in the environment of this round's processes."""
+        return {
+            "PENSTOCK_RUNTIME_DIR": str(self.runtime),
+            "PENSTOCK_STALL_S": str(STALL_S),
+            "TMPDIR": str(self.directory / "tmp"),
+        }
+
+    def start(self, function: str, argument: object) -> Process:
+        """Start a function, of `processes` or by its path, that talks in lines of JSON."""
+        return self.stack.enter_context(Process(function, argument, self))
+
+    def serve(self, checkpoint: Checkpoint) -> RangeServer:
+        """Start an HTTP server for a checkpoint, which stops at the end of the round."""
+        return self.stack.enter_context(RangeServer(checkpoint.directory))
+
+    def fault(self, kind: str, count: int = 1) -> None:
+        """Count an injected fault."""
+        self.outcome.faults[kind] += count
+
+    def violate(self, kind: str, text: str) -> None:
+        """Note that a promise did not hold."""
+        self.outcome.violations.append(Violation(kind=kind, text=text))
+
+    def left_s(self) -> float:
+        """Return the seconds until the round's deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def expect(self, worker: Worker, word: str) -> dict[str, Any]:
+        """Return what a worker says under a word.
+
+        Raises:
+            Hang: not within the round's deadline.
+            PenstockError: it failed or ended instead.
+        """
+        try:
+            return worker.say_until(word, timeout_s=self.left_s())
+        except SourceStalled as error:
+            self.hang(f"no {word!r}: {error.message}")
+
+    def hang(self, text: str) -> NoReturn:
+        """Have every process write the stacks of its threads, and end the round."""
+        for forked in self.forked:
+            with contextlib.suppress(ProcessLookupError):
+                forked.send_signal(signal.SIGCONT)
+                forked.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        raise Hang(text)
+
+    def leave(self, workers: list[Worker]) -> None:
+        """Have survivors end by themselves, and look at what they left open."""
+        for worker in workers:
+            assert worker.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                worker.process.stdin.close()
+        for worker in workers:
+            self.ended(worker)
+
+    def ended(self, worker: Worker) -> None:
+        """Look at what a process that was told to end left open, and how it ended."""
+        self.check_census(self.expect(worker, "census"))
+        if code := worker.process.wait(timeout=END_S):
+            self.violate("untyped error", f"a process that left in good order ended with {code}")
+
+    def check_census(self, found: dict[str, Any]) -> None:
+        """Note what a process that ended by itself had left open."""
+        for kind, text in found["leaks"].items():
+            self.violate(kind, text)
+
+    # What the run calls.
+
+    def execute(self) -> Outcome:
+        """Do the round, end what it started, and check what is left."""
+        begun = time.monotonic()
+        try:
+            with self.stack:
+                self.run()
+        except Hang as error:
+            self.violate("hang", str(error))
+        except PenstockError as error:
+            self.violate("untyped error" if "ended with 1 " in str(error) else "unexpected error", str(error))
+        except subprocess.TimeoutExpired as error:
+            self.violate("hang", str(error))
+        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            self.violate("unexpected error", f"{type(error).__name__}: {error}")
+        finally:
+            self.outcome.description = str(self)
+            self._after()
+            self.outcome.seconds = time.monotonic() - begun
+        return self.outcome
+
+    def _after(self) -> None:
+        deadline = time.monotonic() + END_S
+        while (leaked := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid, command in leaked.items():
+            self.violate("leaked processes", f"process {pid} outlived the round: {command}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self.outcome.num_deaths:
+            self._check_files()
+        for path in sorted(self.directory.glob("*.err")):
+            said = path.read_text(errors="replace")
+            if "Traceback" in said or "Fatal Python error" in said:
+                self.violate("untyped error", f"{path.name}: {said.strip().splitlines()[-1][:300]}")
+        if self.outcome.violations:
+            kept = self._keep / f"{self.outcome.seed}-{self.outcome.number}-{self.kind}"
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir(parents=True)
+            for path in self.directory.glob("*.err"):
+                shutil.copy(path, kept)
+            self.outcome.kept = str(kept)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _processes(self) -> dict[int, str]:
+        """Return the processes that have their working directory in this round's, by pid."""
+        found = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{entry}/cwd").startswith(str(self.directory)):
+                        state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+                        if state != "Z":
+                            found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_text().replace("\0", " ")[:100]
+        return found
+
+    def _check_files(self) -> None:
+        """Where nobody was killed, only what is kept by design may be left."""
+        for path in (self.directory / "tmp").iterdir():
+            self.violate("left files", f"in the temporary directory: {path.name}")
+        if self.runtime.is_dir():
+            for path in self.runtime.iterdir():
+                if path.name not in KEPT_FILES and not path.name.endswith(".lock"):
+                    self.violate("left files", f"in the runtime directory: {path.name}")
+
+
+KEPT_FILES = frozenset({"generation", "grant.seed"})
+"""Of the runtime directory: see `penstock.fleet.local`."""
+
+
+class Process(Worker):
+    """A process of a round that talks in lines of JSON."""
+
+    def __init__(self, function: str, argument: object, round_: Round) -> None:
+        path = function if ":" in function else f"tests.chaos.processes:{function}"
+
+        class Forks:
+            @staticmethod
+            def fork(_: str, __: object, environ: Mapping[str, str]) -> Forked:
+                return round_.fork(path, argument, environ)
+
+        super().__init__(_Nothing(), Forks())  # type: ignore[arg-type]
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return its next line, `ended` at its end; None where it says nothing for so long."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if line is None:
+            self._lines.put(None)
+            return {"say": "ended"}
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    """A task without values."""
+
+    environ: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,34 @@
+"""Say which kind of round each number is: the same for a number, whatever else is run."""
+
+from __future__ import annotations
+
+from tests.chaos.conversions import ConvertRound
+from tests.chaos.downloads import StorageRound
+from tests.chaos.fleets import ClockRound, FleetRound, HubRound, RedisRound
+from tests.chaos.harness import Round
+from tests.chaos.keepers import KeeperRound
+from tests.chaos.strangers import StrangerRound
+from tests.chaos.syncs import SyncRound
+
+KINDS: dict[str, type[Round]] = {
+    one.kind: one
+    for one in (
+        FleetRound,
+        KeeperRound,
+        HubRound,
+        RedisRound,
+        ClockRound,
+        SyncRound,
+        ConvertRound,
+        StrangerRound,
+        StorageRound,
+    )
+}
+ORDER = ("fetch", "sync", "convert", "hub", "fetch", "storage", "keeper", "redis", "sync", "fetch", "convert", "clock",
+         "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis")  # fmt: skip
+"""How kinds follow each other: a fifth are plain fetches."""
+
+
+def kind_of(number: int) -> str:
+    """Return the kind of a round."""
+    return ORDER[number % len(ORDER)]

@@ -1,0 +1,173 @@
+"""Rounds of a sync: trainer ranks publish, subscribers update, some are killed or stopped; then a version for the rest.
+
+In: a round. Out: its violations: a torn or wrong version, an error that says less than it should, a hang.
+Not here: fleets that fetch a checkpoint (`fleets`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from tests.chaos.harness import HASTY, Round
+
+from penstock.testing.fleet import Worker
+from penstock.testing.sync import SyncTask, SyncWorker, truth
+
+REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
+"""What may be said of a version that could not be had or shown."""
+ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
+
+
+class SyncRound(Round):
+    """Two versions, of which the second loses ranks; then a third for all that live."""
+
+    kind = "sync"
+    at_once = 2
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        rng = self.rng
+        self.transport, self.source = rng.choice(["shm", "http"]), rng.choice(["live", "snapshot"])
+        self.num_publishers, self.num_subscribers = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+        self.modes = [rng.choice(["staged", "direct"]) for _ in range(self.num_subscribers)]
+        self.tag = "fp8-block128" if rng.random() < 0.2 else ""
+        self.hits = sorted(
+            (rng.random() ** 2 * 0.8, rng.choice(ROLES), rng.choice(["kill", "kill", "stop", "pause"]))
+            for _ in range(rng.choice([0, 1, 1, 2]))
+        )
+        self.lost: list[SyncWorker] = []
+
+    def __str__(self) -> str:
+        sides = f"{self.num_publishers} {self.source} -> {', '.join(self.modes)}, {self.transport} {self.tag}".strip()
+        return "; ".join([sides] + [f"{who} {how} at {at:.2f} s" for at, who, how in self.hits])
+
+    def rank(self, side: str, **task: Any) -> SyncWorker:
+        options: dict[str, Any] = {"arena": True, "transports": [self.transport]}
+        if self.tag:
+            task |= {"rows": 300, "columns": 384}
+            if side == "publisher":
+                options["transforms"] = {self.tag: ["*"]}
+            elif task.get("name") is None:
+                task["tag"] = self.tag
+        made = SyncTask(side=side, options=options, constants=HASTY, num_layers=8, **task)
+        return self.stack.enter_context(SyncWorker(made, self))  # type: ignore[arg-type]
+
+    def trainer(self, world_size: int) -> list[SyncWorker]:
+        found = [self.rank("publisher", rank=r, world_size=world_size, mode=self.source) for r in range(world_size)]
+        for one in found:
+            self.expect(one, "joined")
+        return found
+
+    def run(self) -> None:
+        host = self.rank("subscriber", name="other")  # hosts the hub
+        self.expect(host, "joined")
+        publishers = self.trainer(self.num_publishers)
+        subscribers = [
+            self.rank("subscriber", rank=r, world_size=self.num_subscribers, dim=1, mode=mode, pause_s=0.1, wait_s=10.0)
+            for r, mode in enumerate(self.modes)
+        ]
+        for one in subscribers:
+            self.expect(one, "joined")
+        publishers[0].send(f"subscribers {len(subscribers)}")
+        self.done(publishers[0], f"subscribers {len(subscribers)}")
+        self.step(publishers, subscribers, 1)
+        self.all_have(publishers, subscribers, 1)
+        self.step(publishers, subscribers, 2)
+        self.disturb(host, publishers, subscribers)
+        self.judge(publishers, subscribers)
+        publishers, subscribers = self.go_on(publishers, subscribers)
+        self.leave([one for one in [host, *publishers, *subscribers] if one not in self.lost])
+
+    def done(self, worker: Worker, line: str) -> dict[str, Any]:
+        return self.expect(worker, f"{line} done")
+
+    def step(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+        for one in publishers:
+            one.send(f"publish {version}")
+        for one in subscribers:
+            one.send(f"wait {version}")
+            one.send("update")
+
+    def all_have(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+        for worker in subscribers:
+            said = self.done(worker, "update")
+            if "error" in said:
+                self.violate("unexpected error", f"update to {version}: {said['error']}: {said['message']}")
+            self.check(worker, said, {version})
+        for worker in publishers:
+            said = self.done(worker, f"publish {version}")
+            if "error" in said:
+                self.violate("unexpected error", f"publish {version}: {said['error']}: {said['message']}")
+
+    def disturb(self, host: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+        begun = time.monotonic()
+        for at, role, how in self.hits:
+            time.sleep(max(0.0, begun + at - time.monotonic()))
+            if role == "host of the hub":
+                worker = host
+            elif role == "subscriber":
+                worker = self.rng.choice(subscribers)
+            else:
+                worker = publishers[0] if role == "publisher 0" else publishers[-1]
+            if worker in self.lost:
+                continue
+            self.fault(f"{role.removesuffix(' 0')}: {how}")
+            self.outcome.num_deaths += 1
+            if how == "pause":
+                worker.kill(signal.SIGSTOP)
+                time.sleep(self.rng.random())
+                worker.kill(signal.SIGCONT)
+            else:
+                worker.kill(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+                self.lost.append(worker)
+
+    def judge(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+        """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
+        have = {}
+        for worker in subscribers:
+            if worker not in self.lost:
+                have[worker.said["joined"]["member"]] = self.check(worker, self.done(worker, "update"), {1, 2})
+        for worker in publishers:
+            if worker not in self.lost:
+                said = self.done(worker, "publish 2")
+                if said.get("error", "PeerLost") not in REFUSALS:
+                    self.violate("unexpected error", f"publish 2: {said['error']}: {said['message']}")
+                false = [one for one in said.get("committed", ()) if have.get(one, 2) != 2]
+                if false:
+                    self.violate("torn version", f"{false} are said to have version 2, and have not")
+
+    def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
+        """Return the version that a subscriber has, whole; 0 where it knows that it is dirty."""
+        if "error" in said:
+            if said["error"] not in REFUSALS:
+                self.violate("unexpected error", f"update: {said['error']}: {said['message']}")
+            is_touched = said["mutated"]
+            worker.send("digests")
+            said = self.done(worker, "digests")
+            if said["is_dirty"] != is_touched or (is_touched and worker.task.mode != "direct"):
+                self.violate("torn version", f"touched: {is_touched}, dirty: {said['is_dirty']}, {worker.task.mode}")
+            if said["is_dirty"]:
+                return 0
+        if said["version"] not in versions or said["is_dirty"]:
+            self.violate("torn version", f"version {said['version']}, dirty {said['is_dirty']}; due: {versions}")
+        elif said["digests"] != truth(worker.task, said["version"]):
+            self.violate("wrong bytes", f"not the bytes of version {said['version']}")
+        return int(said["version"])
+
+    def go_on(
+        self, publishers: list[SyncWorker], subscribers: list[SyncWorker]
+    ) -> tuple[list[SyncWorker], list[SyncWorker]]:
+        """Send the next version, of the same trainer or of one that starts again, to all that live; who they are."""
+        if any(one in self.lost for one in publishers):
+            for one in publishers:
+                one.kill(signal.SIGKILL)
+            publishers = self.trainer(self.rng.choice([1, 2, 3]))
+        subscribers = [one for one in subscribers if one not in self.lost]
+        if subscribers:
+            publishers[0].send(f"subscribers {len(subscribers)}")
+            self.done(publishers[0], f"subscribers {len(subscribers)}")
+            self.step(publishers, subscribers, 3)
+            self.all_have(publishers, subscribers, 3)
+        return publishers, subscribers
