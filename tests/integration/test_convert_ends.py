@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,12 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
+from penstock.jobs import crew as crew_module
 from penstock.jobs.convert import convert
+from penstock.jobs.crew import LocalCrew
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
+from penstock.testing.zygote import Zygote
 from penstock.types import MIB
 
 pytestmark = pytest.mark.usefixtures("crew_zygotes")
@@ -40,7 +49,9 @@ def test_an_object_that_changes_meanwhile_ends_it(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
+from penstock.jobs import crew as crew_module
 from penstock.jobs.convert import convert
+from penstock.jobs.crew import LocalCrew
 from penstock.jobs.journal import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)
@@ -58,5 +69,117 @@ def test_one_that_was_killed_once_all_was_published_is_reported_as_done(made: Pa
     assert report.revision == penstock.verify(into).revision
     assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_again(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """A kill before each change to the file system, from the last task's end to the coordinator's own."""
+    write_llama(tmp_path / "made", total_bytes=2 * MIB, shards=2)
+    told = {"sources": str(tmp_path / "made"), "devices": "cpu", "workers": 1, "shard_bytes": 1_000_000}
+    into = tmp_path / "expected" / "out"
+    convert(destination=into, **told)
+    expected = {path.name: path.read_bytes() for path in into.iterdir()}
+    assert penstock.verify(into).verified
+
+    def ends(function: str, values: dict[str, Any]) -> str:
+        with zygote.fork(f"penstock.testing.jobs:{function}", values) as process:
+            said = [json.loads(line) for line in process.stdout]
+            process.wait(60)
+        return str(said[-1]["event"] if said else "")
+
+    def killed_at(step: int) -> bool:
+        place = tmp_path / f"step{step}"
+        values = told | {"destination": str(place / "out")}
+        if ends("coordinate_until", values | {"step": step}) == "converted":
+            return False
+        for _ in range(2):  # what was cut off, and once more what is done
+            assert ends("coordinate", values) == "converted", f"step {step}"
+            assert {path.name: path.read_bytes() for path in (place / "out").iterdir()} == expected
+            assert [path.name for path in place.iterdir()] == ["out"]
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        killed = list(pool.map(killed_at, range(1, 41)))
+    assert sum(killed) > 12 and killed == sorted(killed, reverse=True), "each step once, then none is left"
+
+
+def test_the_same_call_on_its_own_result_is_done_and_another_one_is_refused(made: Path, tmp_path: Path) -> None:
+    into = tmp_path / "out"
+    first = convert(made, into, **TOLD)
+    before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
+    again = convert(made, into, **TOLD)
+    assert again.revision == first.revision and again.num_resumed == again.num_tasks and again.read_bytes == 0
+    assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
+    for changed in ({"to": "cast:F32"}, {"operations": [{"op": "rename", "rules": [["norm", "other"]]}]}):
+        with pytest.raises(ConfigError, match="already"):
+            convert(made, into, **TOLD, **changed)
+    shard = next(into.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="already"):
         convert(made, into, **TOLD)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+SLOWLY: dict[str, Any] = {
+    "operations": [{"op": "function", "function": "penstock.testing.jobs:slowly"}],
+    "devices": "cpu",
+    "workers": 2,
+    "task_bytes": "128K",
+}
+NUM_SEEDS = 40 if os.environ.get("DRILLS") == "all" else 5
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, made: Path, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    left = rng.choice([1, 2, 3])
+    is_over = threading.Event()
+    with LocalCrew("cpu", 2) as crew:
+
+        def kill_some() -> None:
+            for _ in range(left):
+                if is_over.wait(rng.random() * 0.8):
+                    return
+                if (server := crew.zygote) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(server.pid, signal.SIGKILL)
+
+        crew.begin()
+        killer = threading.Thread(target=kill_some)
+        killer.start()
+        try:
+            convert(made, tmp_path / "out", crew=crew, **SLOWLY)
+        finally:
+            is_over.set()
+            killer.join()
+    assert penstock.verify(tmp_path / "out").verified
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_workers_are_forked_from_is_started_again_where_it_was_lost_unseen(made: Path, tmp_path: Path) -> None:
+    """Killed before each of the first questions it is asked: who asks has seen it alive."""
+    with LocalCrew("cpu", 2) as crew:
+        crew.begin()
+        seen = list[int]()
+
+        class Killed(type(crew.zygote)):  # type: ignore[misc]
+            def fork(self, *given: Any) -> Any:
+                if len(seen) < 3:
+                    seen.append(self.pid)
+                    os.kill(self.pid, signal.SIGKILL)
+                return super().fork(*given)
+
+        make = crew_module.Zygote
+        with pytest.MonkeyPatch.context() as patch:
+
+            def started(imports: Any) -> Any:
+                found = make(imports)
+                found.__class__ = Killed
+                return found
+
+            patch.setattr(crew_module, "Zygote", started)
+            crew.close()
+            convert(made, tmp_path / "out", crew=crew, **SLOWLY)
+    assert len(set(seen)) == 3
+    assert penstock.verify(tmp_path / "out").verified

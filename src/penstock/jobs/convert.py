@@ -35,12 +35,14 @@ from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.report import ConvertReport, how_verified
 from penstock.jobs.result import (
     METADATA,
+    STAMP,
     check_repeated,
     check_unchanged,
     forget_what_did_not_last,
     manifest_of,
     published,
     small_files,
+    stamp,
 )
 from penstock.jobs.run import Coordinator
 from penstock.jobs.sink import ONE_FILE, SCHEME, Sink, fill
@@ -173,11 +175,11 @@ def _grow(asked: Asked, into: str, spool: str | os.PathLike[str] | None, stack: 
 
 
 def _begin(grown: _Grown) -> str | None:
-    """The revision, if the result is published already; else its files are there, and the journal is true."""
+    """The revision, if this job's result is published already; else its files are there, and the journal is true."""
     job, journal, into, out = grown.job, grown.journal, grown.into, grown.out
     settings, options = grown.settings, grown.words.storage_options
-    if revision := published(job, journal, into, settings, options):
-        journal.kept = frozenset(journal.done)
+    if revision := published(job, into, settings, options):
+        journal.kept = frozenset(range(len(job.tasks)))
         journal.remove()
         out.remove()
         return revision
@@ -261,6 +263,7 @@ def _publish(grown: _Grown) -> str:
     small = beside(
         job, manifest, small_files(grown.opened[small_from(job)].uri, job.operation.config, settings, options)
     )
+    small |= {STAMP: stamp(job, manifest.revision)}
     if is_remote(into):
         publish_remote(out, into, small, settings=settings, storage_options=options)
     else:

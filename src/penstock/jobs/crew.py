@@ -16,7 +16,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from penstock.closing import Closing
 from penstock.config import visible_devices
@@ -27,6 +28,11 @@ from penstock.transport.cuda_driver import load_driver
 
 IMPORTS = ("penstock.jobs.process", "penstock.jobs.formats", "penstock.jobs.merge", "penstock.transform.fuse")
 """What workers share: all that is large, and nothing that starts a thread or looks for a device."""
+
+RESTARTS = 3
+"""Times in a row that the process which forks workers is started again where it was lost: one that was killed (by the
+kernel for memory, say) is started again at once; one that cannot run at all is told after some seconds."""
+_T = TypeVar("_T")
 
 _COUNTED = 16
 """Exit code for no GPU; one more for each."""
@@ -103,7 +109,7 @@ class LocalCrew(Closing):
         """See `gpus`: asked in a process of its own, for this one neither has torch nor wants a device. PeerLost."""
         if self._gpus is None:
             try:
-                code = self.begin().fork("penstock.jobs.crew:tell_gpus", []).wait(START_S) if has_driver() else _COUNTED
+                code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
                 raise PeerLost("nobody says how many GPUs there are", hint="look at nvidia-smi") from error
             if code < _COUNTED:
@@ -123,13 +129,25 @@ class LocalCrew(Closing):
         if device != "cpu" and device not in (found := self.gpus()) and (device != "cuda" or not found):
             message = f"device {device} is not there: {len(found)} CUDA devices"
             raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
-        arguments, zygote = [address, worker, device, secret], self.begin()
+        self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
+
+    def _start(self, arguments: list[str], zygote: Zygote) -> Forked:
         if not self._early:
-            self._processes[worker] = zygote.fork("penstock.jobs.process:work", arguments)
-            return
-        self._processes[worker], line = self._early.pop()
+            return zygote.fork("penstock.jobs.process:work", arguments)
+        process, line = self._early.pop()
         with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as told:
             told.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
+        return process
+
+    def _retried(self, ask: Callable[[Zygote], _T]) -> _T:
+        """Ask the process that forks others; start it again where it was lost meanwhile. PeerLost after `RESTARTS`.
+
+        What it had forked has ended with it: the coordinator sees those workers go, and replaces them.
+        """
+        for _ in range(RESTARTS):
+            with contextlib.suppress(PeerLost):
+                return ask(self.begin())
+        return ask(self.begin())
 
     def ended(self, worker: str) -> str | None:
         """See `Crew.ended`."""
@@ -214,6 +232,10 @@ def num_early(devices: str | Sequence[str], workers: int | None) -> int:
     else:
         count = len({one for one in named if one != "cpu"}) if has_driver() else 0
     return count if workers is None else min(count, workers)
+
+
+def _count_gpus(zygote: Zygote) -> int:
+    return zygote.fork("penstock.jobs.crew:tell_gpus", []).wait(START_S)
 
 
 def tell_gpus() -> int:

@@ -161,7 +161,8 @@ class LoraMerge:
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
-            unknown = [name for name in changes if _EMBEDDING.search(name) and name in base]
+            heads = set(_HEADS.values())
+            unknown = [name for name in changes if _EMBEDDING.search(name) and name in base and name not in heads]
             if unknown and self.tied is not False:
                 message = "the adapter changes an embedding, and nothing says which head is tied to it"
                 hint = "untie the base, and say so in its config.json: tie_word_embeddings"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Settings
-from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves
-from penstock.errors import OperationFailed
+from penstock.digest.leaf import leaf_digests, num_leaves, revision
+from penstock.errors import FormatError, IntegrityError, OperationFailed
 from penstock.jobs.job import Job
 from penstock.jobs.journal import Journal
-from penstock.storage import list_uris, read_small
+from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import WeightSet
 from penstock.storage.manifest_file import decode
@@ -28,6 +29,8 @@ from penstock.storage.output import OutputSet
 from penstock.storage.place import SIDECAR
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
+STAMP = "penstock.job"
+"""Beside a result: which job made it. The same call, made again, then finds its own result and is done."""
 METADATA = {"format": "pt"}
 """Of every file: what transformers asks for."""
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -85,25 +88,51 @@ def _digest(out: OutputSet, file: int, offset: int, nbytes: int) -> int:
     return int(digest[0])
 
 
-def published(
-    job: Job, journal: Journal, into: str, settings: Settings, storage_options: Mapping[str, str] | None
-) -> str | None:
-    """Revision of what is at the destination, if this job put it there and was ended before it could say so."""
-    if not journal.done.keys() >= set(range(len(job.tasks))):
+class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a result says of the job that made it, in `STAMP`."""
+
+    job: str
+    revision: str
+
+
+_STAMP = msgspec.json.Decoder(_Stamp)
+
+
+def stamp(job: Job, revision: str) -> bytes:
+    """The content of `STAMP`."""
+    return msgspec.json.encode(_Stamp(job=job.key, revision=revision)) + b"\n"
+
+
+def published(job: Job, into: str, settings: Settings, storage_options: Mapping[str, str] | None) -> str | None:
+    """Revision of what is at the destination, if this very job put it there; None: it is another's, or nothing.
+
+    The key stands for the operation and its words, the sources' revisions, files and identities, and the sizes. The
+    files beside it must be those of the manifest: their bytes are compared by `penstock verify`, not here.
+    """
+    place, options = into.rstrip("/"), storage_options
+    raw = read_small(f"{place}/{STAMP}", settings=settings, storage_options=options)
+    manifest = read_small(f"{place}/{SIDECAR}", settings=settings, storage_options=options) if raw else None
+    if raw is None or manifest is None:
         return None
-    raw = read_small(f"{into.rstrip('/')}/{SIDECAR}", settings=settings, storage_options=storage_options)
-    if raw is None:
+    try:
+        said, there = _STAMP.decode(raw), decode(manifest, uri=into)
+    except (msgspec.DecodeError, UnicodeDecodeError, FormatError, IntegrityError):
+        return None  # then something else is there, and stays
+    if said.job != job.key or said.revision != there.revision:
         return None
-    there, table = decode(raw, uri=into), job.files.table
+    table = job.files.table
     row_of = {name: row for row, name in enumerate(there.tensors.names)}  # a manifest has an order of its own
-    if there.leaves is None or there.leaf_bytes != job.leaf_bytes or row_of.keys() != set(table.names):
+    if row_of.keys() != set(table.names):
         return None
-    rows = np.array([row_of[name] for name in table.names], np.int64)
-    if not np.array_equal(there.tensors.nbytes[rows], table.nbytes):
+    if not np.array_equal(there.tensors.nbytes[[row_of[name] for name in table.names]], table.nbytes):
         return None
-    leaves, is_known = _leaves(job, journal)
-    found = take_leaves(there.leaves, num_leaves(there.tensors.nbytes, job.leaf_bytes), rows)
-    return there.revision if np.array_equal(found[is_known], leaves[is_known]) else None
+    if is_remote(into):
+        return there.revision  # the manifest came last
+    paths = [Path(local_path(place), file.name) for file in there.files]
+    is_whole = all(
+        path.is_file() and path.stat().st_size == file.nbytes for path, file in zip(paths, there.files, strict=True)
+    )
+    return there.revision if is_whole else None
 
 
 def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:

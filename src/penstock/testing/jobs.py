@@ -7,18 +7,21 @@ Not here: what is done to them (`tests`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.errors import PenstockError
+from penstock.jobs import convert as convert_module
 from penstock.jobs.convert import convert
 from penstock.jobs.process import work
 from penstock.jobs.zygote import end_with_parent
@@ -83,6 +86,34 @@ def coordinate(values: dict[str, Any]) -> int:
         return 1
     _say(event="converted", revision=report.revision, num_tasks=report.num_tasks, num_resumed=report.num_resumed)
     return 0
+
+
+def coordinate_until(values: dict[str, Any]) -> int:
+    """`coordinate`, killed as it is about to make its nth change to the file system after all tasks are done.
+
+    Args:
+        values: those of `coordinate`, and `step`: n; it ends as usual where fewer changes are made.
+    """
+    step, publish = int(values.pop("step")), convert_module._publish  # the moments that tests are about begin there
+    left = itertools.count(step, -1)
+    is_armed: list[bool] = []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*given: Any, **named: Any) -> Any:
+            if is_armed and next(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*given, **named)
+
+        return change
+
+    def armed(*given: Any) -> str:
+        is_armed.append(True)
+        return publish(*given)
+
+    setattr(convert_module, "_publish", armed)  # noqa: B010 - the name is private, and this is for tests
+    for name in ("open", "fsync", "rename", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    return coordinate(values)
 
 
 def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
