@@ -210,7 +210,7 @@ def attaching(bench: Bench, checkpoint: str) -> None:
     arguments = [checkpoint, "--model", "kept", "--device", device, "--hub", bench.hub, "--drain-s", "1"]
     found: dict[str, list[dict[str, Any]]] = {}
     with KeeperProcess(arguments, timeout_s=max(5.0, bench.left_s())):
-        for verify in (True,) if bench.asked.small else (None, None, False):
+        for verify in (True,) if bench.asked.small else (True, True, False):
             with bench.process(0) as engine:  # a new process each: an engine that starts again
                 bench.hear(engine)
                 engine.send(("attach", {"hub": bench.hub, "name": "kept", "verify": verify}))

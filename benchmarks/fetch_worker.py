@@ -170,7 +170,7 @@ class Worker:
             self.sync()
         return tokens / (time.perf_counter() - begun)
 
-    def attach(self, hub: str, name: str, verify: bool | None) -> dict[str, Any]:
+    def attach(self, hub: str, name: str, verify: bool) -> dict[str, Any]:
         """As an engine that starts again: attach, and use the first tensor."""
         import penstock
 

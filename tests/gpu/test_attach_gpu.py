@@ -15,6 +15,7 @@ import torch
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
+from penstock.fleet.holding import Holding
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 
@@ -77,6 +78,51 @@ def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
                 assert_same(attached, by_safetensors(llama), device="cuda:0")
             del attached
             gc.collect()
+
+
+def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocated, monkeypatch) -> None:
+    """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
+    wanted = by_safetensors(llama)
+    with monkeypatch.context() as patched, ps.Keeper(device="cuda:0") as keeper:
+        patched.setattr(Holding, "canary", lambda self, chance: None)
+        keeper.keep("llama", llama)
+        keeper.member.holdings[0].rows[-1][-1] ^= 1
+        with ps.attach("llama", verify=False) as attached:
+            assert not attached.report.verified
+            with pytest.raises(AssertionError):
+                assert_same(attached, wanted, device="cuda:0")
+        del attached
+        gc.collect()
+        with ps.attach("llama", wait_s=60.0) as attached:
+            assert attached.report.verified
+            assert_same(attached, wanted, device="cuda:0")
+        assert keeper.models()[0].num_reloads == 1
+        del attached
+        gc.collect()
+
+
+def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> None:
+    with ps.Keeper(device="cuda:0") as keeper:
+        keeper.keep("llama", llama)
+        attached = ps.attach("llama")
+        for row in keeper.member.holdings[0].rows:
+            row[:1] ^= 1
+        deadline = time.monotonic() + 60
+        while attached.standing != "damaged":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(ps.IntegrityError):
+            attached.check()
+        attached.close()  # the keeper waits for it before it frees the memory
+        del attached
+        gc.collect()
+        while keeper.models()[0].num_reloads == 0:
+            assert time.monotonic() < deadline and keeper.models()[0].state != "lost", keeper.models()
+            time.sleep(0.05)
+        with ps.attach("llama") as attached:
+            assert_same(attached, by_safetensors(llama), device="cuda:0")
+        del attached
+        gc.collect()
 
 
 @pytest.mark.gpus(2)

@@ -82,12 +82,12 @@ def test_an_engine_and_the_one_after_it_use_the_same_memory(keeper, wanted) -> N
 
 
 def test_what_an_engine_writes_no_other_sees(keeper, wanted) -> None:
-    first, second = ps.attach("llama"), ps.attach("llama", verify=True)
+    first, second = ps.attach("llama", verify=False), ps.attach("llama")
     assert second.report.verified and not first.report.verified
     first["model.norm.weight"].zero_()
     assert first["model.norm.weight"].eq(0).all()
     assert_same(second, wanted)
-    assert_same(ps.attach("llama", verify=True), wanted)
+    assert_same(ps.attach("llama"), wanted)
 
 
 def test_a_module_uses_kept_memory(keeper, wanted) -> None:
@@ -218,16 +218,6 @@ def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
             assert_same(ps.attach("llama", revision=said), wanted)
         keeper.drop("llama", revision=old, drain_s=5)
         assert_same(ps.attach("llama"), by_safetensors(tmp_path / "new"))
-
-
-def test_memory_that_is_not_what_it_was_is_seen_when_asked(llama) -> None:
-    with ps.Keeper() as keeper:
-        keeper.keep("llama", llama)
-        keeper.member.holdings[0].rows[1][5] ^= 1
-        # The keeper's own canary may have seen it before, and keep it no more.
-        with pytest.raises((ps.IntegrityError, ps.NotFound), match=r"differs|nobody on this host keeps"):
-            ps.attach("llama", verify=True)
-        assert all(one.num_attached == 0 for one in keeper.models())
 
 
 def test_an_engine_takes_no_readers_place(llama, wanted) -> None:

@@ -177,18 +177,35 @@ def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_pa
         assert {held.identity.model for held in keeper.member.holdings} == {"a", "b"}
 
 
-def test_damaged_memory_is_not_moved(models, tmp_path, caplog) -> None:
+def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) -> None:
     with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
-        holding = keeper.member.holdings[0]
-        for row in holding.rows:
+        for row in keeper.member.holdings[0].rows:
             row[:1] ^= 1
-        until(lambda: not keeper.member.holdings)  # a chunk is looked at with each beat
-        with pytest.raises(ps.BudgetTooSmall):
-            keeper.keep("b", models["b"])
+        until(lambda: keeper.models()[0].num_reloads == 1)  # a chunk is looked at with each beat
         assert tiers(keeper) == {"a": "host"}
-        keeper.drop("a", drain_s=5)
         keeper.keep("b", models["b"])
+        assert tiers(keeper) == {"a": "disk", "b": "host"}
+        assert_same(ps.attach("a", wait_s=20.0), wanted["a"])
+        links = keeper.stats().links
+        assert (links["source", "host"].num_moves, links["host", "disk"].num_moves) == (3, 2)
+
+
+def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(models["a"], source)
+    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
+        keeper.keep("a", source)
+        shutil.rmtree(source)
+        for row in keeper.member.holdings[0].rows:
+            row[:1] ^= 1
+        until(lambda: keeper.models()[0].state == "lost")
+        keeper.keep("b", models["b"])
+        with pytest.raises(ps.IntegrityError, match=r"chunk . of 'a' changed in memory"):
+            keeper.check()
+        assert tiers(keeper) == {"a": "source", "b": "host"}
+        keeper.drop("a", drain_s=5)
+        keeper.check()
 
 
 def test_a_resting_model_is_dropped(models, tmp_path) -> None:

@@ -22,6 +22,7 @@ from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
+    IntegrityError,
     NotFound,
     PeerLost,
     PenstockError,
@@ -34,7 +35,7 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.holding import device_id
 from penstock.fleet.line import described
 from penstock.fleet.local import find_hub
-from penstock.fleet.mapped import leaves_in, map_regions, tensors_in, verify_mapped
+from penstock.fleet.mapped import differing, leaves_in, map_regions, tensors_in
 from penstock.fleet.member import host_id
 from penstock.fleet.messages import FlightRequest, Hello, HoldingState, Upstream
 from penstock.fleet.peer import Peer
@@ -76,12 +77,12 @@ class AttachReport:
     phases: Mapping[str, float]
     """Seconds of `find`, `lease`, `map`, `verify`; they sum to `wall_s`."""
     verified: bool
-    """Whether the bytes were digested here and compared; if not, the keeper's own verification is all there is."""
+    """Whether every byte was digested here and compared; False (`verify=False`): the keeper's verification is all."""
 
     def summary(self) -> str:
         """A few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        checked = "digested here and compared" if self.verified else "verified by the keeper, not again here"
+        checked = "verified here" if self.verified else "not verified here (verify=False), only by the keeper"
         return (
             f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB on {self.device} in "
             f"{self.wall_s:.3f} s, no copy: {phases}\n{self.path}; {checked}; revision {self.revision[:19]}"
@@ -115,7 +116,11 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
 
     @property
     def standing(self) -> Standing:
-        """What the keeper said within the last seconds; see `Renewal`. An engine that finds `draining` should leave."""
+        """What the keeper said within the last seconds; see `Renewal`. An engine that finds `draining` should leave.
+
+        `damaged`: the keeper found that bytes of this memory changed. Stop using it, close this and attach again: the
+        keeper loads the model into other memory meanwhile.
+        """
         return self._renewal.standing
 
     def check(self) -> None:
@@ -123,7 +128,10 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
 
         Raises:
             PeerLost: the keeper is gone. StaleDescriptor: it changed the memory, or gave it up.
+            IntegrityError: it found that bytes changed in this memory, and said so: `standing` is `damaged`.
         """
+        if self._renewal.standing == "damaged":
+            raise IntegrityError(self._renewal.why, uri=f"penstock:{self.report.key}", hint="close this, attach again")
         for region in self._regions:
             region.check()
 
@@ -154,7 +162,7 @@ def attach(
     token: str | None = None,
     device: str | int | torch.device | None = None,
     revision: str | None = None,
-    verify: bool | None = None,
+    verify: bool = True,
     wait_s: float = WAIT_S,
 ) -> Attached:
     """Use weights that `penstock keep` holds on this host as they lie there: no byte is moved.
@@ -165,9 +173,9 @@ def attach(
         token: of the hub, where it asks for one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only what is kept there; None: wherever it is.
         revision: only this one, or as much of its beginning as tells it from others; None: the one that is kept.
-        verify: digest what is mapped and compare it with the keeper's digests. None: on a device, where this takes
-            25 ms for 60 GB and tells a mapping that is not what it should be; not on the host, where it would read all
-            of memory that nobody but the keeper can write to, and that the keeper compared chunk by chunk.
+        verify: digest every chunk as it is mapped, and compare it with the keeper's digests and the revision. On a
+            device this takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust
+            the keeper, which compared every chunk when it came and compares one a beat since.
         wait_s: how long to wait for a keeper that is not there, or not whole yet. A model that rests in another tier
             is waited for as long as it is on its way back.
 
@@ -178,7 +186,8 @@ def attach(
     Raises:
         NotFound: nobody on this host keeps it, after `wait_s`.
         ConfigError: what is kept cannot be mapped here (another device, another container), or several revisions are.
-        IntegrityError: the bytes are not those of the digests.
+        IntegrityError: the bytes that are mapped here are not those of the digests, and the keeper's are; or the
+            digests are not of the revision. Where the keeper's own bytes changed, it loads the model again: waited for.
         HubUnavailable: there is no hub at `hub`. PermissionDenied: it does not take `token` for this model.
     """
     wanted = None if device is None else resolve_device(device)
@@ -212,7 +221,7 @@ class _Search:
         self._hub, self._model, self._revision, self._device = hub, model, revision, device
         self._member, self._stall_s = hub.member, Settings.read().stall_s
 
-    def attach(self, phases: Phases, verify: bool | None) -> Attached:
+    def attach(self, phases: Phases, verify: bool) -> Attached:
         """Attach to the first keeper that will do. Raises the last one's reason where none does."""
         phases.enter("find")
         found = self._keepers()
@@ -255,7 +264,7 @@ class _Search:
             raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
         return kept
 
-    def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool | None) -> Attached:
+    def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool) -> Attached:
         phases.enter("lease")
         asked = msgspec.structs.replace(held, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self._hub.flight(FlightRequest(member=self._member, holding=asked, source=member))
@@ -272,12 +281,15 @@ class _Search:
             regions = map_regions(where, _device_here(held, self._device))
             rows, tensors = tensors_in(line, where, regions)
             phases.enter("verify")
-            on_device = bool(regions) and regions[0].device != "cpu"
-            is_to_verify = on_device if verify is None else verify
-            if is_to_verify:
-                verify_mapped(held, line, rows, leaves)
+            wrong = differing(held, line, rows, leaves) if verify else None
             for region in regions:
                 region.check()
+            if wrong is not None and len(wrong):
+                with contextlib.suppress(NotFound):  # a keeper of an earlier version cannot be asked
+                    peer.doubt(int(wrong[0]))
+                message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
+                hint = "the keeper's own bytes are right: suspect this host's memory or the mapping"
+                raise IntegrityError(message, uri=f"penstock:{held.key}", hint=hint)
         except BaseException:
             peer.close()
             raise
@@ -286,7 +298,7 @@ class _Search:
         weakref.finalize(hold, renewal.close)
         for region in regions:
             region.owner.hold = hold
-        transport = "nothing to map" if not regions else "cuda_ipc" if on_device else "shm"
+        transport = "nothing to map" if not regions else "shm" if regions[0].device == "cpu" else "cuda_ipc"
         seconds = phases.stop()
         report = AttachReport(
             model=self._model,
@@ -298,7 +310,7 @@ class _Search:
             path=f"{transport}, mapped: {member[:8]}",
             wall_s=sum(seconds.values()),
             phases=seconds,
-            verified=is_to_verify,
+            verified=verify,
         )
         return Attached(tensors, regions, renewal, report)
 

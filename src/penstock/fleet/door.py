@@ -7,6 +7,7 @@ Not here: weight bytes (`transport`), sockets (`door_server`), asking (`peer`), 
     GET    /v1/leases/L/map                 HoldingMap
     GET    /v1/leases/L/table               TableMessage
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
+    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
     DELETE /v1/leases/L
     GET    /v1/alive                        204; the one question that anybody may ask
            /v1/ROOM/...                     what a room of this member's answers, see `Room`
@@ -113,6 +114,7 @@ class Door:
         self.addresses: list[str] = []
         self.rooms: dict[str, Room] = {}
         self.recall: Recall = lambda key: nullcontext("")
+        self.doubt: Callable[[Holding, int], bool] = lambda holding, chunk: False
         try:
             self._open(str(path), lambda: UnixServer(str(path), _handler(self)))
             self.addresses.append(f"unix://{path}")
@@ -330,6 +332,11 @@ class _Handler(RequestHandler):
         raise NotFound("no such thing here")
 
     def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if len(path) == 4 and path[:2] == ["v1", "leases"] and path[3] == "doubt":
+            chunk = int(query.get("chunk", ["-1"])[0])
+            if self.door.doubt(self.door.leased(path[2]), chunk):
+                return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
+            return None
         if path != ["v1", "leases"]:
             raise NotFound("no such thing here")
         return self.door.lease(msgspec.msgpack.decode(self._body(MAX_BODY_BYTES), type=LeaseRequest))

@@ -106,7 +106,7 @@ class Fetch(Closing):
 
         Raises:
             SourceUnavailable, SourceStalled: nobody has what is missing, or nobody gave a byte, for `stall_s`.
-            IntegrityError: holders disagree on what the bytes are.
+            IntegrityError: holders disagree on what the bytes are, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
         if self._holding.is_whole:
@@ -119,6 +119,8 @@ class Fetch(Closing):
             with self.ticket.changed:
                 if not self.ticket.done:
                     self.ticket.changed.wait(pause_s)
+            if self._holding.damage is not None:
+                self.ticket.fail(self._holding.damage)
             if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._following else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._holding.have).sum())} chunks missing"

@@ -118,6 +118,7 @@ class Holding:
         have: per chunk whether it was verified.
         changed: notified when `have`, `state` or `generation` changes.
         kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
+        damage: why it must not be read any more: bytes that were verified changed in memory; None: none are known to.
         tier: where the bytes rest while they are not in `rows`; empty: they are.
     """
 
@@ -142,6 +143,8 @@ class Holding:
         self.max_readers, self.num_readers = max_readers, 0
         self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
         self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
+        self.damage: IntegrityError | None = None
+        self._looked_at = -1
         self.changed = threading.Condition()
         self._root = ""
         self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
@@ -310,16 +313,43 @@ class Holding:
                 raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
 
     def canary(self, chance: random.Random) -> int | None:
-        """Digest one verified chunk again, any; its number if its bytes are no longer those that were verified."""
+        """Digest one verified chunk again; its number if its bytes are no longer those that were verified.
+
+        The first is any, then each comes in its turn: all of them were looked at after as many calls.
+        """
+        with self.changed:
+            had = np.flatnonzero(self.have)
+        if not len(had) or self.damage is not None:
+            return None
+        later = had[had > self._looked_at] if self._looked_at >= 0 else had[chance.randrange(len(had)) :]
+        self._looked_at = int(later[0] if len(later) else had[0])
+        return self._looked_at if self.has_changed(self._looked_at) else None
+
+    def has_changed(self, chunk: int) -> bool:
+        """Digest a chunk again: whether it was verified and its bytes are other ones now."""
+        one = np.array([chunk], np.int64)
         with self._looking:
             with self.changed:
-                had, generation = np.flatnonzero(self.have), self.generation
-            if not len(had) or not self.rows:
-                return None
-            chunk = had[chance.randrange(len(had))][None]
-            got, wanted = self.digest(chunk), self.leaves[self.line.chunks.leaves_of(chunk)]
-        is_same = not len(self.differing(chunk, got, wanted)) or generation != self.generation
-        return None if is_same else int(chunk[0])
+                generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
+            if not is_here:
+                return False
+            got, wanted = self.digest(one), self.leaves[self.line.chunks.leaves_of(one)]
+        # Memory that was given up while it was digested may be another's by now.
+        return len(self.differing(one, got, wanted)) > 0 and generation == self.generation
+
+    def spoil(self, chunk: int) -> IntegrityError:
+        """Record that a verified chunk changed in memory; readers and the hub are told. Returns the error."""
+        row = int(self.line.chunks.pieces(np.array([chunk], np.int64)).row[0])
+        error = IntegrityError(
+            f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
+            uri=f"penstock:{self.key}",
+            tensor=self.line.table.names[row],
+            hint="call fence() before weights change; if nothing of yours wrote to them, suspect the memory",
+        )
+        with self.changed:
+            self.damage, self.why = error, error.message
+            self.changed.notify_all()
+        return error
 
     def become(self, state: State) -> None:
         """Say so to readers."""
@@ -353,7 +383,7 @@ class Holding:
         """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
         deadline = time.monotonic() + wait_s
         with self.changed:
-            while serial == self._num_logged and self.state == "filling":
+            while serial == self._num_logged and self.state == "filling" and self.damage is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -363,7 +393,7 @@ class Holding:
             return LogReply(
                 generation=self.generation,
                 serial=self._num_logged,
-                state=self.state,  # type: ignore[arg-type]
+                state=self.state if self.damage is None else "damaged",  # type: ignore[arg-type]
                 chunks=new.astype("<u4").tobytes(),
                 leaves=leaves.astype("<u8").tobytes(),
             )
@@ -372,14 +402,15 @@ class Holding:
         """What the hub is told. Of what is only in its source no chunk can be read, until it was read anew."""
         with self.changed:
             is_away = self.tier == SOURCE
+            is_damaged = self.damage is not None and not is_away
             return HoldingState(
                 key=self.key,
                 identity=self.identity,
                 num_chunks=self.line.chunks.num_chunks,
                 nbytes=self.line.nbytes,
-                have=() if is_away else to_ranges(np.flatnonzero(self.have)),
+                have=() if is_away or is_damaged else to_ranges(np.flatnonzero(self.have)),
                 claims=self.claims,
-                state="filling" if is_away else self.state,  # type: ignore[arg-type]
+                state="filling" if is_away else "draining" if is_damaged else self.state,  # type: ignore[arg-type]
                 num_readers=self.num_readers,
                 max_readers=self.max_readers,
                 parent=self.parent,

@@ -21,7 +21,7 @@ from blake3 import blake3
 from penstock.config import Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, IntegrityError, PenstockError
 from penstock.fleet.client import TIMEOUT_S, HubClient
 from penstock.fleet.discover import Discovery, Target
 from penstock.fleet.fetch import Fetch
@@ -125,6 +125,8 @@ class Fleet:
             with running:
                 outcome = running.run()
             phases.enter("commit")
+            if holding.damage is not None:
+                raise holding.damage
             if not holding.has_manifest:  # with one, each byte was compared with what it should be
                 holding.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
@@ -173,9 +175,27 @@ class Fleet:
 
         Args:
             timeout_s: return after this long, still a member; None: no bound.
+
+        Raises:
+            IntegrityError: see `check`; this process has left the fleet.
         """
-        if until_stopped(self._left, timeout_s):
+        try:
+            if until_stopped(self._left, self.check, timeout_s):
+                self.leave()
+        except IntegrityError:
             self.leave()
+            raise
+
+    def check(self) -> None:
+        """Raise unless what this process serves is still what was verified. Costs microseconds.
+
+        One chunk of it is digested again with every beat. Weights that differ are no longer served from that moment;
+        fetch them again, or call `fence` if the change was meant.
+
+        Raises:
+            IntegrityError: a chunk changed in memory; names the chunk and the model.
+        """
+        self.member.check()
 
     def leave(self, drain_s: float = 10.0) -> None:
         """Give no new leases, wait for readers at most `drain_s`, say good-bye. Idempotent."""

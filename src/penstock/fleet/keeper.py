@@ -7,11 +7,14 @@ Not here: what engines call (`attach`), moving the bytes (`join`, `fetch`), one 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,15 +25,16 @@ import torch
 
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place_cuda import CudaRegistrar
-from penstock.errors import BudgetTooSmall, ConfigError, NotFound, SourceBusy
+from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
 from penstock.fleet.client import HubClient
+from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.join import Fleet
 from penstock.fleet.line import revision_of
 from penstock.fleet.member import Member
 from penstock.fleet.report import FetchReport
 from penstock.fleet.stop import until_stopped
-from penstock.fleet.tenant import KeptModel, MadeModel
+from penstock.fleet.tenant import KeptModel, KeptState, MadeModel
 from penstock.jobs.job import Job
 from penstock.jobs.sink import SCHEME, Sink
 from penstock.loader.session import resolve_device
@@ -43,6 +47,8 @@ from penstock.memory.tiers import Level, Tiers
 from penstock.storage.manifest import Uris
 from penstock.storage.spill import SpillTier
 from penstock.types import Manifest
+
+log = logging.getLogger("penstock.fleet")
 
 DRAIN_S = 30.0
 """How long engines and readers are waited for. An engine that was killed counts until its lease runs out, in 15 s."""
@@ -65,6 +71,12 @@ class Kept:
     """Engines that use it."""
     tier: str
     """`gpu` or `host` on its device; where it rests else: `host`, `disk`, `source`."""
+    state: KeptState = "kept"
+    """`reloading`: its memory was damaged, and it is read again; `lost`: that failed."""
+    why: str = ""
+    """What was damaged, and what became of it."""
+    num_reloads: int = 0
+    """How often it was read again because its memory was damaged."""
 
 
 class Keeper:
@@ -106,6 +118,7 @@ class Keeper:
         self._max_readers = max_readers
         self._kept: dict[str, KeptModel] = {}
         self._stopped = threading.Event()
+        self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
             raise ConfigError("idle models make room only within a bound", hint="give memory_bytes")
@@ -127,6 +140,7 @@ class Keeper:
             self.tiers.close()
             raise
         self.member.door.recall = self._recalled
+        self.member.damaged = self._damaged
 
     def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
         """Fetch a model from members that have it, and from storage what they have not; keep it from then on.
@@ -190,6 +204,9 @@ class Keeper:
                 device=str(one.shown.device),
                 num_attached=self.member.door.num_attached(key),
                 tier=tier or "",
+                state=one.state,
+                why=one.why,
+                num_reloads=one.num_reloads,
             )
             for (key, one), tier in zip(kept, self.tiers.where(one.block for _, one in kept), strict=True)
         ]
@@ -205,6 +222,11 @@ class Keeper:
         if kept is None or kept.is_leaving:
             yield ""
             return
+        if kept.reloaded is not None and not wait([kept.reloaded], timeout=RECALL_S).done:
+            yield f"{kept.why}; it is being loaded again"
+            return
+        if kept.state == "lost":
+            raise SourceBusy(kept.why)
         try:
             self.tiers.prefetch(kept.block).result(timeout=RECALL_S)
         except NotYet:
@@ -214,6 +236,52 @@ class Keeper:
         else:
             with self.tiers.pin(kept.block):
                 yield ""
+
+    # -- memory that is damaged
+
+    def _damaged(self, holding: Holding, error: IntegrityError) -> None:
+        """Have a model whose memory changed loaded again, by a thread of its own; the other models stay served."""
+        kept = self._kept.get(holding.key)
+        if kept is None or kept.is_leaving or kept.holding is not holding:
+            return
+        kept.state, kept.why = "reloading", error.message
+        with contextlib.suppress(RuntimeError):  # the keeper is leaving
+            kept.reloaded = self._reloads.submit(self._reload, kept)
+
+    def _reload(self, kept: KeptModel) -> None:
+        """Give the memory up, and read the model again from members or its source, verified; else it is lost."""
+        begun, damage = time.monotonic(), kept.why
+        try:
+            if not kept.can_reload:
+                raise NotFound("a conversion made it here: there is no source to read it from again")
+            if self.device.type != "cpu":
+                # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
+                self.member.door.drain(kept.shown.key, DRAIN_S)
+            self._once_idle(lambda: self.tiers.discard(kept.block))
+            self.tiers.promote(kept.block)
+        except BaseException as error:
+            message = error.message if isinstance(error, PenstockError) else repr(error)
+            kept.why, kept.state = f"{damage}, and it could not be loaded again: {message}", "lost"
+            if not kept.is_leaving:
+                log.error("%s", kept.why)
+            raise
+        kept.num_reloads += 1
+        assert kept.report is not None
+        kept.why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
+        kept.shown.why = "; ".join(filter(None, (kept.why, kept.shown.why)))
+        kept.state = "kept"
+        log.warning("%s: %s", kept.why, kept.report.summary())
+        self.member.beat_now()
+
+    def check(self) -> None:
+        """Raise unless every model is kept, or on its way back.
+
+        Raises:
+            IntegrityError: a model's memory was damaged, and it could not be loaded again; says why not.
+        """
+        for kept in list(self._kept.values()):
+            if kept.state == "lost":
+                raise IntegrityError(kept.why, uri=f"penstock:{kept.shown.key}", hint="start the keeper again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = DRAIN_S) -> None:
         """Keep a model no more: let nobody new in, wait for engines and readers, free its memory.
@@ -239,6 +307,10 @@ class Keeper:
 
     def _drop(self, key: str, drain_s: float) -> None:
         kept = self._kept[key]
+        begun = time.monotonic()
+        if kept.reloaded is not None and not wait([kept.reloaded], timeout=drain_s).done:
+            raise SourceBusy(f"{kept.name!r} is being loaded again", hint="wait longer: drain_s")
+        drain_s = max(0.0, drain_s - (time.monotonic() - begun))
         holding, kept.is_leaving = kept.shown, True
         holding.become("draining")
         self.member.beat_now()
@@ -254,14 +326,14 @@ class Keeper:
         self.member.hide(holding, 0.0)
         self.member.tell()
         del self._kept[key]
-        self._free(kept)
+        self._once_idle(lambda: self.tiers.drop(kept.block))
 
-    def _free(self, kept: KeptModel) -> None:
-        """Its rooms; a move under way is waited for."""
+    def _once_idle(self, act: Callable[[], None]) -> None:
+        """Do something to a block's rooms; a move of it under way, or a pin, is waited for."""
         deadline = time.monotonic() + self._settings.stall_s
         while True:
             try:
-                self.tiers.drop(kept.block)
+                act()
                 return
             except SourceBusy:
                 if time.monotonic() >= deadline:
@@ -274,9 +346,16 @@ class Keeper:
         Args:
             drain_s: of the end; a second signal does not wait.
             timeout_s: return after this long, still keeping; None: no bound.
+
+        Raises:
+            IntegrityError: see `check`; engines and readers of the other models were waited for, and this keeper left.
         """
-        if until_stopped(self._stopped, timeout_s):
+        try:
+            if until_stopped(self._stopped, self.check, timeout_s):
+                self.leave(drain_s)
+        except IntegrityError:
             self.leave(drain_s)
+            raise
 
     def leave(self, drain_s: float = DRAIN_S) -> None:
         """Let nobody new in, wait for engines and readers at most `drain_s`, say good-bye. Idempotent.
@@ -287,6 +366,7 @@ class Keeper:
         for kept in self._kept.values():
             kept.is_leaving = True
         self.member.leave(drain_s)
+        self._reloads.shutdown(cancel_futures=True)  # one under way has the deadlines of a fetch
         self._kept.clear()
         self.tiers.close()
 

@@ -29,6 +29,8 @@ Door = Annotated[str, Meta(pattern=DOOR_PATTERN, max_length=280)]
 Doors = Annotated[tuple[Door, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
+LogState = Literal["filling", "whole", "draining", "damaged"]
+"""What a log says of its holding. `damaged`: bytes that were verified changed in memory. The hub is told `draining`."""
 Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]
 """Of a publisher's numbering; -1: none yet."""
 Side = Literal["publisher", "subscriber"]
@@ -280,7 +282,7 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generation: Count
     serial: Count
     """Ask for what comes after this next time."""
-    state: State
+    state: LogState
     chunks: bytes = b""
     """uint32, little endian."""
     leaves: bytes = b""

@@ -142,6 +142,16 @@ class Peer(Closing):
         """What it gained since, waiting for news at most `wait_s`; renews the lease."""
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
+    def doubt(self, chunk: int) -> None:
+        """Have it digest a chunk that differs here; returns if the chunk is right there.
+
+        Raises:
+            SourceBusy: it differs there, too; the holder no longer serves that memory.
+        """
+        code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
+        if code != 204:
+            raise self._refusal(code, raw)
+
     def _path(self) -> str:
         assert self._lease is not None
         return f"/v1/leases/{self._lease.lease}"

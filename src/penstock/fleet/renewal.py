@@ -18,16 +18,16 @@ RENEW_S = 2.0
 END_S = 0.5
 """How long `close` waits for the keeper to be told; a lease that is not given back runs out."""
 
-Standing = Literal["kept", "draining", "lost", "given back"]
+Standing = Literal["kept", "draining", "damaged", "lost", "given back"]
 
 
 class Renewal:
     """One lease, renewed. Its thread holds no memory alive.
 
     Attributes:
-        standing: `kept`; `draining`, the keeper wants to be rid of its engines; `lost`, it is gone or took the lease
-            back; `given back`, by us.
-        why: of `lost`.
+        standing: `kept`; `draining`, the keeper wants to be rid of its engines; `damaged`, the keeper found that bytes
+            changed in this memory; `lost`, it is gone or took the lease back; `given back`, by us.
+        why: of `lost` and `damaged`.
     """
 
     def __init__(self, peer: Peer, serial: int, generation: int) -> None:
@@ -52,14 +52,19 @@ class Renewal:
                 except PenstockError as error:
                     self._lost(error.message)
                     return
+                if reply.state == "damaged":
+                    # The lease is renewed still: on a device the keeper frees this memory once we give it back.
+                    self._lost("bytes of this memory changed after the keeper had verified them", "damaged")
+                    continue
                 if reply.generation != self._generation:
                     self._lost("the keeper changed or gave up this memory")
                     return
                 self.standing = "draining" if reply.state == "draining" else "kept"
         self.standing = "given back"
 
-    def _lost(self, why: str) -> None:
-        self.standing, self.why = "lost", why
+    def _lost(self, why: str, standing: Standing = "lost") -> None:
+        if self.standing != "damaged":  # which is worse: whoever goes on with lost memory has the right bytes
+            self.standing, self.why = standing, why
 
     def close(self) -> None:
         """Give the lease back. Idempotent; does nothing in a forked child, whose parent has the lease."""

@@ -1,6 +1,6 @@
-"""Waiting to be told to stop: by a call in this process, by SIGTERM, by SIGINT.
+"""Waiting to be told to stop: by a call in this process, by SIGTERM, by SIGINT; or for a reason to fail.
 
-In: an event. Out: whether it was set. Not here: what is done then (`join`, `keeper`).
+In: an event, a check. Out: whether the event was set. Not here: what is done then (`join`, `keeper`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,8 +16,13 @@ _LOOK_S = 0.2
 """Signals are heard between waits."""
 
 
-def until_stopped(stopped: threading.Event, timeout_s: float | None = None) -> bool:
+def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s: float | None = None) -> bool:
     """Wait until `stopped` is set, by whomever, or a signal comes, which sets it; False: `timeout_s` passed.
+
+    Args:
+        stopped: ends the wait.
+        check: called several times a second; what it raises ends the wait, too.
+        timeout_s: of the wait; None: no bound.
 
     Order: hears signals in the main thread only; their handlers are put back before it returns.
     """
@@ -33,6 +39,7 @@ def until_stopped(stopped: threading.Event, timeout_s: float | None = None) -> b
             left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
             if stopped.wait(left):
                 return True
+            check()
             if deadline is not None and time.monotonic() >= deadline:
                 return False
     finally:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +33,8 @@ from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
 from penstock.storage.manifest import Uris
 from penstock.types import Manifest, TensorTable
+
+KeptState = Literal["kept", "reloading", "lost"]
 
 
 class _InArena(Placed):
@@ -59,7 +63,14 @@ class KeptModel:
         report: of the last fetch.
         holding: None until the first.
         is_leaving: it is being dropped: nobody brings it back.
+        state: `kept`; `reloading`, its memory was damaged and it is read again; `lost`, that failed.
+        why: of a state other than `kept`; of the last reload, once it is kept again.
+        num_reloads: how often its memory was damaged and it was read again.
+        reloaded: the end of the last reload; None: there was none.
     """
+
+    can_reload = True
+    """Whether `fill` can be called again."""
 
     def __init__(
         self, fleet: Fleet, revision: str, nbytes: int, uri: Uris, storage_options: Mapping[str, str] | None
@@ -69,6 +80,9 @@ class KeptModel:
         self.report: FetchReport | None = None
         self.holding: Holding | None = None
         self.is_leaving = False
+        self.state: KeptState = "kept"
+        self.why, self.num_reloads = "", 0
+        self.reloaded: Future[None] | None = None
         self._fleet, self._uri, self._storage_options = fleet, uri, storage_options
 
     @property
@@ -108,7 +122,7 @@ class KeptModel:
     def vacate(self) -> bool:
         """See `Tenant.vacate`: engines attached and readers hold it where it is; so does damage, which is not moved."""
         member, holding = self._fleet.member, self.shown
-        is_sound = any(one is holding for one in member.holdings)
+        is_sound = holding.damage is None and any(one is holding for one in member.holdings)
         if self.is_leaving or not is_sound or not member.door.retire(holding.key):
             return False
         self.shown.close()
@@ -140,6 +154,8 @@ class MadeModel(KeptModel):
         make: has it run, with a path to write to.
         max_readers: of the holding.
     """
+
+    can_reload = False
 
     def __init__(self, fleet: Fleet, job: Job, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
         super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]), (), None)

@@ -245,7 +245,7 @@ class Following:
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
             self._cap = reply.max_bytes_per_s
-            if reply.generation != self._generation:
+            if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = column(reply.chunks, "<u4")
             if len(chunks):

@@ -354,6 +354,14 @@ class Moves:
         self.unpin(entry, place)
         return True
 
+    def discard(self, entry: Entry) -> None:
+        """Let go of its bytes in every tier: it is in its source; the turn is ours. SourceBusy: it is in use."""
+        with self.state:
+            if entry.busy or any(place.pins for place in entry.places.values()):
+                raise SourceBusy(f"{entry.block} is in use in {self.names[entry.at]}")
+            entry.busy = True
+        self._arrived(entry, self.source)
+
     def remove(self, entry: Entry) -> None:
         """Hold it no more; the turn is ours. SourceBusy: it is in use."""
         with self.state:

@@ -140,6 +140,15 @@ class Tiers(Closing):
                 where = self._moves.names[entry.at]
                 raise SourceBusy(f"{block} is in {where}" + (", in use" if is_above else f", not above {tier}"))
 
+    def discard(self, block: Block) -> None:
+        """Let go of its bytes wherever they are, for they are damaged: it is only in its source from now on.
+
+        Its tenant is not asked. SourceBusy: it is pinned, or moves; NotFound: it is not there.
+        """
+        entry = self._entry(block)
+        with self._moves.turn():
+            self._moves.discard(entry)
+
     def drop(self, block: Block) -> None:
         """Hold it no more. SourceBusy: it is pinned; NotFound: it is not there."""
         entry = self._entry(block)

@@ -1,0 +1,192 @@
+"""Weights that change in memory after they were verified: nobody is served them, and a keeper loads them again.
+
+A bit is flipped from outside, in the memory of a running process.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.fleet import renewal
+from penstock.fleet.client import HubClient
+from penstock.fleet.holding import Holding
+from penstock.fleet.local import find_hub
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.damage import arenas
+from penstock.testing.keeper import KeeperProcess
+from penstock.testing.zygote import Zygote
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    yield directory
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "large"
+    write_llama(directory, total_bytes=30_000_000)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "small"
+    write_llama(directory, total_bytes=3_000_000, seed=7)
+    return directory
+
+
+def until(happens, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def whys() -> list[str]:
+    """What the members of this host say of their holdings."""
+    with HubClient.connect(find_hub()) as hub:
+        return [held.why for member in hub.status().members for held in member.holdings]
+
+
+def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_others(
+    runtime, large, small, zygote: Zygote
+) -> None:
+    wanted, others = by_safetensors(large), by_safetensors(small)
+    with KeeperProcess([str(large), str(small)], zygote=zygote) as keeper:
+        engine, other = ps.attach("large"), ps.attach("small")
+        damaged = arenas(keeper.process.pid)[0]
+        assert damaged.nbytes > 20_000_000
+        damaged.flip()
+        until(lambda: engine.standing == "damaged")
+        with pytest.raises(ps.IntegrityError, match="bytes of this memory changed"):
+            engine.check()
+        with ps.attach("large", wait_s=30.0) as again:
+            assert again.report.verified
+            assert_same(again, wanted)
+        until(lambda: any("loaded again and verified" in line for line in keeper.errors))
+        assert any("chunk 0 of 'large' changed in memory" in line for line in keeper.errors)
+        until(lambda: any("chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in whys()))
+        assert other.standing == "kept"
+        other.check()
+        assert_same(ps.attach("small"), others)
+        assert keeper.process.poll() is None
+        engine.close()
+
+
+def test_a_keeper_that_cannot_load_a_damaged_model_again_exits_with_the_reason(
+    runtime, large, tmp_path, zygote: Zygote
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(large, source)
+    with KeeperProcess([str(source)], zygote=zygote) as keeper:
+        shutil.rmtree(source)
+        arenas(keeper.process.pid)[0].flip()
+        assert keeper.process.wait(timeout=60) == 3
+        until(lambda: any("IntegrityError" in line for line in keeper.errors))
+        said = "".join(keeper.errors)
+        assert "chunk 0 of 'model' changed in memory" in said and "could not be loaded again" in said, said
+
+
+def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, small) -> None:
+    with ps.join("small") as fleet, ps.Keeper() as keeper:
+        fleet.fetch({}, fallback=small)
+        keeper.keep("small", small)
+        keeper.member.holdings[0].rows[1][5] ^= 1
+        until(lambda: keeper.models()[0].num_reloads == 1)
+        (holding,) = keeper.member.holdings
+        assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
+        with ps.attach("small", wait_s=10.0) as attached:
+            assert_same(attached, by_safetensors(small))
+
+
+def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(small, source)
+    with ps.Keeper() as keeper:
+        keeper.keep("model", source)
+        keeper.member.holdings[0].rows[1][5] ^= 1
+        until(lambda: keeper.models()[0].num_reloads == 1)
+        (kept,) = keeper.models()
+        assert (kept.state, kept.tier) == ("kept", "host")
+        assert "changed in memory" in kept.why and "loaded again and verified" in kept.why
+        keeper.check()
+        keeper.serve(timeout_s=0.0)
+        shutil.rmtree(source)
+        keeper.member.holdings[0].rows[1][5] ^= 1
+        until(lambda: keeper.models()[0].state == "lost")
+        assert "could not be loaded again" in keeper.models()[0].why
+        with pytest.raises(ps.IntegrityError, match="chunk 0 of 'model' changed in memory"):
+            keeper.serve(timeout_s=60.0)
+
+
+def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large, monkeypatch) -> None:
+    """Without the keeper's own look at its memory: what the engine finds, the keeper is told and repairs."""
+    monkeypatch.setattr(Holding, "canary", lambda self, chance: None)
+    with ps.Keeper() as keeper:
+        keeper.keep("large", large)
+        with ps.attach("large") as attached:
+            assert attached.report.verified and "verified here" in attached.report.summary()
+        keeper.member.holdings[0].rows[-1][-1] ^= 1
+        with ps.attach("large", verify=False) as attached:
+            assert not attached.report.verified and "not verified here" in attached.report.summary()
+            with pytest.raises(AssertionError):
+                assert_same(attached, by_safetensors(large))
+        with ps.attach("large") as attached:
+            assert_same(attached, by_safetensors(large))
+        assert keeper.models()[0].num_reloads == 1
+
+
+def test_a_member_whose_memory_changes_ends_serving_with_the_reason(host, large) -> None:
+    worker = host.start(model="m", fallback=str(large), constants={"penstock.fleet.line.CHUNK_BYTES": 16 << 20})
+    worker.say_until("digests")
+    worker.say_until("serving")
+    memory = arenas(worker.process.pid)[0]
+    memory.flip()
+    failed = worker.say_until("failed", timeout_s=60.0)
+    assert failed["error"] == "IntegrityError"
+    assert "chunk 0 of 'm' changed in memory" in failed["message"]
+    assert worker.process.wait(timeout=30) == 3
+
+
+def test_status_says_which_memory_changed_and_a_new_fetch_mends_it(runtime, small) -> None:
+    with ps.join("m") as fleet:
+        weights: dict[str, torch.Tensor] = {}
+        fleet.fetch(weights, fallback=small)
+        fleet.check()
+        weights["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
+        until(lambda: any("'m' changed in memory" in why for why in whys()))
+        with pytest.raises(ps.IntegrityError, match="of 'm' changed in memory"):
+            fleet.check()
+        with ps.join("m") as reader, pytest.raises(ps.NotFound):
+            reader.fetch({}, wait_s=1.0)
+        fleet.fetch(weights, fallback=small)
+        fleet.check()
+        assert_same(weights, by_safetensors(small))
+
+
+def test_a_chunk_that_changes_during_the_fetch_fails_it(host, large) -> None:
+    worker = host.start(model="m", fallback=str(large), storage_pause_s=0.05)
+    worker.say_until("joined")
+    host.wait_for(lambda held: any(sum(stop - start for start, stop in one.have) > 20 for one in held))
+    memory = arenas(worker.process.pid)[0]
+    for offset in range(0, memory.nbytes, 256 << 10):  # a bit of each chunk; those that are yet to come mend theirs
+        memory.flip(offset)
+    failed = worker.say_until("failed", timeout_s=60.0)
+    assert failed["error"] == "IntegrityError" and "changed in memory" in failed["message"]
+    assert not failed["num_tensors"], "an empty dict stays empty"
