@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -47,6 +48,8 @@ class Forked:
         self.pid, self._zygote, self._code = pid, zygote, -1
         # It is not waited for before this descriptor says that it ended, so its number is nobody else's.
         self._pidfd: int | None = os.pidfd_open(pid)
+        # Also where the zygote was killed, and nobody can say how this process ended.
+        self._close = weakref.finalize(self, os.close, self._pidfd)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal; nothing if it has ended. ProcessLookupError: it was waited for already."""
@@ -57,9 +60,8 @@ class Forked:
 
     def forget(self) -> None:
         """Let go of it; nobody signals or waits for it any more. Idempotent."""
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._close()
+        self._pidfd = None
 
     def poll(self) -> int | None:
         """Its exit code (minus the signal that ended it), or None while it runs."""
@@ -82,8 +84,7 @@ class Forked:
             if not poll.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
             self._code = self._zygote.reap(self.pid)
-            os.close(self._pidfd)
-            self._pidfd = None
+            self.forget()
         return self._code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -85,6 +86,18 @@ def test_they_end_with_it(zygote: Zygote) -> None:
     with pytest.raises(PeerLost):
         sleeping(zygote)
     assert not zygote.is_alive
+
+
+def test_a_process_whose_zygote_was_killed_leaves_no_descriptor(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert ends(process.pid)
+    with pytest.raises(PeerLost):
+        process.wait(ENDED_S)
+    del process
+    gc.collect()
+    open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in open_files if "pidfd" in path]
 
 
 def test_one_that_does_not_answer_is_not_taken_for_alive(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
