@@ -114,7 +114,7 @@ class ConvertRound(Round):
             self.limit_bytes = 0
             ended = self.through([])
         elif self.trouble == "small disk":
-            ended = self.on_a_small_disk()
+            ended = self.on_a_small_disk(sum(map(len, expected.values())))
         else:
             self.with_a_source_that_changes(expected)
             return
@@ -204,13 +204,13 @@ class ConvertRound(Round):
         if ended["say"] != "failed" or ended["kind"] not in kinds:
             self.violate("unexpected error", f"{sorted(kinds)} was due, and it said {ended}")
 
-    def on_a_small_disk(self) -> dict[str, Any]:
+    def on_a_small_disk(self, result_bytes: int) -> dict[str, Any]:
         """Convert onto a file system that fills up meanwhile, then has room."""
         libc, nbytes = ctypes.CDLL(None, use_errno=True), 22 * MIB
         if libc.mount(b"none", str(self.into).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
             return self.through([])  # mounting is not allowed here
         self.fault("disk full")
-        (self.into / "ballast").write_bytes(bytes(nbytes - int((0.2 + 0.5 * self.share) * 17 * MIB)))
+        (self.into / "ballast").write_bytes(bytes(nbytes - int((0.1 + 0.8 * self.share) * result_bytes)))
         self.refused(self.follow(self.start_run()), FULL)
         (self.into / "ballast").unlink()
         libc.mount(b"none", str(self.into).encode(), b"tmpfs", 32, f"size={64 * MIB}".encode())  # 32: MS_REMOUNT

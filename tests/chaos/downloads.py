@@ -16,6 +16,8 @@ from tests.chaos.harness import STALL_S, Round
 
 from penstock.testing.http_server import Faults, RangeServer
 
+MAX_FAULTS = 4
+"""Faults in a row. Reason: five attempts without a byte are the default, and may all meet the same range."""
 ENDLESS = {
     "silent": Faults(stall_after=0),
     "silent before the head": Faults(stall_after=-1),
@@ -80,7 +82,7 @@ class StorageRound(Round):
                     said = self.expect(loader, "loaded")
                     shutil.copytree(self.checkpoint.directory, place / "bucket", dirs_exist_ok=True)
                 else:
-                    server.faults = ENDLESS.get(what) or storage_faults(what, self.rng.randint(1, 8))
+                    server.faults = ENDLESS.get(what) or storage_faults(what, self.rng.randint(1, MAX_FAULTS))
                     loader.said.pop("loaded", None)
                     loader.tell("load")
                     said = self.expect(loader, "loaded")

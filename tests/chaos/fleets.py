@@ -22,8 +22,9 @@ from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.redis_server import RedisServer
 from penstock.types import MIB
 
-PIECE_BYTES = MIB
-"""A claim piece of 8 MiB with the constants of `HASTY`: what a member that dies may have others read again."""
+FORGOTTEN_BYTES = 2 * MIB
+"""Two claim pieces with the constants of `HASTY`: what a member has claimed at any time, and a hub that lost its state
+may give a second time."""
 TRANSIENT = ("slow", "cut", "reset", "busy", "stall")
 LIES = ("shifted range", "wrong total")
 
@@ -71,6 +72,10 @@ class FleetRound(Round):
                 self.hits.append((rng.random() ** 2 * 1.2, rng.choice(["kill", "kill", "stop", "pause"])))
         self.hits.sort()
         self.dead: list[Worker] = []
+        self.hit_clients: set[str] = set()
+        """As whom the members that were killed, stopped or paused read storage."""
+        self.num_forgotten = 0
+        """Claims that a hub may have forgotten."""
         self.hub_urls: list[str | None] = [None]
         self.hub_processes: list[Process] = []
         self.redis: RedisServer | None = None
@@ -98,7 +103,7 @@ class FleetRound(Round):
             self.expect(holder, "fetched")
             self.fault("data port gives nothing")
         if self.server is not None and self.storage_fault:
-            self.server.faults = storage_faults(self.storage_fault, self.rng.randint(1, 6))
+            self.server.faults = storage_faults(self.storage_fault, self.rng.randint(1, 4))
             self.fault(f"storage: {self.storage_fault}")
         readers = [self.member(number, uri, held=True) for number in range(self.num_readers)]
         for reader in readers:
@@ -110,6 +115,7 @@ class FleetRound(Round):
         self.judge(readers, begun)
         for one in mute:
             one.kill()
+            self.is_rough = True
         self.leave([one for one in [*holders, *readers] if one not in self.dead])
         self.end_hubs()
 
@@ -124,6 +130,7 @@ class FleetRound(Round):
         if mute:
             join["transports"] = ["http"]
         task = Task(
+            storage_options={"bearer_token": f"member-{len(self.forked)}"} if uri.startswith("http") else {},
             hub=self.hub_urls[number % len(self.hub_urls)],
             fallback=uri,
             storage_pause_s=0.0 if whole or mute else self.pause_s,
@@ -185,6 +192,7 @@ class FleetRound(Round):
     def hit(self, worker: Worker, what: str) -> None:
         self.fault({"kill": "member killed", "stop": "member stopped", "pause": "member paused"}[what])
         self.outcome.num_deaths += 1  # one that is paused for long is taken for dead
+        self.hit_clients.add(f"Bearer {worker.task.storage_options.get('bearer_token')}")
         if what == "kill":
             worker.kill()
             self.dead.append(worker)
@@ -211,7 +219,11 @@ class FleetRound(Round):
                 self.violate("bounded waits", f"{report['seconds']:.1f} s with {self.num_mute} mute holders")
         self.outcome.weight_bytes = self.checkpoint.nbytes
         self.outcome.served_bytes = self.checkpoint.weight_bytes_of(self.server) if self.server else reported
-        self.outcome.allowed_bytes = self.outcome.num_deaths * PIECE_BYTES
+        self.outcome.allowed_bytes = self.num_forgotten * FORGOTTEN_BYTES
+        if self.server is not None:
+            self.outcome.allowed_bytes += self.checkpoint.weight_bytes_of(self.server, self.hit_clients)
+        elif self.hit_clients:
+            self.outcome.allowed_bytes += self.checkpoint.nbytes  # a directory does not say who read it
         if self.storage_fault:
             self.outcome.weight_bytes = 0  # what a faulty server sends twice says nothing of the fleet
         elif self.outcome.served_bytes > self.outcome.weight_bytes + self.outcome.allowed_bytes:
@@ -254,14 +266,17 @@ class HubRound(FleetRound):
             self.fault(f"host of the hub: {how}")
             host = self.host([*holders, *readers])
             if host is not None:
-                self.outcome.num_deaths += len(readers)  # claims that only the hub knew are given again
+                self.outcome.num_deaths += 1
+                self.num_forgotten += len(readers)
+                self.hit_clients.add(f"Bearer {host.task.storage_options.get('bearer_token')}")
                 host.kill(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
                 self.dead.append(host)
             return
         number = self.rng.randrange(len(self.hub_processes))
         hub = self.hub_processes[number]
         self.fault(f"hub: {how}")
-        self.outcome.num_deaths += len(readers)
+        self.outcome.num_deaths += 1
+        self.num_forgotten += len(readers)
         if how == "stop":
             hub.kill(signal.SIGSTOP)
             time.sleep(self.rng.random() * 2)
@@ -295,7 +310,8 @@ class RedisRound(FleetRound):
     def disturb(self, readers: list[Worker], holders: list[Worker]) -> None:
         assert self.redis is not None
         time.sleep(self.rng.random() ** 2 * 1.0)
-        self.outcome.num_deaths += len(readers)
+        self.outcome.num_deaths += 1
+        self.num_forgotten += len(readers)
         if self.rng.random() < 0.4:
             self.fault("Redis stopped")
             self.redis.pause()
@@ -324,5 +340,3 @@ class ClockRound(FleetRound):
             hub.tell(str(ahead_s))
             self.expect(hub, "clock")
             self.fault("clock stepped")
-            if ahead_s > 0:
-                self.outcome.num_deaths += len(readers)  # what expires by the hub's clock is silent to it

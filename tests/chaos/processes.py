@@ -106,15 +106,15 @@ def run(told: dict[str, Any]) -> int:
     function = getattr(importlib.import_module(module), name)
     mark()
     code = int(function(told["argument"]) or 0)
-    deadline = time.monotonic() + SETTLE_S
+    begun = time.monotonic()
     gc.collect()
-    while (found := leaks(_before, census())) and time.monotonic() < deadline:
+    while (found := leaks(_before, census())) and time.monotonic() < begun + SETTLE_S:
         time.sleep(0.05)
         gc.collect()
     if found:
         faulthandler.dump_traceback(all_threads=True)
     with contextlib.suppress(BrokenPipeError):
-        say("census", leaks=found)
+        say("census", leaks=found, settle_s=time.monotonic() - begun)
     return code
 
 

@@ -53,7 +53,8 @@ def run(
             outcomes.append(outcome)
             if show:
                 found = "; ".join(f"{each.kind}: {each.text}" for each in outcome.violations) or "held"
-                head = f"[{len(outcomes)}] round {outcome.number} {outcome.kind} ({outcome.seconds:.1f} s)"
+                seconds = f"{outcome.seconds:.1f} s, settled in {outcome.settle_s:.1f}"
+                head = f"[{len(outcomes)}] round {outcome.number} {outcome.kind} ({seconds})"
                 print(f"{head}: {outcome.description}: {found}", flush=True)
 
     for number in numbers:

@@ -75,7 +75,7 @@ def lines(found: dict[str, Any], seed: int) -> list[str]:
     for name in ("without", "with"):
         factor, count = found[f"storage_factor_{name}_deaths"], found[f"storage_rounds_{name}_deaths"]
         if factor is not None:
-            less = ", less one claim piece a death" if name == "with" else ""
+            less = ", less what the dead had read" if name == "with" else ""
             written.append(f"storage factor      {factor:.2f} at most {name} deaths{less} ({count} rounds)")
     written += [f"{kind:<19} {count}" for kind, count in found["violations"].items()]
     for one in found["failed"]:

@@ -36,6 +36,8 @@ class Task:
 
     model: str = "m"
     fallback: str | None = None
+    storage_options: dict[str, str] = field(default_factory=dict)
+    """Of the fallback."""
     hub: str | None = None
     device: str = "cpu"
     in_place: bool = False
@@ -244,7 +246,13 @@ def _work(task: Task) -> None:
 
 def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
     begun = time.monotonic()
-    report = fleet.fetch(weights, fallback=task.fallback, device=task.device, wait_s=task.wait_s)
+    report = fleet.fetch(
+        weights,
+        fallback=task.fallback,
+        device=task.device,
+        storage_options=task.storage_options or None,
+        wait_s=task.wait_s,
+    )
     say(
         "fetched",
         seconds=time.monotonic() - begun,

@@ -88,6 +88,16 @@ class Request:
         return (int(found[1]), int(found[2]) + 1) if found else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes `[start, stop)` of an object that were sent, and to whom: the request's `Authorization`."""
+
+    path: str
+    client: str
+    start: int
+    stop: int
+
+
 class RangeServer:
     """Serves files or bytes with ranges and conditions on a free port of 127.0.0.1 while its `with` block runs.
 
@@ -118,8 +128,8 @@ class RangeServer:
         self._connections: set[socket.socket] = set()
         self.closing = threading.Event()
         self.requests: list[Request] = []
-        self.sent: list[tuple[str, int, int]] = []
-        """What was sent of bodies: path, start, stop."""
+        self.sent: list[Sent] = []
+        """What was sent of bodies."""
         self.num_connections = 0
         self.num_bytes_sent = 0
         """Bytes of bodies, of all answers, faulty ones too."""
@@ -217,10 +227,10 @@ class RangeServer:
         with self._lock:
             self.num_bytes_sent += nbytes
 
-    def record_sent(self, path: str, start: int, stop: int) -> None:
-        """Note that these bytes of an object were sent, whether or not the client read them."""
+    def record_sent(self, sent: Sent) -> None:
+        """Note that bytes of an object were sent, whether or not the client read them."""
         with self._lock:
-            self.sent.append((path, start, stop))
+            self.sent.append(sent)
 
     def track(self, connection: socket.socket, *, opened: bool) -> None:
         """Remember an open connection, so that leaving the `with` block ends it."""
@@ -367,7 +377,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.owner.count_sent(sent)
                 at += sent
         finally:
-            self.server.owner.record_sent(self.path, start, at)
+            client = self.headers.get("Authorization", "")
+            self.server.owner.record_sent(Sent(path=self.path, client=client, start=start, stop=at))
         if at >= stop:
             if faults.chunked:
                 self.connection.sendall(b"0\r\n\r\n")
