@@ -48,3 +48,10 @@ class TestRedis(StoreTests):
         names, expiries = store._client.zcard(store._names), store._client.zcard(store._expiries)
         assert expiries <= names
         return int(names)
+
+    def test_hubs_on_hosts_whose_clocks_differ_agree(self) -> None:
+        first, second = self.make(), self.make()
+        try:
+            assert abs(first.now() - second.now()) < 1.0
+        finally:
+            first.close(), second.close()

@@ -117,12 +117,13 @@ def test_each_chunk_is_given_once(hubs) -> None:
 
 def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
     w, a = hubs[0]["w"], hubs[1]["a"]
-    announce(w, ((0, 100),))
     welcome = hello(a)
+    grants = GrantChecker(welcome.grant_key, w.member)
+    hello(w)
+    w.beat(w.member, Beat(holdings=(holding(((0, 100),), grant_epoch=grants.epoch()),)))
     (upstream,) = a.flight(FlightRequest(member=a.member, holding=holding())).upstreams
     assert upstream.member == w.member
     assert hello(w).grant_key == welcome.grant_key
-    grants = GrantChecker(welcome.grant_key, w.member, now=welcome.now)
     grants.check(upstream.grant, key=IDENTITY.key(), reader=a.member)
     with pytest.raises(PermissionDenied, match="not member"):
         a.leave(w.member)

@@ -43,6 +43,7 @@ from penstock.fleet.messages import (
     Why,
     WhyRequest,
 )
+from penstock.fleet.protocol import UPGRADE_HINT, version_fault
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ _MAX_CONNECTIONS = 16
 T = TypeVar("T")
 _FAULT = msgspec.json.Decoder(Fault)
 _ERRORS: dict[int, type[PenstockError]] = {
+    400: ConfigError,
     401: PermissionDenied,
     403: PermissionDenied,
     404: ConfigError,
@@ -188,8 +190,16 @@ class HubClient(Closing):
         return client
 
     def hello(self, hello: Hello) -> Welcome:
-        """A process life joins. PermissionDenied: the token, or the id is another life's."""
-        return self._ask("POST", "/v1/hello", hello, Welcome)
+        """Join as a process life.
+
+        Raises:
+            PermissionDenied: the token, or the id is another life's.
+            ConfigError: the hub speaks another major version of the protocol.
+        """
+        welcome = self._ask("POST", "/v1/hello", hello, Welcome)
+        if fault := version_fault(welcome.protocol, "the hub", "this process"):
+            raise ConfigError(fault, hint=UPGRADE_HINT)
+        return welcome
 
     def beat(self, member: str, beat: Beat) -> None:
         """The member lives and holds this. UnknownMember: say hello, then beat again."""

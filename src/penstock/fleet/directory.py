@@ -70,8 +70,9 @@ class Directory:
             to announce what they have.
         beat_s: how often members are to beat.
         ttl_s: a member silent for this long is gone.
-        clock: seconds since 1970.
-        timer: seconds, for the cost of a look at the store.
+        clock: seconds, the same for all directories on the store; None: the store's. The time of day will not do: it
+            steps, and replicas on several hosts differ.
+        timer: monotonic seconds of this process.
         seed: 32 bytes that grants are signed with; None: the first directory on the store draws them.
         look_share: at most this part of the time goes into costly looks at one key; between them the last one answers.
 
@@ -85,7 +86,7 @@ class Directory:
         fresh: bool = False,
         beat_s: float = 2.0,
         ttl_s: float = 10.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         timer: Callable[[], float] = time.perf_counter,
         seed: bytes | None = None,
         look_share: float = 0.1,
@@ -98,12 +99,12 @@ class Directory:
         self._fresh = fresh
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
-        self._clock = clock
+        self._clock = clock or store.now
         self._timer = timer
         self._look_share = look_share
         self._lock = threading.Lock()
         self._readings: dict[str, Look] = {}
-        self._signer = None if seed is None else GrantSigner(seed, clock=clock)
+        self._signer = None if seed is None else GrantSigner(seed)
 
     # Members.
 
@@ -114,7 +115,7 @@ class Directory:
         to say what they have.
         """
         ttl_s = 3 * self.beat_s
-        self._marked = self._clock()
+        self._marked = self._timer()
         is_fresh, self._fresh = self._fresh, False
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
@@ -143,9 +144,8 @@ class Directory:
             self.counts["hellos"] += 1
             self.store.write(name, _encode(Known(hello, now, now)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants()
-        return Welcome(
-            ttl_s=self.ttl_s, beat_s=self.beat_s * random.uniform(0.75, 1.0), grant_key=signer.public_key, now=now
-        )
+        beat_s = self.beat_s * random.uniform(0.75, 1.0)
+        return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def beat(self, member: str, beat: Beat) -> None:
         """Renew the lease; what the beat does not name is held no more.
@@ -207,7 +207,7 @@ class Directory:
         upstreams = []
         for name in names:
             held = view.held[name]
-            grant = signer.sign(key=holding.key, reader=request.member, source=name)
+            grant = signer.sign(key=holding.key, reader=request.member, source=name, epoch=held.holding.grant_epoch)
             upstreams.append(
                 Upstream(
                     member=name,
@@ -290,7 +290,7 @@ class Directory:
 
     def _mark_life(self, *, look: bool = False) -> None:
         """Mark it once a beat; `look`: also if the store has lost the mark since."""
-        if self._clock() - self._marked >= self.beat_s or (look and self.store.read("hub/life") is None):
+        if self._timer() - self._marked >= self.beat_s or (look and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self) -> GrantSigner:
@@ -300,7 +300,7 @@ class Directory:
             entry = self.store.read("hub/seed")
             if entry is None:
                 raise HubUnavailable("the store does not keep what is written")
-            self._signer = GrantSigner(entry.value, clock=self._clock)
+            self._signer = GrantSigner(entry.value)
         return self._signer
 
     def _known(self, member: str) -> tuple[Entry, Known]:
@@ -338,10 +338,11 @@ class Directory:
                 asked, reads_storage = before.asked, before.reads_storage
         held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage))
         self.store.write(name, _encode(held), ttl_s=self.ttl_s)
-        if now - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
+        local = self._timer()
+        if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             note_key(self.store, holding, ttl_s=3 * self.ttl_s)
-            self._noted = {key: when for key, when in self._noted.items() if now - when < self.ttl_s}
-            self._noted[holding.key] = now
+            self._noted = {key: when for key, when in self._noted.items() if local - when < self.ttl_s}
+            self._noted[holding.key] = local
 
     def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
         """Note what an asker has; it lives, too."""

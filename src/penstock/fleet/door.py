@@ -42,6 +42,7 @@ from penstock.fleet.door_server import RequestHandler, TcpServer, UnixServer
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
 from penstock.fleet.messages import Fault, Lease, LeaseRequest
+from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 MAX_BODY_BYTES = 64 << 10
@@ -264,6 +265,21 @@ class Door:
             holding.num_readers = sum(1 for _ in mine)
 
 
+class VersionRefused(Exception):
+    """The reader speaks another major version of the protocol."""
+
+
+def check_version(body: bytes) -> None:
+    """Check the version of a request that shows a grant, before the rest of it is looked at.
+
+    Raises:
+        VersionRefused: another major version. msgspec.DecodeError: it is malformed.
+    """
+    announced = msgspec.msgpack.decode(body, type=Announced)
+    if fault := version_fault(announced.protocol, "the reader", "this member"):
+        raise VersionRefused(fault)
+
+
 def _handler(door: Door) -> type[RequestHandler]:
     return type("_DoorHandler", (_Handler,), {"door": door})
 
@@ -291,6 +307,8 @@ class _Handler(RequestHandler):
             path, query = url.path.strip("/").split("/"), parse_qs(url.query)
             room = self.door.rooms.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
             found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)
+        except VersionRefused as error:
+            self._send(426, Fault(error=str(error), hint=UPGRADE_HINT))
         except PermissionDenied as error:
             self._send(403, Fault(error=error.message, hint=error.hint or ""))
         except NotFound as error:
@@ -339,7 +357,9 @@ class _Handler(RequestHandler):
             return None
         if path != ["v1", "leases"]:
             raise NotFound("no such thing here")
-        return self.door.lease(msgspec.msgpack.decode(self._body(MAX_BODY_BYTES), type=LeaseRequest))
+        body = self._body(MAX_BODY_BYTES)
+        check_version(body)
+        return self.door.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
 
     def _body(self, most: int) -> bytes:
         length = int(self.headers.get("Content-Length") or 0)

@@ -3,7 +3,7 @@
 In: a directory, who may ask. Out: the app.
 Not here: sockets and threads (`serve`), what is answered (`directory`), the caller's side (`client`).
 
-Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields refused. Whatever is not 2xx has a
+Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. Whatever is not 2xx has a
 `Fault` as its body.
 """
 
@@ -45,6 +45,7 @@ from penstock.fleet.messages import (
     WhyRequest,
     Word,
 )
+from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
 from penstock.fleet.store import MemoryStore
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
 
@@ -65,6 +66,7 @@ MAX_BODY_BYTES = 8 << 20
 """A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
 BODY_S = 20.0
 """A body that takes longer to arrive is refused."""
+_ANNOUNCED = msgspec.json.Decoder(Announced)
 _log = logging.getLogger("penstock.hub")
 audit = logging.getLogger("penstock.audit")
 
@@ -84,6 +86,7 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (HubUnavailable, 503),
 )
 _WHAT = {
+    400: "the caller speaks another major version of the protocol",
     401: "no token, or not one of this hub's",
     403: "not for this caller, or another process's member",
     409: "the holding contradicts itself",
@@ -236,6 +239,8 @@ def _endpoint(
                 said = None
             else:
                 try:
+                    if operation.takes is Hello:
+                        _check_version(_ANNOUNCED.decode(body))
                     said = decoder.decode(body)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
@@ -251,6 +256,13 @@ def _endpoint(
             return Response(encoder.encode(found), media_type="application/json")
 
     return endpoint
+
+
+def _check_version(announced: Announced) -> None:
+    """Refuse a member of another major version by name, before the rest of what it says is looked at."""
+    fault = version_fault(announced.protocol, "this member", "the hub")
+    if fault:
+        raise _Refused(400, fault, UPGRADE_HINT)
 
 
 def check_caller(request: Request, auth: Auth) -> Caller:

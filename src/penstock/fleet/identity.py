@@ -13,7 +13,11 @@ from penstock.types import DType, TensorTable
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two holdings exchange chunks only if all of these are equal; a field left empty is equal only to an empty one."""
+    """Two holdings exchange chunks only if all of these are equal; a field left empty is equal only to an empty one.
+
+    Unknown fields are refused, unlike in messages: ignoring one would call weights equal that differ in it. A new field
+    is a new major version of the protocol.
+    """
 
     model: str
     revision: str = ""

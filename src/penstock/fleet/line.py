@@ -48,7 +48,7 @@ class Line:
         return int(self.table.nbytes.sum())
 
 
-class TableMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A line's tensors as one member tells another."""
 
     leaf_bytes: int

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from penstock.engine.ticket import Ticket
 from penstock.errors import (
     ConfigError,
@@ -39,6 +41,7 @@ from penstock.fleet.messages import (
     FlightReply,
     FlightRequest,
     Hello,
+    HoldingState,
     LeaseRequest,
     SyncState,
     Upstream,
@@ -151,7 +154,7 @@ class Member:
         welcome = self._hub.hello(self._hello)
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
-            self._grants = GrantChecker(welcome.grant_key, self.id, now=welcome.now)
+            self._grants = GrantChecker(welcome.grant_key, self.id)
         return welcome
 
     def check_grant(self, request: LeaseRequest) -> None:
@@ -263,8 +266,18 @@ class Member:
                 raise holding.damage
 
     def _state(self) -> Beat:
-        holdings = tuple(holding.status() for holding in self.holdings)
-        return Beat(holdings=holdings, syncs=tuple(state() for state in self.syncs))
+        epoch = self._epoch()
+        syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
+        return Beat(holdings=tuple(map(self._status, self.holdings)), syncs=tuple(syncs))
+
+    def _epoch(self) -> int:
+        """What grants to read this member must name now."""
+        assert self._grants is not None
+        return self._grants.epoch()
+
+    def _status(self, holding: Holding) -> HoldingState:
+        """What the hub is told of a holding."""
+        return msgspec.structs.replace(holding.status(), grant_epoch=self._epoch())
 
     def _told(self, call: Callable[[], T]) -> T:
         """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
@@ -277,12 +290,12 @@ class Member:
 
     def flight(self, holding: Holding, *, can_read_storage: bool) -> FlightReply:
         """Whom to read from. HubUnavailable when it is away."""
-        request = FlightRequest(member=self.id, holding=holding.status(), can_read_storage=can_read_storage)
+        request = FlightRequest(member=self.id, holding=self._status(holding), can_read_storage=can_read_storage)
         return self._told(lambda: self._hub.flight(request))
 
     def claim(self, holding: Holding, *, ask: bool = True) -> ClaimReply:
         """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""
-        request = ClaimRequest(member=self.id, holding=holding.status(), ask=ask)
+        request = ClaimRequest(member=self.id, holding=self._status(holding), ask=ask)
         return self._told(lambda: self._hub.claim(request))
 
     def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:

@@ -1,6 +1,7 @@
 """What members, the hub and each other say: typed values; JSON to the hub, msgpack between members.
 
-In / Out: frozen structs; decoding refuses unknown fields, wrong types and lengths past their bounds.
+In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields, which
+a newer minor version may send (`protocol`).
 Not here: who sends them (`client`, `peer`), who answers (`hub`, `door`).
 """
 
@@ -13,11 +14,12 @@ from msgspec import Meta
 
 from penstock.fleet.address import DOOR_PATTERN
 from penstock.fleet.identity import Identity
+from penstock.fleet.protocol import PROTOCOL, Announced, ProtocolVersion
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
-MemberId = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$")]
+MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
 """One process life; a new life takes a new one. The digest of a secret that only this life knows: `auth.member_of`."""
-Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
 """64 TiB of 16 MiB chunks; the hub keeps a byte for each."""
@@ -41,7 +43,7 @@ SyncStanding = Literal["idle", "open", "updating", "dirty"]
 # Member -> hub.
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """A process life joins. `member` is new for each life: the generation that fences what an earlier one said."""
 
     member: MemberId
@@ -55,9 +57,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """For people: host name, pid, rank."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The hub's answer."""
 
     ttl_s: float
@@ -66,11 +69,10 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Beat this often."""
     grant_key: bytes
     """Raw Ed25519 public key; grants of this hub are signed with its other half."""
-    now: float
-    """The hub's clock, seconds since 1970: grants expire by it, whatever the members' clocks say."""
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """What one member has of one key, and does about it; the whole truth, not a change."""
 
     key: Key
@@ -101,13 +103,15 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where a keeper's bytes rest, off its device: `host`, `disk`, `source`; they come back when they are asked for."""
     revision: Annotated[str, Meta(max_length=256)] = ""
     """What people call it, whatever the identity says: the `w1-` root of its digests; empty until it is whole."""
+    grant_epoch: Count = 0
+    """The member's present epoch, which grants to read it must name; see `grants`."""
 
     def is_of(self, asked: str) -> bool:
         """Whether it is of a revision that is asked for: by its root, by its identity, or as either begins."""
         return self.revision.startswith(asked) or self.identity.revision.startswith(asked)
 
 
-class SyncState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part in a sync; the whole truth, told with each beat."""
 
     name: Word
@@ -116,23 +120,25 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One life of a group of publishers: the member id of its rank 0. Of a subscriber: whose version it has."""
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    layout: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
     """Digest of its layout; empty: not known yet."""
     version: Version = -1
     state: SyncStanding = "idle"
     nbytes: Count = 0
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Where its version came from and how."""
+    grant_epoch: Count = 0
+    """See `HoldingState`."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """Renews a member's lease and says all it holds."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
 
 
-class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FlightRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member wants (or goes on wanting) a key."""
 
     member: MemberId
@@ -142,7 +148,7 @@ class FlightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Only this member, of a holding of no chunks: the one whose memory is wanted itself."""
 
 
-class Upstream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     """A member to read from, with the right to."""
 
     member: MemberId
@@ -152,17 +158,17 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     state: State
     num_have: Count
     grant: bytes
-    """For this reader, this key and this source, for `grant_ttl_s`."""
+    """For this reader, this key and this source, once; see `grants`."""
 
 
-class FlightReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FlightReply(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to read from, in order of preference: the first is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
     ask_again_s: float = 1.0
 
 
-class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member has room to read from storage.
 
     `holding.claims` is all that it still reads of what it was given: the rest, if it is not in `holding.have`, goes
@@ -175,7 +181,7 @@ class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """False: only gives back."""
 
 
-class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks to read from storage, the member's alone while it lives; none: see `why` and ask again later."""
 
     ranges: Ranges = ()
@@ -183,7 +189,7 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     why: str = ""
 
 
-class Complaint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     """A reader could not use a source, and is sent elsewhere at once; others are once several complain."""
 
     member: MemberId
@@ -194,7 +200,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     detail: Annotated[str, Meta(max_length=1024)] = ""
 
 
-class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One member, for `status`."""
 
     member: str
@@ -209,13 +215,13 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     complaints: int = 0
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet, or one model of it."""
 
     members: tuple[MemberStatus, ...] = ()
 
 
-class WhyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks about a model, for all who fill, one member, or an identity that nobody has yet."""
 
     model: Word
@@ -223,13 +229,13 @@ class WhyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     identity: Identity | None = None
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Why a member does, or does not, take a model from peers: one line a holder, and what differs."""
 
     lines: tuple[str, ...] = ()
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every answer that is not 2xx, of hub and door."""
 
     error: str
@@ -241,7 +247,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 # Member -> member, msgpack.
 
 
-class HoldingMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
     """How to read a holding: descriptors of its regions, and where each tensor of the line lies in them."""
 
     key: Key
@@ -257,7 +263,7 @@ class HoldingMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """int64, little endian: where the row starts in its region."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A reader shows its grant."""
 
     member: MemberId
@@ -265,18 +271,20 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grant: bytes
     attach: bool = False
     """Not to read, but to use the memory itself, which is kept for as long: takes no reader's place."""
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to read until released, or silent for `ttl_s`."""
 
     lease: Word
     ttl_s: float
     max_bytes_per_s: Count = 0
     """The share of the source's cap this reader keeps to; 0: no cap."""
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class LogReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks gained since `after`, in the order they were gained."""
 
     generation: Count
@@ -297,4 +305,5 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
         msgspec.msgpack.Decoder(kind)
 
 
+prepare(Announced)
 prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))

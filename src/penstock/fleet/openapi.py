@@ -74,7 +74,18 @@ def document(operations: Iterable[_Operation], faults: Mapping[int, str], auth: 
     if auth.tokens:
         found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"token": []}]
-    return found
+    described: dict[str, Any] = _as_ecma(found)
+    return described
+
+
+def _as_ecma(value: Any) -> Any:
+    r"""Write the ends of patterns as JSON Schema does: its `$` is Python's `\Z`, which no newline may follow."""
+    if isinstance(value, dict):
+        return {
+            name: one.replace(r"\Z", "$") if name == "pattern" and isinstance(one, str) else _as_ecma(one)
+            for name, one in value.items()
+        }
+    return [_as_ecma(one) for one in value] if isinstance(value, list) else value
 
 
 def _described(operation: _Operation, faults: Mapping[int, str]) -> dict[str, Any]:

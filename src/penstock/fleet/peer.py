@@ -17,10 +17,20 @@ from typing import TypeVar
 import msgspec
 
 from penstock.closing import Closing
-from penstock.errors import FormatError, NotFound, PeerLost, PermissionDenied, SourceBusy, SourceError, SourceStalled
+from penstock.errors import (
+    FormatError,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    SourceBusy,
+    SourceStalled,
+)
 from penstock.fleet.address import DoorAddress, connect_unix_door, parse_door, private_socket_fault
 from penstock.fleet.line import TableMessage
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
+from penstock.fleet.protocol import UPGRADE_HINT, version_fault
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")
@@ -121,12 +131,20 @@ class Peer(Closing):
             SourceBusy: all places are taken. PermissionDenied: the grant does not do, or it keeps nothing for others.
             NotFound: it has not got the key.
             PeerLost: it is gone. SourceStalled: it does not answer.
+            PlanError: it speaks another major version of the protocol.
         """
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
-        self._lease = self._ask("POST", "/v1/leases", Lease, body)
-        return self._lease
+        lease = self._ask("POST", "/v1/leases", Lease, body)
+        self._check_version(lease.protocol)
+        self._lease = lease
+        return lease
+
+    def _check_version(self, theirs: str) -> None:
+        """PlanError where the door speaks another major version."""
+        if fault := version_fault(theirs, "the member", "this process"):
+            raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)
 
     def map(self) -> HoldingMap:
         """Where its bytes are; after `lease`."""
@@ -180,7 +198,7 @@ class Peer(Closing):
             self._connection.close()
             raise PeerLost(f"its door is gone: {error}", uri=self._uri()) from error
 
-    def _refusal(self, code: int, raw: bytes) -> SourceError | PeerLost:
+    def _refusal(self, code: int, raw: bytes) -> PenstockError:
         try:
             fault = msgspec.msgpack.decode(raw, type=Fault)
         except msgspec.DecodeError:
@@ -188,7 +206,7 @@ class Peer(Closing):
         if code == 429:
             others = ", ".join(one[:8] for one in fault.alternatives)
             return SourceBusy(fault.error, uri=self._uri(), hint=f"its readers have or will have the same: {others}")
-        kinds: dict[int, type[SourceError]] = {403: PermissionDenied, 404: NotFound}
+        kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
         kind = kinds.get(code, PeerLost)
         return kind(fault.error, uri=self._uri(), hint=fault.hint or None)
 

@@ -31,7 +31,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """Four methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
+    """Five methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
 
     def read(self, name: str) -> Entry | None:
         """What is under `name`, unless it expired.
@@ -55,6 +55,13 @@ class Store(Protocol):
 
     def scan(self, prefix: str) -> dict[str, Entry]:
         """Every entry whose name starts with `prefix`, by the rest of its name.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+
+    def now(self) -> float:
+        """Return seconds by a clock that all who use the store share; for this object it never goes back.
 
         Raises:
             HubUnavailable: the store did not answer.
@@ -132,6 +139,10 @@ class MemoryStore:
                 if not names:
                     del self._folders[folder]
         return found
+
+    def now(self) -> float:
+        """See `Store`: `clock`, which is of one process, as this is."""
+        return self.clock()
 
     def close(self) -> None:
         """See `Store`; what is kept stays, for replicas in one process."""

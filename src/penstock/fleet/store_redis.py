@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import time
 from typing import Any
 
 from penstock.config import without_password
@@ -19,6 +21,8 @@ from penstock.fleet.store import ANY, REMOVED_A_WRITE, Entry
 
 ANSWER_S = 2.0
 """Redis answers in a tenth of a millisecond; a member waits 10 s for the hub."""
+COMPARE_S = 5.0
+"""How often a process asks Redis for its time. Monotonic clocks of two hosts drift apart by well under 1 ms in that."""
 _VERSION_BYTES = 16
 _MAX_CONNECTIONS = 64
 
@@ -99,6 +103,8 @@ class RedisStore:
         except ValueError as error:
             raise ConfigError(f"{without_password(url)!r} is no address of Redis: {error}") from error
         self._where = without_password(url)
+        self._comparing, self._compared, self._offset = threading.Lock(), float("-inf"), 0.0
+        self._latest = 0.0
         self._prefix = f"{{{prefix}}}:"
         self._names, self._expiries = f"{self._prefix}names", f"{self._prefix}expiries"
         self._write = self._client.register_script(_WRITE)
@@ -123,6 +129,17 @@ class RedisStore:
         found = self._asked(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
         names = (name.decode()[len(prefix) :] for name in found[::2])
         return dict(zip(names, map(_entry, found[1::2]), strict=True))
+
+    def now(self) -> float:
+        """See `Store`: Redis' time of day, from its last answer on by this process's monotonic clock."""
+        with self._comparing:
+            if time.monotonic() - self._compared >= COMPARE_S:
+                seconds, microseconds = self._asked(self._client.time)
+                self._compared = time.monotonic()
+                self._offset = seconds + microseconds / 1e6 - self._compared
+            # Where Redis' own clock steps back, time stands still here until it has caught up.
+            self._latest = max(self._latest, time.monotonic() + self._offset)
+            return self._latest
 
     def close(self) -> None:
         """See `Store`."""

@@ -49,7 +49,11 @@ def members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncRepl
         synced = _SYNCED.decode(entry.value)
         if synced.state.name != request.name or store.read(f"member/{name}") is None:
             continue  # one that left is not heard of again
-        grant = signer.sign(key=key, reader=request.member, source=name) if name in wanted else b""
+        grant = (
+            signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
+            if name in wanted
+            else b""
+        )
         found.append(
             SyncMember(
                 member=name,

@@ -13,6 +13,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from penstock.fleet.messages import Count, Doors, Key, MemberId, SyncState, Version, Word, prepare
+from penstock.fleet.protocol import PROTOCOL, ProtocolVersion
 
 
 def sync_key(name: str) -> str:
@@ -23,7 +24,7 @@ def sync_key(name: str) -> str:
 # Member -> hub.
 
 
-class SyncRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who takes part in a sync, and grants for some of them."""
 
     member: MemberId
@@ -31,7 +32,7 @@ class SyncRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     grants: Annotated[tuple[MemberId, ...], Meta(max_length=65536)] = ()
 
 
-class SyncMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     """One of them."""
 
     member: MemberId
@@ -48,7 +49,7 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """For the asker, if it asked for one."""
 
 
-class SyncReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     """All of them, the earlier first."""
 
     members: tuple[SyncMember, ...] = ()
@@ -59,22 +60,24 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 # Member -> member, msgpack.
 
 
-class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member shows its grant, and is listened to until it is silent for the session's time."""
 
     member: MemberId
     key: Key
     grant: bytes
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Session(msgspec.Struct, frozen=True, kw_only=True):
     """The right to ask."""
 
     session: Word
     ttl_s: float
+    protocol: ProtocolVersion = PROTOCOL
 
 
-class PartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver asks a planner what to take from whom."""
 
     version: Version
@@ -89,7 +92,7 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Sources that it could not read."""
 
 
-class PartReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     """What to take; or that the layout must be told first, or why there is nothing to take yet."""
 
     version: Version = -1
@@ -101,7 +104,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """None: the one it has."""
 
 
-class TableReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint that the publishers hold together."""
 
     names: tuple[str, ...]
@@ -111,7 +114,7 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of each tensor what was done to its values; empty: nothing to any."""
 
 
-class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
     """How far a publisher is."""
 
     run: str
@@ -121,7 +124,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether that version can be read of it now."""
 
 
-class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Strips that the asker will read, as columns of little-endian int64; by name, where it told them before."""
 
     version: Version
@@ -135,7 +138,7 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class DigestReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
     """Their digests, little-endian uint64; None while their bytes are not ready."""
 
     digests: bytes | None
@@ -144,7 +147,7 @@ class DigestReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The strips of that name must be told."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a receiver is, told to the planner of its part."""
 
     version: Version
@@ -154,7 +157,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     why: Annotated[str, Meta(max_length=1024)] = ""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a live version may end, as rank 0 sees it."""
 
     is_over: bool

@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, NotFound, PermissionDenied, StaleDescriptor
-from penstock.fleet.door import MAX_BODY_BYTES, MAX_WAIT_S
+from penstock.fleet.door import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.fleet.holding import column
 from penstock.fleet.messages import LeaseRequest
 from penstock.fleet.sync_messages import (
@@ -111,7 +111,9 @@ class Desk:
     ) -> object:
         """See `Room`."""
         if verb == "POST" and not path:
-            return self._open(msgspec.msgpack.decode(body(MAX_BODY_BYTES), type=SessionRequest))
+            raw = body(MAX_BODY_BYTES)
+            check_version(raw)
+            return self._open(msgspec.msgpack.decode(raw, type=SessionRequest))
         if verb not in ("GET", "POST") or len(path) != 2:
             raise NotFound("no such thing here")
         who = self._who(path[0])

@@ -31,7 +31,7 @@ from penstock.types import I64, U64
 _NAP_S = 0.0002
 
 
-class HeldMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeldMap(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer reads one generation of a rank's memory."""
 
     member: str

@@ -87,7 +87,9 @@ class Talk(Peer):
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             body = msgspec.msgpack.encode(request)
             with self._asking:
-                session = self._ask("POST", f"/v1/{self._room}", Session, body).session
+                opened = self._ask("POST", f"/v1/{self._room}", Session, body)
+            self._check_version(opened.protocol)
+            session = opened.session
         self._session = session
         return session
 

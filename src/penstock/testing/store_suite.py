@@ -132,6 +132,13 @@ class StoreTests:
             assert self.num_names(store) <= before + 1
             assert store.read(f"{at}renewed") is not None
 
+    def test_the_clock_is_shared_and_never_goes_back(self) -> None:
+        """Two users of one store agree on the time, whatever the clocks of their hosts say."""
+        with self.store() as (store, _):
+            times = [store.now() for _ in range(1_000)]
+            assert times == sorted(times)
+            assert store.now() - times[0] < 10
+
     def test_of_those_who_compare_and_set_at_once_one_succeeds(self) -> None:
         """A counter that eight threads raise is as high as they raised it."""
         with self.store() as (store, at):

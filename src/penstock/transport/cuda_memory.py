@@ -32,7 +32,7 @@ _MAX_PIECES = 1 << 20
 """File descriptors of one registration that are asked for: 20 TiB of torch's pieces."""
 
 
-class CudaPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer reaches a registration on a device."""
 
     page: PageAddress

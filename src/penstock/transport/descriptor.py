@@ -19,7 +19,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer is given to read a registration by. Says nothing true for longer than its generation."""
 
     transport: _Name

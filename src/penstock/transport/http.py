@@ -41,9 +41,9 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
 
-class _Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Payload(msgspec.Struct, frozen=True, kw_only=True):
     key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    host: Annotated[str, msgspec.Meta(max_length=253, pattern=r"^[A-Za-z0-9.:_-]*$")] = ""
+    host: Annotated[str, msgspec.Meta(max_length=253, pattern=r"^[A-Za-z0-9.:_-]*\Z")] = ""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     path: Annotated[str, msgspec.Meta(max_length=107)] = ""
     is_tls: bool = False

@@ -47,7 +47,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
 
 
-class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of bytes wanted of one region, and what shows that its descriptor was given to whoever asks."""
 
     endpoint: Annotated[str, msgspec.Meta(max_length=128)]

@@ -51,7 +51,7 @@ Piece = tuple[I64, I64]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """Where a registration and its word are, with what NIXL must know to reach either."""
 
     agent: bytes

@@ -29,7 +29,7 @@ import msgspec
 from penstock.errors import ConfigError, DestinationError, PeerLost, StaleDescriptor
 from penstock.fork import let_go_in_children
 from penstock.memory.memfd import Mapping, create, open_peer
-from penstock.transport.descriptor import Descriptor, encode
+from penstock.transport.descriptor import Descriptor
 
 PAGE_BYTES = 64 << 10
 _MAGIC = b"penstock page 1\n"
@@ -41,7 +41,7 @@ NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
-class PageAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PageAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a reader finds the page, and which slot is the registration's."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
@@ -63,7 +63,10 @@ def here() -> str:
 
 def seal_of(descriptor: Descriptor) -> int:
     """The digest of a descriptor that stands beside its generation."""
-    return int.from_bytes(hashlib.blake2b(encode(descriptor), digest_size=8).digest(), "little")
+    # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
+    said = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
+    raw = msgspec.msgpack.encode((*said, descriptor.payload))
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 _pages: weakref.WeakSet[Page] = let_go_in_children(lambda page: page.forget())

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
-class ShmPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
     """Which memfd of the holder's process, and where the memory starts in it."""
 
     page: PageAddress

@@ -244,15 +244,16 @@ def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
 
 def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
-    bench.beat(hub, "w", holding(WHOLE))
+    welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
+    checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
+    bench.beat(hub, "w", holding(WHOLE, grant_epoch=checkers["w"].epoch()))
     bench.now += 1
-    found = bench.parents(hub, [("a", holding(((0, 9),), parent="w")), ("b", holding())])
+    filling = holding(((0, 9),), parent="w", grant_epoch=checkers["a"].epoch())
+    found = bench.parents(hub, [("a", filling), ("b", holding())])
     assert found == {"a": ("w",), "b": ("a", "w")}
     reply = hub.flight(FlightRequest(member="b", holding=holding()))
-    welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
     for upstream in reply.upstreams:
-        checker = GrantChecker(welcome.grant_key, upstream.member, now=welcome.now)
-        checker.check(upstream.grant, key=IDENTITY.key(), reader="b")
+        checkers[upstream.member].check(upstream.grant, key=IDENTITY.key(), reader="b")
         assert upstream.doors == (f"unix:///{upstream.member}",)
 
 

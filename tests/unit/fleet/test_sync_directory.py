@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.errors import GrantRefused, UnknownMember
@@ -54,9 +55,9 @@ def test_grants_are_for_the_asker_the_source_and_the_name(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a")
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
-    hub.beat("a", Beat(syncs=(state(),)))
+    checker = GrantChecker(welcome.grant_key, "a")
+    hub.beat("a", Beat(syncs=(msgspec.structs.replace(state(), grant_epoch=checker.epoch()),)))
     (one,) = ask(hub, "b", grants=("a",)).members
-    checker = GrantChecker(welcome.grant_key, "a", now=bench.now)
     with pytest.raises(GrantRefused, match="another key"):
         checker.check(one.grant, key=sync_key("other"), reader="b")
     with pytest.raises(GrantRefused, match="another reader"):

@@ -1,0 +1,40 @@
+"""The version of what members, the hub and each other say, and which versions understand each other.
+
+In: a version that the other side announced. Out: why it cannot be talked to, if so.
+Not here: the messages (`messages`, `sync_messages`).
+
+Within one major version fields are only added, each with a default: unknown ones are ignored, missing ones take their
+default, and both sides use what both have. What an older side would misread is a new major version.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = "2.0"
+"""Ours. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch."""
+ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """The version in a message whose other fields may be of a version that is not known here."""
+
+    protocol: ProtocolVersion = "1.0"
+
+
+def version_fault(theirs: str, who: str, us: str) -> str:
+    """Return why a version is not understood here; empty: it is.
+
+    Args:
+        theirs: what the other side announced.
+        who: the other side, for the message.
+        us: this side, for the message.
+    """
+    if theirs.partition(".")[0] == PROTOCOL.partition(".")[0]:
+        return ""
+    return f"{who} speaks protocol {theirs}, {us} speaks {PROTOCOL}: their major versions differ"
+
+
+UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"

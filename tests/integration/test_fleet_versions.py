@@ -1,0 +1,192 @@
+"""Members, hubs and doors of several versions: added fields are ignored, another major version is refused by name."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.errors import ConfigError, PlanError
+from penstock.fleet import door
+from penstock.fleet.client import HubClient
+from penstock.fleet.directory import Directory
+from penstock.fleet.door_server import RequestHandler
+from penstock.fleet.messages import Hello
+from penstock.fleet.protocol import PROTOCOL
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+
+NEWER = {"added_later": {"a": [1, "b"]}}
+STRICT = {"identity", "differences", "parallel"}
+"""An identity is compared whole: a field that is ignored would call different weights equal."""
+
+
+def with_more_fields(value: Any, *, inside: str = "") -> Any:
+    """A message as a newer version would send it: more fields in each object."""
+    if isinstance(value, dict):
+        more = {} if inside in STRICT or inside == "regions" else NEWER
+        return {name: with_more_fields(one, inside=name) for name, one in value.items()} | more
+    if isinstance(value, list):
+        return [with_more_fields(one, inside=inside) for one in value]
+    return value
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "6")
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{tmp_path}/hub.sock", _no_auth()))
+    running.start()
+    yield running.url
+    running.stop()
+
+
+def _no_auth() -> Any:
+    from penstock.fleet.auth import Auth
+
+    return Auth()
+
+
+Change = Callable[[Any], Any]
+
+
+@pytest.fixture
+def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
+    """Between members and the hub, changing what each side says."""
+    from penstock.fleet.peer import _UnixConnection
+
+    servers: list[http.server.ThreadingHTTPServer] = []
+
+    def start(asked: Change, answered: Change) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if body:
+                    body = json.dumps(asked(json.loads(body))).encode()
+                headers = {"Penstock-Life": self.headers.get("Penstock-Life", "")}
+                connection = _UnixConnection(urlsplit(hub).path, 20.0)
+                connection.request(self.command, self.path, body, headers)
+                answer = connection.getresponse()
+                raw = answer.read()
+                connection.close()
+                if raw:
+                    raw = json.dumps(answered(json.loads(raw))).encode()
+                self.send_response(answer.status)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            do_GET = do_POST = do_PUT = do_DELETE = forward
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, args=(0.05,), daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("who", ["members", "the hub"])
+def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth, who: str) -> None:
+    changes = (with_more_fields, unchanged) if who == "members" else (unchanged, with_more_fields)
+    url = proxy(*changes)
+    found: dict[str, torch.Tensor] = {}
+    with ps.join("m", hub=url) as holder, ps.join("m", hub=url) as reader:
+        holder.fetch({}, fallback=made)
+        report = reader.fetch(found, wait_s=20.0)
+        assert reader.member.hub.status("m").members
+    assert_same(found, truth)
+    assert report.faults == () and all(holder.member.id[:8] in path for path in report.nbytes_by_path)
+
+
+def test_what_a_newer_member_adds_at_its_door_is_ignored(
+    hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, take = door._Handler._send, RequestHandler.take_body
+
+    def newer_answer(self: Any, code: int, value: Any) -> None:
+        raw = msgspec.msgpack.decode(msgspec.msgpack.encode(value)) if value is not None else None
+        send(self, code, with_more_fields(raw))
+
+    def newer_question(self: Any, nbytes: int) -> bytes:
+        raw = msgspec.msgpack.decode(take(self, nbytes))
+        return msgspec.msgpack.encode(with_more_fields(raw))
+
+    monkeypatch.setattr(door._Handler, "_send", newer_answer)
+    monkeypatch.setattr(RequestHandler, "take_body", newer_question)
+    found: dict[str, torch.Tensor] = {}
+    with ps.join("m", hub=hub) as holder, ps.join("m", hub=hub) as reader:
+        holder.fetch({}, fallback=made)
+        report = reader.fetch(found, wait_s=20.0)
+    assert_same(found, truth)
+    assert report.faults == ()
+
+
+@pytest.mark.parametrize("theirs", ["3.0", "1.7", None])
+def test_a_member_of_another_major_version_is_refused_by_name(hub: str, proxy, theirs: str | None) -> None:
+    def other(value: Any) -> Any:
+        if "doors" not in value:
+            return value
+        rest = {name: one for name, one in value.items() if name != "protocol"}
+        return rest | ({} if theirs is None else {"protocol": theirs}) | {"doors": "of another shape by now"}
+
+    with pytest.raises(ConfigError, match=f"this member speaks protocol {theirs or '1.0'}, the hub speaks {PROTOCOL}"):
+        ps.join("m", hub=proxy(other, unchanged))
+
+
+def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> None:
+    def other(value: Any) -> Any:
+        return value | {"protocol": "3.1"} if "grant_key" in value else value
+
+    with pytest.raises(ConfigError, match=f"the hub speaks protocol 3.1, this process speaks {PROTOCOL}"):
+        ps.join("m", hub=proxy(unchanged, other))
+
+
+def test_a_version_that_is_none_is_refused(hub: str) -> None:
+    with HubClient.connect(hub) as client, pytest.raises(PlanError, match="protocol"):
+        client.hello(Hello(member=client.member, host="h", doors=("unix:///d",), protocol="new"))
+
+
+def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> None:
+    from penstock.fleet.peer import _UnixConnection
+
+    with ps.join("m", hub=hub) as holder:
+        (path,) = [urlsplit(one).path for one in holder.member.door.addresses]
+        for room in ("leases", "sync"):
+            connection: http.client.HTTPConnection = _UnixConnection(path, 20.0)
+            asked = {"member": "m", "key": "0" * 32, "grant": b"", "protocol": "3.0", "grants": []}
+            connection.request("POST", f"/v1/{room}", msgspec.msgpack.encode(asked))
+            answer = connection.getresponse()
+            said = answer.read()
+            connection.close()
+            if room == "leases":
+                assert answer.status == 426
+                assert f"the reader speaks protocol 3.0, this member speaks {PROTOCOL}".encode() in said

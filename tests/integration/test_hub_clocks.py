@@ -1,0 +1,102 @@
+"""Hubs whose clocks step, or differ from each other: readers go on. Each hub is a process with a clock of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.testing import redis_server
+
+SHIFTED = """
+import pathlib, sys, time
+
+shift, time_of_day = pathlib.Path(sys.argv.pop(1)), time.time
+time.time = lambda: time_of_day() + float(shift.read_text())
+
+from penstock.cli.main import run
+
+run(sys.argv[1:])
+"""
+"""A hub whose time of day is another by what stands in a file, which may change while it runs."""
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "10")
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+
+
+class ShiftedHub:
+    """`penstock hub` as a process, on a Unix socket."""
+
+    def __init__(self, directory: Path, name: str, shift_s: float, *arguments: str) -> None:
+        self._shift = directory / f"{name}.shift"
+        self.step(shift_s)
+        listen = f"unix://{directory}/{name}.sock"
+        command = [sys.executable, "-c", SHIFTED, str(self._shift), "hub", "--listen", listen, *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+        assert self.url == listen
+
+    def step(self, shift_s: float) -> None:
+        """Set the clock."""
+        new = self._shift.with_suffix(".new")
+        new.write_text(str(shift_s))
+        os.replace(new, self._shift)  # never read half
+
+    def __enter__(self) -> ShiftedHub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(20) == 0
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_readers_go_on_when_the_hubs_clock_steps_back(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+    hub = stack.enter_context(ShiftedHub(tmp_path, "hub", 0.0))
+    holder = stack.enter_context(ps.join("m", hub=hub.url))
+    holder.fetch({}, fallback=made)
+    hub.step(-40.0)
+    found: dict[str, torch.Tensor] = {}
+    reader = stack.enter_context(ps.join("m", hub=hub.url))
+    report = reader.fetch(found, wait_s=20.0)
+    assert_same(found, truth)
+    assert report.faults == ()
+    assert all(holder.member.id[:8] in path for path in report.nbytes_by_path)
+
+
+@pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
+def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+    redis = stack.enter_context(redis_server.RedisServer(tmp_path))
+    now, early = (
+        stack.enter_context(ShiftedHub(tmp_path, name, shift_s, "--redis", redis.url))
+        for name, shift_s in (("now", 0.0), ("early", -60.0))
+    )
+    holder = stack.enter_context(ps.join("m", hub=now.url))
+    holder.fetch({}, fallback=made)
+    found: dict[str, torch.Tensor] = {}
+    reader = stack.enter_context(ps.join("m", hub=early.url))
+    report = reader.fetch(found, fallback=made)
+    assert_same(found, truth)
+    assert report.faults == ()
+    assert report.storage_bytes == 0, report.nbytes_by_path
