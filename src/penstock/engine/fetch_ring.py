@@ -180,7 +180,8 @@ class RingFetch:
                 one.step.abandon()
                 continue
             self._trace.add(self.name, one.step.name, one.start, now, one.read.nbytes)
-            guarded(one.step.ticket, one.step.arrived)
+            if isinstance(guarded(one.step.ticket, one.step.arrived), Failed):
+                one.step.abandon()
 
     def _look_for_stalls(self, now: float) -> None:
         for one in self._flying.values():

@@ -268,6 +268,9 @@ class _FetchStep(Work):
     def arrived(self) -> None:
         """See `FetchStep.arrived`."""
         assert self._buffer is not None
+        source = self._run.sources[self._file]
+        assert isinstance(source, FileSource)
+        source.require_unmodified()
         self._run.took(self._file, "page-cache", self.nbytes)
         self._hand_on(self._buffer)
 

@@ -13,6 +13,7 @@ import numpy as np
 from penstock.engine.place import Bytes, HostPlace
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source, local_path
+from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
 
 
@@ -27,11 +28,11 @@ class Mappings:
         SourceError: it cannot be opened.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[FileSource]) -> None:
         self._files: list[MappedFile] = []
         try:
             for source in sources:
-                self._files.append(MappedFile(local_path(source.uri), identity=source.identity))
+                self._files.append(MappedFile(local_path(source.uri), state=source.state))
         except BaseException:
             self.close()
             raise

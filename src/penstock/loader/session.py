@@ -181,7 +181,7 @@ class Session(Closing):
 
     def open_mappings(self) -> Mappings:
         """Map the files; the session closes them."""
-        self._mappings = Mappings(self.weights.sources)
+        self._mappings = Mappings([source for source in self.weights.sources if isinstance(source, FileSource)])
         return self._mappings
 
     def begin(

@@ -22,7 +22,7 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.storage.kernel import address_of, direct_alignment, num_pages, resident_pages
-from penstock.storage.local import identity_of, open_regular, require_unchanged, typed_error
+from penstock.storage.local import open_regular, require_unchanged, state_of, typed_error
 from penstock.storage.mapped import MappedFile
 from penstock.types import MIB
 
@@ -53,6 +53,7 @@ class FileSource:
 
     Attributes:
         uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
+        state: what the open file is held to after every read.
         why: why bytes that were not in the page cache did not go by direct I/O; "" while all did.
 
     For direct I/O put the bytes of file offset `o` at an address equal to `o` modulo 4096: all but the head and tail
@@ -68,9 +69,8 @@ class FileSource:
         self.uri = path
         self._path = os.path.abspath(path)
         self._settings = settings
-        self._fd, found = open_regular(path)
-        self.nbytes = found.st_size
-        self.identity = identity_of(found)
+        self._fd, self.state = open_regular(path)
+        self.nbytes, self.identity = self.state.nbytes, self.state.identity
         self.why = "" if _DIRECT else "this system has no direct I/O"
         self._nowait = _NOWAIT
         self._refused = bool(self.why)
@@ -85,6 +85,9 @@ class FileSource:
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. Paths: `page-cache`, `direct`, `buffered`.
 
+        Raises SourceChanged if the file was written to before the read ended. So the bytes of all reads that succeeded
+        are of one state, whoever reads, in whatever order.
+
         Cost: what is known to be cached is one preadv(2); the rest asks once per 64 MiB, and once per request where
         a 64 MiB window is not wholly cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
         """
@@ -96,12 +99,23 @@ class FileSource:
         if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= _MAX_BUFFERS:
             try:
                 if os.preadv(self._fd, buffers, offset, self._nowait) == nbytes:
+                    self.require_unmodified()
                     return "page-cache"
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP:  # tmpfs has no RWF_NOWAIT and no need of it
                     self._nowait = 0
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
-        return self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
+        path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
+        self.require_unmodified()
+        return path
+
+    def require_unmodified(self) -> None:
+        """Raise unless the open file is as it was when it was opened, whatever its path names now. One system call.
+
+        Raises:
+            SourceChanged: it was written to. SourceTruncated: it is shorter now.
+        """
+        require_unchanged(self._fd, None, self.uri, self.state)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
         """A descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
@@ -121,7 +135,7 @@ class FileSource:
         Raises:
             SourceChanged: modified, replaced or removed since it was opened. SourceTruncated: now shorter.
         """
-        require_unchanged(self._fd, self._path, self.uri, self.identity, self.nbytes)
+        require_unchanged(self._fd, self._path, self.uri, self.state)
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -269,7 +283,7 @@ class FileSource:
                 return self._refuse_direct(
                     f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
                 )
-            if identity_of(os.fstat(fd)) != self.identity:
+            if state_of(os.fstat(fd)).identity != self.identity:
                 os.close(fd)
                 self.check_unchanged()
                 raise SourceChanged("file was replaced while it was opened again", uri=self.uri)
@@ -286,7 +300,7 @@ class FileSource:
     def _ended(self, offset: int) -> SourceError:
         """The error for a read that returned nothing before the size seen at open."""
         try:
-            require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
+            self.require_unmodified()
         except SourceError as error:
             return error
         return SourceUnavailable(f"read returned nothing at byte {offset} of {self.nbytes}", uri=self.uri)

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import DestinationError, SourceChanged, SourceTruncated
 from penstock.storage.kernel import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
-from penstock.storage.local import identity_of, open_regular, require_unchanged, typed_error
+from penstock.storage.local import FileState, open_regular, require_unchanged, typed_error
 from penstock.types import MIB
 
 # 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
@@ -33,18 +33,18 @@ class MappedFile:
 
     Attributes:
         uri, nbytes, identity: see `Source`.
+        state: see `FileSource`.
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: as `FileSource`.
-        SourceChanged: `identity` was given and the file is not that one.
+        SourceChanged: `state` was given and the file is not that one, or was written to since.
     """
 
-    def __init__(self, path: str, *, identity: str = "") -> None:
+    def __init__(self, path: str, *, state: FileState | None = None) -> None:
         self.uri = path
         self._path = os.path.abspath(path)
-        self._fd, found = open_regular(path)
-        self.nbytes = found.st_size
-        self.identity = identity_of(found)
+        self._fd, self.state = open_regular(path)
+        self.nbytes, self.identity = self.state.nbytes, self.state.identity
         self._lock = threading.Lock()
         # One mapping of the whole file, so that its 2 MiB pages serve every view; it lives while a view of it does.
         self._whole: weakref.ref[Mapping] | None = None
@@ -53,7 +53,8 @@ class MappedFile:
         self._stops: list[int] = []
         self._parts: list[weakref.ref[Part]] = []
         self._cold = False
-        if identity and identity != self.identity:
+        if state is not None and not state.same_content(self.state):
+            self.close()
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -65,7 +66,7 @@ class MappedFile:
             process's vm.max_map_count mappings (65,530 unless raised).
 
         Raises:
-            SourceTruncated: the range lies outside the file.
+            SourceTruncated: the range lies outside the file. SourceChanged: it was written to since it was opened.
             DestinationError: no mapping left, or no address space. SourceUnavailable: this file system cannot map.
         """
         stop = offset + nbytes
@@ -77,12 +78,15 @@ class MappedFile:
             at = self._place(offset, stop)
             if at is None:
                 start = offset - offset % PAGE_BYTES
-                return Part(self._map(start, stop - start), offset - start, nbytes).bytes()
+                part = Part(self._map(start, stop - start), offset - start, nbytes)
+                self.require_unmodified()
+                return part.bytes()
             mapping, index = at
             part = Part(mapping, offset, nbytes)
             self._starts.insert(index, offset)
             self._stops.insert(index, stop)
             self._parts.insert(index, weakref.ref(part))
+        self.require_unmodified()
         return part.bytes()
 
     def prefetch(self, offset: int, nbytes: int) -> None:
@@ -109,6 +113,7 @@ class MappedFile:
             self._populate(part, start, nbytes, base)
             if cold:
                 self._touch(part, start, nbytes)
+        self.require_unmodified()
 
     def is_ready(self) -> bool:
         """Whether the whole file is in the page cache: there is nothing to bring in, touching it costs the same.
@@ -119,7 +124,11 @@ class MappedFile:
 
     def check_unchanged(self) -> None:
         """See `FileSource.check_unchanged`."""
-        require_unchanged(self._fd, self._path, self.uri, self.identity, self.nbytes)
+        require_unchanged(self._fd, self._path, self.uri, self.state)
+
+    def require_unmodified(self) -> None:
+        """See `FileSource.require_unmodified`."""
+        require_unchanged(self._fd, None, self.uri, self.state)
 
     def close(self) -> None:
         """Free the descriptor. Idempotent; views live on; no `view` or `prefetch` may be running."""
@@ -185,7 +194,7 @@ class MappedFile:
         try:
             part.populate(start, nbytes)
         except OSError as error:
-            require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
+            self.require_unmodified()
             raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
 
     def _touch(self, part: Part, start: int, nbytes: int) -> None:
@@ -195,5 +204,5 @@ class MappedFile:
         here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
         """
         # A page that a truncation took away is SIGBUS: ask first.
-        require_unchanged(self._fd, None, self.uri, self.identity, self.nbytes)
+        self.require_unmodified()
         np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()

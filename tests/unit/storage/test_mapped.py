@@ -236,13 +236,13 @@ def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
 def test_changed_replaced_and_removed(path: str) -> None:
     file = MappedFile(path)
     file.check_unchanged()
-    assert MappedFile(path, identity=file.identity).identity == file.identity
+    assert MappedFile(path, state=file.state).identity == file.identity
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
     with pytest.raises(SourceChanged, match="replaced"):
         file.check_unchanged()
     with pytest.raises(SourceChanged):
-        MappedFile(path, identity=file.identity)
+        MappedFile(path, state=file.state)
     os.unlink(path)
     with pytest.raises(SourceChanged, match="removed"):
         file.check_unchanged()

@@ -1,0 +1,251 @@
+"""A file without a manifest that another process overwrites while it is read: one content or an error, on every path.
+
+The writer is a real process. It writes all bodies in one system call, whose file times are those of its beginning, or
+piece by piece. Readers begin as soon as the file's times have changed, so in the midst of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import penstock
+from penstock.compat.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
+from penstock.errors import SourceChanged, SourceTruncated
+from penstock.types import MIB
+
+NUM_TENSORS, TENSOR_BYTES = 8, 8 * MIB
+ROUNDS = 64 if os.environ.get("DRILLS") == "all" else 6
+
+WRITER = """
+import os, sys
+path, start, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+fd = os.open(path, os.O_RDWR)
+print("ready", flush=True)
+for line in sys.stdin:
+    value, piece = map(int, line.split())
+    data = bytes([value]) * piece
+    for at in range(0, nbytes, piece):
+        os.pwrite(fd, data, start + at)
+    print("done", flush=True)
+"""
+
+
+class Writer:
+    """A process that overwrites the bodies of one file when told, and lives until the block is left."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+        command = [sys.executable, "-c", WRITER, str(path), str(start), str(NUM_TENSORS * TENSOR_BYTES)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.wait()
+
+    def begin(self, value: int, piece: int) -> None:
+        """Tell it to write, and return once it has begun."""
+        before = os.stat(self.path).st_mtime_ns
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{value} {piece}\n")
+        self._process.stdin.flush()
+        deadline = time.monotonic() + 60
+        while os.stat(self.path).st_mtime_ns == before:
+            assert time.monotonic() < deadline
+
+    def wait(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip() in {"ready", "done"}
+
+    def close(self) -> None:
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    path = tmp_path / "model.safetensors"
+    save_file({f"t{i}": torch.zeros(TENSOR_BYTES, dtype=torch.uint8) for i in range(NUM_TENSORS)}, path)
+    running = Writer(path)
+    yield running
+    running.close()
+
+
+def values(tensors: Any) -> set[int]:
+    """Byte values in these tensors or arrays, looked at as they come."""
+    found: set[int] = set()
+    for tensor in tensors:
+        counts = np.bincount(np.asarray(tensor).reshape(-1).view(np.uint8)[::509], minlength=1)
+        found |= set(np.flatnonzero(counts).tolist())
+    return found
+
+
+LIVE = {f"t{i}": torch.zeros(TENSOR_BYTES, dtype=torch.uint8) for i in range(NUM_TENSORS)}
+
+
+def into_live_tensors(path: Path) -> set[int]:
+    try:
+        penstock.load_into(LIVE, path)
+    except SourceChanged as error:
+        assert error.mutated or "being written" in str(error)
+        raise
+    return values(LIVE.values())
+
+
+def load_a_copy(path: Path) -> set[int]:
+    return values(penstock.load(path, copy=True).values())
+
+
+def stream_a_copy(path: Path) -> set[int]:
+    with penstock.stream(path, copy=True, memory_bytes="8M") as tensors:
+        return values(tensor for _, tensor in tensors)
+
+
+def stream_mapped(path: Path) -> set[int]:
+    with penstock.stream(path) as tensors:
+        return values(tensor for _, tensor in tensors)
+
+
+def open_and_get(path: Path) -> set[int]:
+    with penstock.safe_open(path, framework="pt", backend="pread") as file:
+        return values([file.get_tensor(name) for name in sorted(LIVE)])
+
+
+def open_and_slice(path: Path) -> set[int]:
+    with penstock.safe_open(path, framework="np", backend="pread") as file:
+        return values([file.get_slice(name)[: TENSOR_BYTES // 2] for name in sorted(LIVE)])
+
+
+def runai_tensors(path: Path) -> set[int]:
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(path))
+        return values(tensor for _, tensor in streamer.get_tensors())
+
+
+def runai_ranges(path: Path) -> set[int]:
+    start = path.stat().st_size - NUM_TENSORS * TENSOR_BYTES
+    with FileStreamer() as streamer:
+        streamer.stream_files([FileChunks.contiguous(0, str(path), start, [TENSOR_BYTES] * NUM_TENSORS)])
+        return values(tensor for _, _, tensor in streamer.get_chunks())
+
+
+def manifest(path: Path) -> set[int]:
+    """Digests of one content, whichever."""
+    from penstock.config import Settings
+    from penstock.storage.manifest import build, open_weights
+
+    with open_weights(path, settings=Settings.read()) as weights:
+        leaves = build(weights).leaves
+    assert leaves is not None
+    return set(leaves.tolist())
+
+
+PATHS: list[Callable[[Path], set[int]]] = [
+    into_live_tensors,
+    load_a_copy,
+    stream_a_copy,
+    stream_mapped,
+    open_and_get,
+    open_and_slice,
+    runai_tensors,
+    runai_ranges,
+    manifest,
+]
+
+
+@pytest.mark.parametrize("read", PATHS, ids=lambda read: read.__name__)
+def test_no_path_gives_two_contents(writer: Writer, read: Callable[[Path], set[int]]) -> None:
+    pause = random.Random(12)
+    outcomes = []
+    for turn in range(1, ROUNDS + 1):
+        writer.begin(turn, NUM_TENSORS * TENSOR_BYTES if turn % 3 else MIB)
+        time.sleep(pause.choice([0.0, 0.0, 0.002, 0.01]))
+        try:
+            outcomes.append(len(read(writer.path)))
+        except (SourceChanged, SourceTruncated) as error:
+            assert error.uri == str(writer.path)
+            outcomes.append(0)
+        writer.wait()
+    assert set(outcomes) <= {0, 1}, outcomes
+    assert len(read(writer.path)) == 1
+
+
+def test_a_fetch_gives_one_content(writer: Writer) -> None:
+    for turn in range(1, ROUNDS + 1):
+        with penstock.join(f"overwritten-{turn}") as fleet:
+            writer.begin(turn, NUM_TENSORS * TENSOR_BYTES if turn % 2 else MIB)
+            target: dict[str, torch.Tensor] = {}
+            try:
+                fleet.fetch(target, fallback=writer.path)
+                assert len(values(target.values())) == 1
+            except SourceChanged:
+                assert not target
+            writer.wait()
+
+
+def test_a_conversion_publishes_one_content(writer: Writer, tmp_path: Path) -> None:
+    for turn in range(1, 3):
+        destination = tmp_path / f"made-{turn}"
+        writer.begin(turn, NUM_TENSORS * TENSOR_BYTES)
+        try:
+            penstock.convert(writer.path, destination)
+        except SourceChanged:
+            assert not destination.exists()
+        else:
+            assert len(values(penstock.load(destination).values())) == 1
+        writer.wait()
+
+
+def test_a_write_whose_time_is_put_back_is_seen(tmp_path: Path) -> None:
+    """As rsync --inplace leaves it: same size, same modification time."""
+    path = tmp_path / "model.safetensors"
+    save_file({"t": torch.zeros(4 * MIB, dtype=torch.uint8)}, path)
+    with penstock.safe_open(path, framework="pt", backend="pread") as file:
+        before = os.stat(path)
+        with open(path, "r+b") as written:
+            written.seek(-1, os.SEEK_END)
+            written.write(b"\1")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(SourceChanged):
+            file.get_tensor("t")
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_an_open_file_that_was_written_to_gives_no_more_tensors(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(MIB, dtype=torch.uint8), "b": torch.zeros(MIB, dtype=torch.uint8)}, path)
+    with penstock.safe_open(path, framework="pt", backend=backend) as file:
+        file.get_tensor("a")
+        with open(path, "r+b") as written:
+            written.seek(-1, os.SEEK_END)
+            written.write(b"\1")
+        with pytest.raises(SourceChanged):
+            file.get_tensor("b")
+
+
+@pytest.mark.parametrize("harmless", ["chmod", "link", "unlink", "rename over it"])
+def test_what_changes_no_byte_is_no_change_to_an_open_file(tmp_path: Path, harmless: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"t": torch.ones(MIB, dtype=torch.uint8)}, path)
+    with penstock.safe_open(path, framework="pt", backend="pread") as file:
+        if harmless == "chmod":
+            path.chmod(0o600 if path.stat().st_mode & 0o077 else 0o644)
+        elif harmless == "link":
+            os.link(path, tmp_path / "other")
+        elif harmless == "unlink":
+            path.unlink()
+        else:
+            save_file({"t": torch.zeros(MIB, dtype=torch.uint8)}, tmp_path / "new")
+            os.replace(tmp_path / "new", path)
+        assert bool((file.get_tensor("t") == 1).all())
