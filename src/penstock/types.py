@@ -57,6 +57,9 @@ class DType(enum.StrEnum):
         return _BITS[self]
 
 
+NOT_IN_TORCH = frozenset({DType.F6_E2M3, DType.F6_E3M2})
+"""Dtypes of the format that no torch dtype holds. Source: `_TORCH` of `loader.tensor`, which a test holds to this."""
+
 _BITS: Mapping[DType, int] = {
     DType.BOOL: 8,
     DType.F4: 4,

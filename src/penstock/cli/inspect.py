@@ -38,6 +38,7 @@ def inspect(
                 "num_tensors": found.num_tensors,
                 "nbytes": found.nbytes,
                 "dtypes": found.dtypes,
+                "not_loadable": list(found.not_loadable),
                 "revision": manifest.revision,
                 "digests": manifest.leaves is not None,
                 "files": [
@@ -62,6 +63,8 @@ def inspect(
             "digests": "yes" if manifest.leaves is not None else "no (penstock manifest writes them)",
         }
     )
+    if found.not_loadable:
+        write_lines(f"torch has no dtype for {len(found.not_loadable)} of the tensors: load refuses them")
     dtypes = sorted(found.dtypes.items(), key=lambda item: -item[1])
     write_lines("")
     write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.storage import text_of
 from penstock.storage.output import typed
 
 Span = tuple[str, str, int, float, float, int]
@@ -77,6 +78,7 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
         ConfigError: no file can be written there. Said now, not when all has been moved.
     """
     if path is not None:
+        path = text_of(path)
         try:
             open(path, "ab").close()
         except OSError as error:

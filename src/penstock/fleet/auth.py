@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FormatError, SourceError
+from penstock.storage import text_of
+from penstock.storage.local import read_bounded
 
 LIFE_HEADER = "Penstock-Life"
 """Where a caller shows the secret of the member that it speaks for."""
+MAX_TOKENS_BYTES = 1 << 20
+"""Longest token file that is read: some thousand tokens with their patterns."""
+
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -113,8 +118,8 @@ def first_token(path: str | Path | None) -> str | None:
 def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
     """See `Auth.of`."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
+    except (SourceError, FormatError, UnicodeDecodeError) as error:
         hint = "a token a line: `openssl rand -hex 32` makes one"
         raise ConfigError(f"token file {path} cannot be read: {error}", hint=hint) from error
     tokens = []

@@ -6,7 +6,6 @@ Not here: the plan (`job`), where the result grows (`convert`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from penstock.jobs.complete import completed
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.messages import Words
 from penstock.jobs.words import Word, operation_of
+from penstock.storage import text_of
 from penstock.storage.manifest import Uris, WeightSet, open_weights
 from penstock.types import MIB
 
@@ -88,4 +88,5 @@ def within(asked: Asked, memory_bytes: int | str | None) -> Asked:
 
 
 def _uris(sources: Uris) -> list[str]:
-    return [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(one) for one in sources]
+    several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
+    return [text_of(one) for one in several]

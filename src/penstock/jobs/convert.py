@@ -49,7 +49,7 @@ from penstock.jobs.sink import ONE_FILE, SCHEME, Sink, fill
 from penstock.jobs.words import Word
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
-from penstock.storage import is_remote, local_path
+from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.manifest import Uris
 from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
 from penstock.storage.upload import publish_remote, require_none
@@ -109,6 +109,8 @@ def convert(
         After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
     """
     began = time.monotonic()
+    if not isinstance(destination, Sink):
+        destination = text_of(destination)
     devices_of(devices, workers, list)  # what names no device is said before anything is begun
     stages = open_trace(trace)
     with ExitStack() as stack:

@@ -15,9 +15,10 @@ from penstock.config import Settings
 from penstock.engine.place import registrar_of
 from penstock.errors import BudgetTooSmall
 from penstock.memory.staging import Registrar, StagingPool
-from penstock.storage import is_remote, local_path
+from penstock.storage import is_remote
 from penstock.storage.manifest import Uris
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
+from penstock.storage.place import texts_of
 from penstock.storage.uring import Uring, refusal
 
 MIN_CHUNK_BYTES = 64 << 10
@@ -156,9 +157,10 @@ class Intake:
 
 def _local_nbytes(uri: Uris) -> int:
     """Bytes of the safetensors files a local path names, roughly and cheaply; 0 where that takes more than a look."""
-    if not isinstance(uri, str | os.PathLike) or is_remote(str(uri)):
+    uris = texts_of(uri)
+    if len(uris) != 1 or is_remote(uris[0]):
         return 0
-    path = local_path(str(uri))
+    path = uris[0]
     try:
         if os.path.isfile(path):
             return os.path.getsize(path)

@@ -26,8 +26,8 @@ from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read import FileReader
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
-from penstock.storage import Source, is_remote, local_path, open_source
-from penstock.storage.files import MappedFile
+from penstock.storage import Source, local_path, open_source, text_of
+from penstock.storage.files import FileSource, MappedFile
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import Box, DType, TensorTable
 
@@ -81,9 +81,11 @@ class safe_open:
             place = _device(device)
             if framework in _NUMPY and place.type != "cpu":
                 raise ConfigError(f"device {device} is not supported for framework numpy")
-            self._file: _File | None = _File(
-                os.fspath(filename), place, mapped=backend == "mmap", storage_options=storage_options
-            )
+            try:
+                name = text_of(filename)
+            except ConfigError as error:
+                raise also(error, TypeError) from None
+            self._file: _File | None = _File(name, place, mapped=backend == "mmap", storage_options=storage_options)
         self._numpy = framework in _NUMPY
 
     def __enter__(self) -> Self:
@@ -199,8 +201,9 @@ class _File:
         self.header: Header = read_header(self.source)
         self.table: TensorTable = self.header.tensors  # in file order
         self._rows = {name: row for row, name in enumerate(self.table.names)}
-        is_mapped = mapped and device.type == "cpu" and not is_remote(path)
-        self._mapping = MappedFile(local_path(path), identity=self.source.identity) if is_mapped else None
+        self._mapping: MappedFile | None = None
+        if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
+            self._mapping = MappedFile(local_path(path), state=self.source.state)
 
     def __del__(self) -> None:
         if hasattr(self, "_reader"):

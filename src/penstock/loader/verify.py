@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, IntegrityError, NotFound
-from penstock.storage import read_small
+from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.storage import read_small, text_of
+from penstock.storage.local import read_bounded
 from penstock.storage.manifest import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
-from penstock.types import Manifest
+from penstock.types import NOT_IN_TORCH, Manifest
+
+MAX_KEY_BYTES = 64 << 10
+"""Longest PEM file of a key that is read. Reason: an Ed25519 key has 200 bytes, with a certificate chain a few KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class Inspection:
     nbytes: int
     dtypes: Mapping[str, int]
     """Bytes of each dtype."""
+    not_loadable: tuple[str, ...]
+    """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,7 @@ def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> I
             num_tensors=len(table),
             nbytes=weights.manifest.nbytes,
             dtypes=dtypes,
+            not_loadable=tuple(n for n, dtype in zip(table.names, table.dtypes, strict=True) if dtype in NOT_IN_TORCH),
         )
 
 
@@ -125,10 +131,11 @@ def verify(
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a key file. ConfigError where it cannot be read."""
+    name = text_of(path)
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the key {os.fspath(path)}: {error.strerror}") from error
+        return read_bounded(name, MAX_KEY_BYTES)
+    except (SourceError, FormatError) as error:
+        raise ConfigError(f"cannot read the key {name}: {error.message}") from error
 
 
 def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:

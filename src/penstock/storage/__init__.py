@@ -15,7 +15,8 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, SourceTruncated, SourceUnavailable
+from penstock.errors import ConfigError, NotFound, PermissionDenied, SourceTruncated, SourceUnavailable
+from penstock.storage.local import read_bounded
 from penstock.types import GIB
 
 REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
@@ -110,8 +111,30 @@ def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[in
     return stop, [buffer for buffer in buffers if buffer.nbytes]
 
 
+def text_of(uri: object) -> str:
+    """Return the text of a path or URI that a user gave.
+
+    Raises:
+        ConfigError: it is neither a string nor a path, it is empty, or the system cannot have a file of that name.
+    """
+    text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+    if not isinstance(text, str):
+        hint = "give a str or an os.PathLike of one"
+        raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint=hint)
+    if not text:
+        raise ConfigError("an empty path")
+    try:
+        is_name = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ConfigError(f"no file can have this name: {text[:200]!r}")
+    return text
+
+
 def is_remote(uri: str) -> bool:
-    """Whether `uri` names an object store or web server rather than a local path."""
+    """Whether `uri` names an object store or web server rather than a local path. Raises ConfigError: see `text_of`."""
+    uri = text_of(uri)
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme == "file":
         return False
@@ -151,6 +174,8 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
     """Every file that `uri` names, sorted: those of a directory or prefix, those a glob matches, or the one file.
 
+    Links that lead nowhere, pipes and devices are named too: opening one is an error, leaving it out would be silent.
+
     Raises:
         NotFound: nothing is there.
         PermissionDenied, SourceUnavailable: the place cannot be listed.
@@ -164,11 +189,11 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
-                found = sorted(os.path.join(path, entry.name) for entry in entries if entry.is_file())
+                found = sorted(os.path.join(path, entry.name) for entry in entries if not _is_directory(entry))
         elif os.path.lexists(path):
             found = [path]
         else:
-            found = sorted(name for name in glob.iglob(path, recursive=True) if os.path.isfile(name))
+            found = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
         raise PermissionDenied("directory cannot be listed", uri=uri, hint=_READABLE) from error
     except OSError as error:
@@ -178,21 +203,31 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     return found
 
 
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory, or a link to one; False where that cannot be told (a circle of links)."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """A whole small file or object (an index, a manifest); None when it is not there."""
+    """A whole small file or object (an index, a manifest); None when it is not there.
+
+    Raises:
+        NotFound: a link of this name is there and leads nowhere. FormatError: it has more than `MAX_SMALL_BYTES`.
+        SourceUnavailable: it is not a regular file. Others as `open_source`.
+    """
     if is_remote(uri):
         from penstock.storage import objects
 
         return objects.read_small(uri, settings=settings, storage_options=storage_options)
+    path = local_path(uri)
     try:
-        with open(local_path(uri), "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > MAX_SMALL_BYTES:
-                raise FormatError(f"{nbytes} bytes are too many for an index or a manifest", uri=uri)
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
+        return read_bounded(path, MAX_SMALL_BYTES)
+    except NotFound as error:
+        if os.path.lexists(path):
+            raise NotFound("a link that leads to no file", uri=uri) from error
         return None
-    except PermissionError as error:
+    except PermissionDenied as error:
         raise PermissionDenied("file cannot be read", uri=uri, hint=_READABLE) from error
-    except OSError as error:
-        raise SourceUnavailable(f"file cannot be read: {error.strerror}", uri=uri) from error

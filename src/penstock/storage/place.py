@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied
-from penstock.storage import REMOTE_SCHEMES, is_remote, list_uris, local_path, read_small
+from penstock.storage import REMOTE_SCHEMES, is_remote, list_uris, local_path, read_small, text_of
 from penstock.storage.safetensors import parse_index
 
 SIDECAR = "penstock.manifest"
@@ -56,11 +56,10 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         NotFound: no such place, or no safetensors file in it.
         FormatError: the index is malformed, or names files outside its directory.
     """
-    if not isinstance(uri, str | os.PathLike):
-        if len(uri) != 1:
-            return _of_list([_text(one) for one in uri])
-        uri = uri[0]
-    place = _text(uri)
+    uris = texts_of(uri)
+    if len(uris) != 1:
+        return _of_list(uris)
+    place = uris[0]
     prefix = _prefix_of(place)
     if prefix is not None and place.endswith(INDEX_SUFFIX):
         raw = read_small(place, settings=settings, storage_options=storage_options)
@@ -114,8 +113,10 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
             raise
         return _of_files(place, [place], _beside(place))
     index = _choose_index(prefix, found)
-    raw = None if index is None else read_small(index, settings=settings, storage_options=options)
-    if index is not None and raw is not None:
+    if index is not None:
+        raw = read_small(index, settings=settings, storage_options=options)
+        if raw is None:
+            raise NotFound("the index was removed while the directory was read", uri=display(index))
         return _of_index(place, index, raw, prefix)
     return _of_files(place, _weights(found, place, prefix), f"{prefix}{SIDECAR}")
 
@@ -169,8 +170,14 @@ def display(uri: str) -> str:
     return clean(uri)
 
 
-def _text(uri: Uri) -> str:
-    text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+def texts_of(uri: Uris) -> list[str]:
+    """Return the text of every path or URI given, `file://` taken away. ConfigError: see `text_of`."""
+    several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
+    return [_text(one) for one in several]
+
+
+def _text(uri: object) -> str:
+    text = text_of(uri)
     return text if is_remote(text) else local_path(text)
 
 

@@ -221,6 +221,9 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
         return f"shape {clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
         return f"shape {clip(list(shape))} of {dtype} does not fill whole bytes"
+    # Readers hold two F4 as one element, along the last dim; of [16, 1] none of them makes a tensor.
+    if dtype is DType.F4 and shape[-1] % 2:
+        return f"shape {clip(list(shape))} of {dtype}: its last dim is not divisible by 2"
     return None
 
 

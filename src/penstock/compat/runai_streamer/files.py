@@ -26,7 +26,7 @@ from penstock.compat.runai_streamer.objects import (
 )
 from penstock.config import Settings, runai_settings
 from penstock.errors import ConfigError
-from penstock.storage import Source, open_source
+from penstock.storage import Source, open_source, text_of
 
 _THREADS = 16
 """Reading threads where RUNAI_STREAMER_CONCURRENCY does not say. Source: `storage.objects.FETCH_THREADS`."""
@@ -105,6 +105,9 @@ class FileStreamer:
             raise ValueError("Streamer not initialized")
         if self._running or self._left:
             raise ValueError("cannot start a new stream before the one before it was read to its end or closed")
+        with raising_value_errors():
+            for request in file_stream_requests:
+                text_of(request.path)
         stores = {r.path.partition("://")[0] if is_object(r.path) else "" for r in file_stream_requests}
         if len(stores) > 1:
             raise ValueError("Cannot stream files from multiple source types in parallel")

@@ -20,7 +20,7 @@ from penstock.config import Settings, runai_settings
 from penstock.loader.load import TensorStream
 from penstock.loader.session import Options, Session, resolve_device
 from penstock.loader.tensor import torch_dtype
-from penstock.storage import open_source
+from penstock.storage import open_source, text_of
 from penstock.storage.safetensors import Header, read_header
 
 
@@ -146,6 +146,7 @@ class SafetensorsStreamer:
         self._close()
         wanted = None if tensor_names is None else frozenset(tensor_names)
         with raising_value_errors():
+            paths = [text_of(path) for path in paths]
             options = storage_options(paths[0], s3_credentials) if paths else None
             asked = runai_settings()
             self._settings = Settings.read(
