@@ -124,7 +124,7 @@ class UnknownMember(SourceError):
 
 
 class SourceChanged(SourceError):
-    """The file or object is not the one first seen (ETag, inode, size, mtime or ctime differ), or is being written to."""
+    """The file or object is not the one first seen (ETag, inode, size or times differ), or is being written to."""
 
 
 class SourceTruncated(SourceError):
