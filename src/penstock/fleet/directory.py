@@ -104,6 +104,7 @@ class Directory:
         self._look_share = look_share
         self._lock = threading.Lock()
         self._readings: dict[str, Look] = {}
+        self._has_own_seed, self._seed = seed is not None, seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
 
     # Members.
@@ -143,7 +144,7 @@ class Directory:
         if known is None:
             self.counts["hellos"] += 1
             self.store.write(name, _encode(Known(hello, now, now)), ttl_s=self.ttl_s, expected=ABSENT)
-        signer = self._grants()
+        signer = self._grants(anew=True)
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
@@ -293,14 +294,21 @@ class Directory:
         if self._timer() - self._marked >= self.beat_s or (look and self.store.read("hub/life") is None):
             self.begin()
 
-    def _grants(self) -> GrantSigner:
-        """The signer, of a seed that all directories on the store share."""
-        if self._signer is None:
-            self.store.write("hub/seed", os.urandom(32), expected=ABSENT)
+    def _grants(self, *, anew: bool = False) -> GrantSigner:
+        """Return the signer, of a seed that all directories on the store share.
+
+        Args:
+            anew: compare with the store, which may have lost its memory and been given another replica's seed since.
+        """
+        if self._signer is None or (anew and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
+                self.store.write("hub/seed", self._seed, expected=ABSENT)
+                entry = self.store.read("hub/seed")
+            if entry is None:
                 raise HubUnavailable("the store does not keep what is written")
-            self._signer = GrantSigner(entry.value)
+            if self._signer is None or entry.value != self._seed:
+                self._seed, self._signer = entry.value, GrantSigner(entry.value)
         return self._signer
 
     def _known(self, member: str) -> tuple[Entry, Known]:

@@ -217,6 +217,20 @@ def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
     assert new.parents(again, [("b", holding())]) == {"b": ("a",)}
 
 
+def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
+    bench = HubBench()
+    first, second = bench.hub(), bench.hub(fresh=False)
+
+    def key(hub: Directory, member: str) -> bytes:
+        return hub.hello(Hello(member=member, host=f"host-{member}", doors=(f"unix:///{member}",))).grant_key
+
+    assert key(first, "a") == key(second, "b")
+    assert isinstance(bench.store, MemoryStore)
+    bench.store._folders.clear()  # as Redis is empty that was killed and started again
+    third = bench.hub(fresh=False)
+    assert key(third, "c") == key(first, "a") == key(second, "b")
+
+
 def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
     hub.begin()
     bench.join(hub, "a")
