@@ -119,15 +119,13 @@ def run(told: dict[str, Any]) -> int:
 
 
 def hub(told: dict[str, Any]) -> int:
-    """Run a hub whose clock is set by lines of input: seconds that it is ahead of the machine's."""
+    """Run a hub whose time of day is set by lines of input: seconds that it is ahead of the machine's."""
     from penstock.fleet.directory import Directory
     from penstock.fleet.serve import run_hub
     from penstock.fleet.store import MemoryStore, Store
 
-    ahead_s = [float(told["ahead_s"])]
-
-    def clock() -> float:
-        return time.time() + ahead_s[0]
+    ahead_s, time_of_day = [float(told["ahead_s"])], time.time
+    vars(time)["time"] = lambda: time_of_day() + ahead_s[0]
 
     def listen() -> None:
         for line in sys.stdin:
@@ -135,12 +133,12 @@ def hub(told: dict[str, Any]) -> int:
             say("clock", ahead_s=ahead_s[0])
 
     set_constants(told["constants"])
-    store: Store = MemoryStore(clock=clock)
+    store: Store = MemoryStore()
     if told["redis"]:
         from penstock.fleet.store_redis import RedisStore
 
         store = RedisStore(told["redis"])
-    directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"], clock=clock)
+    directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"])
     threading.Thread(target=listen, daemon=True).start()
     mark()
     run_hub(directory, told["listen"], ready=lambda url: say("ready", url=url))
