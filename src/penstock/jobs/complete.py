@@ -1,6 +1,7 @@
 """Words completed with what lies beside the sources, so that every worker is told the same.
 
-In: an operation's words, its sources, opened. Out: words that say all: an adapter's configuration, heads, a delta.
+In: an operation's words, its sources, opened. Out: words that say all: an adapter's configuration, heads, a delta, how
+sources are quantised.
 Not here: words of a command line (`cli.convert`), operations made of words (`words`).
 """
 
@@ -15,16 +16,17 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.errors import FormatError, PlanError
 from penstock.jobs.delta import FILE, decoded, delta_of, encoded
-from penstock.jobs.words import Word
+from penstock.jobs.words import COMPUTES_WITH_ALL, Word
 from penstock.storage import read_small
 from penstock.storage.manifest import WeightSet, build
+from penstock.transform.stored import declared, find
 from penstock.types import Manifest
 
 Options = Mapping[str, str] | None
 
 
 def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Settings, options: Options) -> list[Word]:
-    """The words, the first of them completed: it is the one that has all sources.
+    """The words, the first of them completed: it is the one that has all sources; and each `dequantise`.
 
     Raises:
         PlanError: a file that it needs is not beside the source, or a delta is of another base.
@@ -51,7 +53,36 @@ def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Set
             raise PlanError(f"{op} takes two sources, not {len(sources)}")
         base = _digested(sources[0])
         first["delta"] = _made(base, sources[1]) if op == "delta" else _read(base, sources[1], settings, options)
-    return [first, *words[1:]]
+    if op in COMPUTES_WITH_ALL and "dequantise" not in first:
+        quantised = [_quantised(one, settings, options) for one in sources]
+        if any(one is not None for one in quantised):
+            first["dequantise"] = quantised
+    return [
+        {**word, "quantization": _quantization(sources[0], settings, options)}
+        if word.get("op") == "dequantise" and "quantization" not in word and sources
+        else word
+        for word in (first, *words[1:])
+    ]
+
+
+def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the words of `dequantise` for a source; None: nothing of it is quantised."""
+    table = source.manifest.tensors
+    config = _quantization(source, settings, options)
+    found = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
+    return {"quantization": config} if config is not None or found.any else None
+
+
+def _quantization(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a source; None: it has none."""
+    raw = _beside(source.uri, "config.json", settings, options)
+    said = None if raw is None else declared(_json(raw, source.uri))
+    if said is not None:
+        return dict(said)
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # AutoGPTQ's and ModelOpt's own
+        if _beside(source.uri, name, settings, options) is not None:
+            return {"quant_method": f"of {name}"}
+    return None
 
 
 def _beside(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operation import all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
-from penstock.transform.geometry import FORMATS, Format, alignment, fault, format_of, outputs
+from penstock.transform.geometry import Format, alignment, fault, format_of, outputs
 from penstock.transform.select import KEEP, Selection, quantization_config, select
+from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
 from penstock.types import Box, DType, TensorTable
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _CACHED = 1 << 18
 """Elements made at a time on the CPU. Reason: 1 MiB in FP32, a core's L2 cache."""
+_SHOWN_CHARACTERS = 400
+"""Of a configuration in a message."""
 _CONFIG_DTYPES = {
     DType.F64: "float64",
     DType.F32: "float32",
@@ -67,19 +70,35 @@ class Store:
         return [self._recipe(spec) if spec.name in taken else as_it_is(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
+        tensors = [_told(spec) for spec in specs]
+        dtypes = {spec.name: spec.dtype for spec in specs}
+        found = find(tensors)
+        stored = [layout.codes for layout in found.stored.values() if is_in(self._form, layout, dtypes)]
+        other = [one.codes for one in found.stored.values() if not is_in(self._form, one, dtypes)] + [
+            *found.unread,
+            *sorted(found.plain),
+        ]
+        if other:
+            more = f", as {len(other) - 1} more tensors" if len(other) > 1 else ""
+            raise PlanError(
+                f"{self.name}: the source stores it quantised in another format{more}",
+                tensor=other[0],
+                hint="put `dequantise` before, to store all in one format",
+            )
         only, keep = self._only or ("*.weight",), self._keep or KEEP
-        tensors = ((spec.name, spec.dtype, spec.shape) for spec in specs)
-        self._selection = select(self._form, tensors, only=only, keep=keep)
+        self._selection = select(self._form, tensors, only=only, keep=keep, stored=stored)
         return frozenset(self._selection.names)
 
     def _cast(self, specs: Sequence[Spec]) -> frozenset[str]:
         def named(spec: Spec, patterns: Sequence[str]) -> bool:
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
+        found = find(map(_told, specs))
         return frozenset(
             spec.name
             for spec in specs
-            if named(spec, self._only or ("*",))
+            if spec.name not in found.companions  # scales have the dtype that their readers ask for
+            and named(spec, self._only or ("*",))
             and not named(spec, self._keep)
             and spec.dtype is not self._form.values
             and fault(self._form, spec.dtype, spec.shape) is None
@@ -167,16 +186,21 @@ def _with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """Tensors out of whatever block format they are in; the others as they are.
+    """Tensors out of the codes and scales that they are stored as; the others as they are.
+
+    Every tensor that has to do with quantisation is either read or refused, and what is of activations is left out, so
+    that nothing quantised is left once the configuration says nothing of it.
 
     Args:
         to: the dtype they get.
+        quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `to` is not a dtype to dequantise to.
     """
 
     to: str = "BF16"
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.to not in {"F32", "F16", "BF16", "F64"}:
@@ -188,45 +212,44 @@ class Dequantise:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`."""
+        """See `Operation.recipes`. PlanError also where something quantised cannot be read."""
         specs = {spec.name: spec for spec in specs_of(one(sources, self.name))}
-        found = self._stored(specs)
-        parts = {spec.name for _, stored in found.values() for spec in stored}
-        recipes = [as_it_is(0, spec) for spec in specs.values() if spec.name not in parts]
-        for base, (form, stored) in found.items():
-            codes = stored[0]
-            shape = (*codes.shape[:-1], codes.shape[-1] * 2) if form.values is DType.F4 else codes.shape
-            out = Spec(name=base, dtype=DType(self.to), shape=shape)
-            others = tuple(all_of(0, spec) for spec in stored[1:])
-            align = alignment(form, shape)[0] if len(shape) == 2 else 1
-            recipe = Recipe(
-                outputs=(Output(spec=out),), inputs=(whole(0, codes), *others), num_rows=shape[0], align=align
-            )
-            recipes.append(recipe)
-        place = {name: i for i, name in enumerate(specs)}
-        return sorted(recipes, key=lambda recipe: place[recipe.inputs[0].spec.name])
+        found = find(map(_told, specs.values()), self.quantization)
+        self._check_readable(found)
+        recipes = []
+        by_codes = {one.codes: one for one in found.stored.values()}
+        for spec in specs.values():
+            if spec.name in found.plain:
+                as_values = as_it_is(0, spec)
+                values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))
+                recipes.append(replace(as_values, outputs=(values,), copies=False))
+            elif layout := by_codes.get(spec.name):
+                out = Spec(name=layout.name, dtype=DType(self.to), shape=layout.shape)
+                others = tuple(all_of(0, specs[name]) for name in layout.parts[1:])
+                rows = layout.shape[0] if layout.shape else 1
+                given = whole(0, spec) if layout.shape else all_of(0, spec)
+                recipes.append(
+                    Recipe(
+                        outputs=(Output(spec=out, per=1 if layout.shape else 0),),
+                        inputs=(given, *others),
+                        num_rows=rows,
+                        align=1 if layout.shape else 0,
+                    )
+                )
+            elif spec.name not in found.companions:
+                recipes.append(as_it_is(0, spec))
+        return recipes
 
-    def _stored(self, specs: Mapping[str, Spec]) -> dict[str, tuple[Format, list[Spec]]]:
-        """What of these is a tensor in a block format, by the tensor's name: the first format whose parts fit."""
-        found: dict[str, tuple[Format, list[Spec]]] = {}
-        for form in FORMATS.values():
-            if form.scaling == "none":
-                continue
-            for spec in specs.values():
-                base = spec.name.removesuffix(form.values_suffix) if form.values_suffix else spec.name
-                if base in found or not spec.name.endswith(form.values_suffix) or not spec.shape:
-                    continue
-                shape = (*spec.shape[:-1], spec.shape[-1] * 2) if form.values is DType.F4 else spec.shape
-                if fault(form, DType.BF16, shape) is not None:
-                    continue
-                wanted = outputs(form, base, DType.BF16, shape, Box.full(shape))
-                stored = [specs.get(out.name) for out in wanted]
-                if all(
-                    have is not None and (have.dtype, have.shape) == (out.dtype, out.shape)
-                    for have, out in zip(stored, wanted, strict=True)
-                ):
-                    found[base] = form, [have for have in stored if have is not None]
-        return found
+    def _check_readable(self, found: Quantised) -> None:
+        """Raise PlanError for a configuration or tensors that are of no known layout."""
+        said = self.quantization
+        hint = f"the configuration says {_shortened(said)}" if said else "no quantization_config says how it is stored"
+        if said and (why := unreadable(said)):
+            raise PlanError(f"{self.name}: the quantization_config cannot be read: {why}", hint=hint)
+        if found.unread:
+            name, why = next(iter(found.unread.items()))
+            more = f" ({len(found.unread) - 1} more tensors likewise)" if len(found.unread) > 1 else ""
+            raise PlanError(f"{self.name}: a quantised tensor cannot be read: {why}{more}", tensor=name, hint=hint)
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -234,33 +257,51 @@ class Dequantise:
         """See `Operation.run`."""
         import torch
 
-        from penstock.transform.quantize import dequantise
+        from penstock.transform.quantize import read_codes
 
         present = [tensor for tensor in inputs if tensor is not None]
-        if len(present) == 1:
+        if recipe.copies:
             return present
-        form = self._form_of(recipe)
+        if len(present) == 1:
+            return [read_codes(present[0], torch.ones((), device=present[0].device), (1, 1), DType(self.to))]
         codes, scales, *rest = present
-        align = max(recipe.align, 1)
-        scales, step = scales[start // align : -(-stop // align)], _rows(codes, align)
-        if codes.device.type != "cpu" or len(codes) <= step:
-            return [dequantise(form, [codes, scales, *rest], DType(self.to))]
-        made = [
-            dequantise(
-                form, [codes[at : at + step], scales[at // align : -(-(at + step) // align)], *rest], DType(self.to)
-            )
-            for at in range(0, len(codes), step)
-        ]
-        return [torch.cat(made)]
+        (layout,) = find((_told(given.spec) for given in recipe.inputs), self.quantization).stored.values()
+        if scales.numel() > 1:
+            scales = scales.view(layout.shape_of_scales())
+        is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
-    def _form_of(self, recipe: Recipe) -> Format:
-        specs = {given.spec.name: given.spec for given in recipe.inputs}
-        for form, stored in self._stored(specs).values():
-            if len(stored) == len(specs):
-                return form
-        raise PlanError("not the tensors of a format", tensor=recipe.outputs[0].spec.name)
+        def read(first: int, last: int) -> torch.Tensor:
+            return read_codes(
+                codes[first:last] if layout.shape else codes,
+                scales[start + first : start + last] if is_stack else scales,
+                layout.block,
+                DType(self.to),
+                whole=rest[0] if rest else None,
+                packed=layout.packed,
+                first_row=0 if is_stack else start + first,
+            )
+
+        step = _rows(codes, 1)
+        if codes.device.type != "cpu" or not layout.shape or len(codes) <= step:
+            return [read(0, stop - start)]
+        return [torch.cat([read(at, min(at + step, stop - start)) for at in range(0, stop - start, step)])]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        left = {key: value for key, value in config.items() if key != "quantization_config"}
-        return _with_dtype(left, DType(self.to))
+        """See `Operation.config`. PlanError: it declares another quantisation than the plan was made for."""
+        if (said := declared(config)) != self.quantization:
+            message = f"{self.name}: config.json has another quantization_config than the tensors were read by"
+            raise PlanError(message, hint=f"it says {_shortened(said)}; planned for {_shortened(self.quantization)}")
+        return _with_dtype(without_declared(config), DType(self.to))
+
+
+def _told(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:
+    return spec.name, spec.dtype, spec.shape
+
+
+def _shortened(quantization: Mapping[str, Any] | None) -> str:
+    """A `quantization_config` in a message, without its lists of modules."""
+    if quantization is None:
+        return "nothing"
+    left = {key: value for key, value in quantization.items() if key not in ("ignore", "modules_to_not_convert")}
+    text = str(left)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

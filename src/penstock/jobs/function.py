@@ -63,7 +63,7 @@ def code_of(operation: Operation) -> str:
     Those are where it is, and where it is from; what else such a module imports is not looked at.
     """
     if isinstance(operation, Chain):
-        return code_of(operation.first) + code_of(operation.second)
+        return "".join(map(code_of, operation.operations))
     modules = [type(operation).__module__]
     if isinstance(operation, Function):
         modules = [operation.words.partition(":")[0], getattr(operation.call, "__module__", None) or ""]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operation import FLOATS, Unchanged, all_of, as_it_is, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.transform.stored import find
 from penstock.types import TensorTable
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class _Merge(Unchanged):
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
         self.check(len(sources))
+        for i, table in enumerate(sources):
+            if codes := find(zip(table.names, table.dtypes, table.shapes, strict=True)).any:
+                message = f"{self.name}: source {i} is quantised: its codes mean nothing without their scales"
+                raise PlanError(message, tensor=codes, hint="`dequantise` it first")
         found = []
         for specs in same_everywhere(sources, self.name):
             merged = all(spec.dtype in FLOATS for spec in specs)

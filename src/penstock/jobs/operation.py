@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -170,28 +170,39 @@ class Rename(Copy):
 
 
 class Chain:
-    """One operation on what another gives, in one reading and one writing.
+    """One operation on what others give, in one reading and one writing.
 
-    What the second makes of several recipes of the first, or otherwise than row by row, is one recipe that is not cut.
+    What the last makes of several recipes that are not cut alike, or otherwise than row by row, is one recipe that is
+    not cut.
+
+    Args:
+        first: what is done before: to all sources by one operation, or to each source by one of its own.
+        second: what is done with what they give.
     """
 
-    def __init__(self, first: Operation, second: Operation) -> None:
-        self.first, self.second = first, second
-        self._parts: dict[str, tuple[list[Recipe], list[Recipe]]] = {}
+    def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
+        self._each = tuple(first) if isinstance(first, Sequence) else ()
+        self._first = self._each[0] if isinstance(first, Sequence) else first
+        self._second = second
+        self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
 
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        return f"{self.first.name}, {self.second.name}"
+        before = f"[{'; '.join(one.name for one in self._each)}]" if self._each else self._first.name
+        return f"{before}, {self._second.name}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
-        firsts = list(self.first.recipes(sources))
-        if any(out.spec.group for recipe in firsts for out in recipe.outputs):
-            raise PlanError(f"{self.first.name} gives several weight sets: nothing can follow it")
-        between = lay_out([out.spec for recipe in firsts for out in recipe.outputs], shard_bytes=1 << 62).table
-        seconds = list(self.second.recipes([between]))
-        maker = {out.spec.name: i for i, recipe in enumerate(firsts) for out in recipe.outputs}
+        firsts = list(self._firsts(sources))
+        tables = []
+        for source in range(len(self._each) or 1):
+            outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
+            if any(spec.group for spec in outputs):
+                raise PlanError(f"{self._first.name} gives several weight sets: nothing can follow it")
+            tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
+        seconds = list(self._second.recipes(tables))
+        maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
@@ -200,58 +211,72 @@ class Chain:
             return i
 
         for recipe in seconds:
-            makers = [root(maker[given.spec.name]) for given in recipe.inputs]
+            makers = [root(maker[given.source, given.spec.name]) for given in recipe.inputs]
             for other in makers:
                 group[root(other)] = min(makers)
-        parts: dict[int, tuple[list[Recipe], list[Recipe]]] = {}
+        parts: dict[int, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
         for recipe in seconds:
-            at = root(maker[recipe.inputs[0].spec.name])
-            parts.setdefault(at, ([], []))[1].append(recipe)
-        for i, recipe in enumerate(firsts):
+            given = recipe.inputs[0]
+            parts.setdefault(root(maker[given.source, given.spec.name]), ([], []))[1].append(recipe)
+        for i, found in enumerate(firsts):
             if root(i) in parts:
-                parts[root(i)][0].append(recipe)
-        made = [_joined(*both) for _, both in sorted(parts.items())]
-        self._parts = {made[i].outputs[0].spec.name: parts[at] for i, at in enumerate(sorted(parts))}
+                parts[root(i)][0].append(found)
+        made = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
+        self._parts = {made[i].outputs[0].spec.path: parts[at] for i, at in enumerate(sorted(parts))}
         return made
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Return what it is made of."""
+        return (*(self._each or (self._first,)), self._second)
+
+    def _firsts(self, sources: Sequence[TensorTable]) -> Iterator[tuple[Operation, int, Recipe]]:
+        """What is done before: by which operation, to which of the tables that the second gets, by which recipe."""
+        if not self._each:
+            yield from ((self._first, 0, recipe) for recipe in self._first.recipes(sources))
+            return
+        if len(sources) != len(self._each):
+            raise PlanError(f"{self.name}: prepared for {len(self._each)} sources, not {len(sources)}")
+        for i, (operation, table) in enumerate(zip(self._each, sources, strict=True)):
+            for recipe in operation.recipes([table]):
+                yield operation, i, replace(recipe, inputs=tuple(replace(one, source=i) for one in recipe.inputs))
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
-        firsts, seconds = self._parts[recipe.outputs[0].spec.name]
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         left = iter(inputs)
-        between: dict[str, torch.Tensor] = {}
-        for part in firsts:
+        between: dict[tuple[int, str], torch.Tensor] = {}
+        for operation, source, part in firsts:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
-            found = self.first.run(part, *rows, [next(left) for _ in part.inputs])
-            between |= {out.spec.name: tensor for out, tensor in zip(part.outputs, found, strict=True)}
+            found = operation.run(part, *rows, [next(left) for _ in part.inputs])
+            between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, found, strict=True)}
         made: list[torch.Tensor] = []
-        used = Counter(given.spec.name for part in seconds for given in part.inputs)
+        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
         for part in seconds:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
-            made += self.second.run(part, *rows, [_cut(between[given.spec.name], given, used) for given in part.inputs])
+            made += self._second.run(part, *rows, [_cut(between, given, used) for given in part.inputs])
         return made
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`."""
-        return self.second.config(self.first.config(config))
+        """See `Operation.config`: that of the first source is the result's."""
+        return self._second.config(self._first.config(config))
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
     """A group of recipes and those of what they give, as one."""
     rows = firsts[0].num_rows
-    row_by_row = len(firsts) == 1 and firsts[0].align > 0
+    row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
+    row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
     for recipe in seconds:
-        row_by_row &= recipe.num_rows == rows and recipe.align > 0
         for given in recipe.inputs:
             row_by_row &= given.at == 0 and given.box == Box.full(given.spec.shape)
-    if row_by_row:
-        row_by_row = all(out.per == 1 for out in firsts[0].outputs)
     outputs = tuple(out for recipe in seconds for out in recipe.outputs)
     inputs = tuple(given for recipe in firsts for given in recipe.inputs)
     copies = len(outputs) == len(inputs) == 1 and all(recipe.copies for recipe in (*firsts, *seconds))
     if row_by_row:
-        align = math.lcm(firsts[0].align, *(recipe.align for recipe in seconds))
+        align = math.lcm(*(recipe.align for recipe in (*firsts, *seconds)))
         return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align, copies=copies)
     return Recipe(
         outputs=tuple(replace(out, per=0) for out in outputs),
@@ -262,8 +287,9 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
     )
 
 
-def _cut(tensor: torch.Tensor, given: Input, used: Counter[str]) -> torch.Tensor:
+def _cut(between: Mapping[tuple[int, str], torch.Tensor], given: Input, used: Counter[tuple[int, str]]) -> torch.Tensor:
     """A whole tensor as an input of the second operation; row by row it is the rows already."""
+    at = given.source, given.spec.name
     if given.box == Box.full(given.spec.shape):
-        return tensor if used[given.spec.name] == 1 else tensor.clone()
-    return tensor[tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()
+        return between[at] if used[at] == 1 else between[at].clone()
+    return between[at][tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()

@@ -32,8 +32,10 @@ _MADE_BY: Mapping[str, str] = {
     "function": "penstock.jobs.function:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its words."""
-_BESIDE = frozenset({"adapter_config", "delta", "heads", "tied"})
+_BESIDE = frozenset({"adapter_config", "delta", "heads", "quantization", "tied"})
 """Words that `jobs.complete` finds beside the sources."""
+COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
+"""Operations that compute with several sources, each of which is dequantised before where it is quantised."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Words of merges that are numbers, or lists of them."""
 
@@ -77,6 +79,7 @@ def maker_of(name: str) -> Callable[..., Operation]:
 
 def _make(word: dict[str, Any]) -> Operation:
     name = str(word.pop("op", None))
+    prepared = word.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
     word = {key: _frozen(value) for key, value in word.items()}
     if isinstance(word.get("weights"), int | float):
         word["weights"] = (float(word["weights"]),)
@@ -89,7 +92,10 @@ def _make(word: dict[str, Any]) -> Operation:
         inspect.signature(maker).bind(**word)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}", hint=f"it takes {usage(name)}") from error
-    return maker(**word)
+    made = maker(**word)
+    if prepared is None:
+        return made
+    return Chain([Copy() if one is None else _make({"op": "dequantise", **one}) for one in prepared], made)
 
 
 def _frozen(value: Any) -> Any:

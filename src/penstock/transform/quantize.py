@@ -234,23 +234,63 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     if form.scaling == "none":
         return _cast(parts[0], dtype)
     codes, scales = parts[0], parts[1]
-    if form.values is DType.F4:
-        table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
-        values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
-        factor = scales.float() / parts[2]
-    else:
-        values = codes.float()
-        factor = scales
-        if scales.dtype is not torch.float32:
-            exponent = scales.view(torch.uint8).int()
-            # 2^-127 is the one scale below the normal numbers of FP32.
-            bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
-            factor = torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
-    shape = tuple(values.shape)
+    packed = form.values is DType.F4
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if packed else tuple(codes.shape)
     want = outputs(form, "", DType.F32, shape, Box.full(shape))
     if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(one.shape, one.dtype) for one in want]:
         found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
         raise PlanError(f"{found} are not the tensors of {form.tag}")
-    rows, cols = (max(n, 1) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
-    factor = factor.repeat_interleave(rows, -2).repeat_interleave(cols, -1)[..., : shape[-2], : shape[-1]]
+    return read_codes(codes, scales, form.block, dtype, whole=parts[2] if form.global_suffix else None, packed=packed)
+
+
+def read_codes(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    dtype: DType,
+    *,
+    whole: torch.Tensor | None = None,
+    packed: bool = False,
+    first_row: int = 0,
+) -> torch.Tensor:
+    """Return the values that codes and scales of any layout stand for, in FP32 and then cast.
+
+    Args:
+        codes: FP8, INT8, or E2M1 two a byte.
+        scales: of the whole tensor, whichever rows the codes are; any floating dtype, or exponents (E8M0, also as U8).
+            Its last two dims count blocks; one that has a single element is for the whole tensor.
+        block: rows and columns of values that share a scale; WHOLE: all of the dim.
+        dtype: one of CASTS.
+        whole: what all scales are divided by.
+        packed: codes are E2M1, two a byte.
+        first_row: the row of the whole tensor with which the codes begin, in the last dim but one.
+    """
+    if packed:
+        table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
+        values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
+    else:
+        values = codes.float()
+    if not values.numel():
+        return _cast(values, dtype)
+    factor = _scale_values(scales)
+    if whole is not None:
+        factor = factor / whole
+    if factor.numel() == 1:
+        return _cast(values * factor.reshape(()), dtype)
+    rows, cols = block
+    if factor.shape[-2] > 1 and rows != WHOLE:
+        count = torch.arange(first_row, first_row + values.shape[-2], device=factor.device)
+        factor = factor[..., count // rows, :]
+    if cols != WHOLE and factor.shape[-1] > 1:
+        factor = factor.repeat_interleave(cols, -1)[..., : values.shape[-1]]
     return _cast(values * factor, dtype)
+
+
+def _scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as FP32; those of eight bits without mantissa are exponents."""
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return scales.float()
+    exponent = scales.view(torch.uint8).int()
+    # 2^-127 is the one scale below the normal numbers of FP32.
+    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
+    return torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)

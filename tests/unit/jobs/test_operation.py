@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, PlanError
+from penstock.jobs.merge import Linear
 from penstock.jobs.operation import Chain, Copy, Rename, specs_of, whole
 from penstock.jobs.words import operation_of
 from penstock.plan.tasks import Output, Recipe, Spec, lay_out
@@ -93,13 +94,28 @@ def test_a_chain_row_by_row_keeps_both_alignments():
     assert chain.config({"x": 1}) == {"x": 1, "doubled": 2}
 
 
-def test_a_chain_that_joins_tensors_is_whole():
-    chain = Chain(Doubled(1), Summed())
+def test_a_chain_that_joins_tensors_is_cut_where_all_of_them_are_cut_alike():
+    chain = Chain(Doubled(2), Summed())
     recipes = chain.recipes([table(a=(4, 3), b=(4, 3))])
-    assert len(recipes) == 1 and recipes[0].align == 0
+    assert [recipe.align for recipe in recipes] == [2]
     a, b = torch.rand(4, 3), torch.rand(4, 3)
-    assert torch.equal(chain.run(recipes[0], 0, 1, [a, b])[0], a * 2 + b * 2)
+    assert torch.equal(chain.run(recipes[0], 2, 4, [a[2:], b[2:]])[0], a[2:] * 2 + b[2:] * 2)
+    whole = Chain(Doubled(0), Summed())
+    recipes = whole.recipes([table(a=(4, 3), b=(4, 3))])
+    assert len(recipes) == 1 and recipes[0].align == 0
+    assert torch.equal(whole.run(recipes[0], 0, 1, [a, b])[0], a * 2 + b * 2)
     assert recipes[0].nbytes(0, 1) == (96, 48)
+
+
+def test_a_chain_prepares_each_source_by_itself():
+    chain = Chain([Doubled(2), Copy()], Linear((1.0, 1.0), normalize=False))
+    recipes = chain.recipes([table(a=(4, 3), b=(2,)), table(b=(2,), a=(4, 3))])
+    assert [(recipe.outputs[0].spec.name, recipe.align) for recipe in recipes] == [("a", 2), ("b", 2)]
+    assert [given.source for given in recipes[0].inputs] == [0, 1]
+    a, b = torch.rand(4, 3), torch.rand(4, 3)
+    assert torch.equal(chain.run(recipes[0], 2, 4, [a[2:].clone(), b[2:].clone()])[0], a[2:] * 2 + b[2:])
+    with pytest.raises(PlanError, match="prepared for 2 sources, not 1"):
+        chain.recipes([table(a=(4, 3))])
 
 
 def test_a_chain_leaves_out_what_its_end_does_not_use():

@@ -1,0 +1,310 @@
+"""Find the tensors that a checkpoint stores as codes and scales, whoever wrote them.
+
+In: names, dtypes and shapes; the `quantization_config` beside them. Out: which tensors are codes, which scales belong
+to each, in blocks of which shape; what cannot be read, with the reason.
+Not here: values (`quantize`), operations on them (`jobs`).
+
+    q_proj.weight           F8_E4M3 [256, 512]     codes   -->  BF16 [256, 512], blocks of 128 x 128
+    q_proj.weight_scale_inv BF16    [2, 4]         scales
+    q_proj.input_scale      F32     [1]            companion: of activations, dropped with the codes
+
+The shape of the scales tells the shape of the blocks; the configuration is asked where several would fit. Whatever
+looks like a part of a quantised tensor and is none of a known layout is listed as unread: nobody takes it for weights.
+
+Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer`; compressed-tensors 0.20, `compressors`;
+FBGEMM's `weight_scale` [rows, 1] as transformers 5.23 saves it (`fbgemm_fp8`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.transform.geometry import WHOLE, Format, fault, outputs
+from penstock.types import Box, DType
+
+Tensor = tuple[str, DType, tuple[int, ...]]
+"""Name, dtype and shape."""
+Block = tuple[int, int]
+"""Rows and columns; WHOLE: all of the dim."""
+
+FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+FP8 = frozenset({DType.F8_E4M3, DType.F8_E5M2})
+"""What codes are that can be read."""
+_EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
+_OTHER_FLOATS = frozenset({DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ})
+_INTEGERS = frozenset({DType.I8, DType.U8, DType.I32, DType.U32})
+"""What codes are in formats that are not read, and in compressed-tensors' INT8 and FP4."""
+
+METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
+"""`quant_method`s whose layouts are known."""
+_BLOCKS: tuple[Block, ...] = ((1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 128), (1, 32))
+"""Tried in this order where the configuration declares none. Where two fit the same scales they mean the same."""
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
+_ACTIVATIONS = re.compile(
+    r"(^|\.)((input|output|activation|act|q|k|v|kv|prob)_(global_)?scale(_inv|_ub)?|qscale_act|(input|output)_zero_point)$"
+)
+"""Names of scales that are not of weights: without quantised layers nothing asks for them."""
+_PARTS = re.compile(
+    r"(?P<base>.+?)(_scale|_scale_inv|_scale_2|_global_scale|_zero_point|_packed|_g_idx|\.scales|\.g_idx|_scales|_blocks)$"
+)
+"""Names of parts, where there is a tensor that they may be parts of."""
+_NOTHING_ELSE = re.compile(
+    r"\.weight_(scale|scale_inv|scale_2|global_scale|zero_point|packed|shape|g_idx|format)$"
+    r"|\.(qweight|qzeros|qscale_weight)$|_packed$"
+    r"|\.weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*)$"
+)
+"""Names of parts that nothing else is called: compressed-tensors, GPTQ and AWQ, Mistral, bitsandbytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor that is stored as codes and scales."""
+
+    name: str
+    """Of the tensor that they stand for."""
+    shape: tuple[int, ...]
+    """Of its values."""
+    codes: str
+    scales: str
+    block: Block
+    """Of values that share a scale, in the last two dims."""
+    whole: str = ""
+    """Name of the one number by which all scales are divided; empty: there is none."""
+    packed: bool = False
+    """Codes are E2M1, two a byte."""
+
+    def shape_of_scales(self) -> tuple[int, ...]:
+        """Return the scales' shape with a dim for each of the values'; all ones where a single scale is for all."""
+        if len(self.shape) < 2:
+            return (1,) * len(self.shape)
+        steps = (max(1, n) if step == WHOLE else step for n, step in zip(self.shape[-2:], self.block, strict=True))
+        counts = tuple(-(-n // step) for n, step in zip(self.shape[-2:], steps, strict=True))
+        return (*self.shape[:-2], *counts)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of its tensors, codes first."""
+        return (self.codes, self.scales, *([self.whole] if self.whole else []))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """What quantisation made of a checkpoint."""
+
+    stored: Mapping[str, Stored]
+    """Tensors that can be read, by the name of what they stand for."""
+    companions: frozenset[str]
+    """Tensors that mean nothing without the codes, scales among them."""
+    unread: Mapping[str, str]
+    """Tensors that are parts of a quantised one and fit no known layout, with the reason."""
+    plain: frozenset[str]
+    """Tensors in FP8 of a checkpoint that has no scales: their codes are their values."""
+
+    @property
+    def any(self) -> str:
+        """Name of some tensor that is not stored as what it is computed with; empty: there is none."""
+        codes = (one.codes for one in self.stored.values())
+        return next(iter((*codes, *self.unread, *sorted(self.plain))), "")
+
+
+def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> Quantised:
+    """Find what is quantised.
+
+    Args:
+        tensors: all of the checkpoint.
+        config: its `quantization_config`, as `declared` finds it; None: there is none, or it is not known.
+    """
+    specs = {name: (dtype, shape) for name, dtype, shape in tensors}
+    blocks = tuple(_declared_blocks(config or {}))
+    stored: dict[str, Stored] = {}
+    unread: dict[str, str] = {}
+    used: set[str] = set()
+    # Packed tensors first: their scales may be E4M3, and would be taken for codes.
+    for name in sorted(specs, key=lambda name: not name.endswith("_packed")):
+        dtype = specs[name][0]
+        if name in used or not (dtype in FP8 or _has_scales(name, dtype, specs)):
+            continue
+        layout = _packed(name, specs) if name.endswith("_packed") else _plain(name, specs, blocks, config)
+        if isinstance(layout, Stored):
+            stored[layout.name] = layout
+            used.update(layout.parts)
+        elif layout:
+            unread[name] = layout
+    is_quantised = bool(stored or unread or config)
+    companions = {part for one in stored.values() for part in one.parts[1:]}
+    for name, (dtype, _) in specs.items():
+        if name in used or name in unread:
+            continue
+        if is_quantised and _ACTIVATIONS.search(name):
+            companions.add(name)
+        elif _is_part(name, specs):
+            unread[name] = "the codes that it belongs to are not there, or in no known layout"
+            companions.add(name)
+        elif is_quantised and dtype in FP8 | _OTHER_FLOATS:
+            unread[name] = "it has no scales"
+    plain = frozenset() if is_quantised or unread else frozenset(name for name in specs if specs[name][0] in FP8)
+    return Quantised(stored=stored, companions=frozenset(companions), unread=unread, plain=plain)
+
+
+def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
+    """Whether a tensor is stored as a format stores it, which must be the one that its configuration names.
+
+    Args:
+        dtypes: of the tensors by name.
+    """
+    if fault(form, DType.BF16, layout.shape) is not None or form.scaling == "none":
+        return False
+    want = outputs(form, layout.name, DType.BF16, layout.shape, Box.full(layout.shape))
+    return [(one.name, one.dtype) for one in want] == [(name, dtypes[name]) for name in layout.parts] and (
+        want[1].shape == layout.shape_of_scales()
+    )
+
+
+def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a `config.json`; None: it has none."""
+    for place in (config, *(one for one in config.values() if isinstance(one, Mapping))):
+        for key in _CONFIG_KEYS:
+            if isinstance(place.get(key), Mapping):
+                found: Mapping[str, Any] = place[key]
+                return found
+    return None
+
+
+def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` without what `declared` finds in it."""
+    left = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+    return {
+        key: {k: v for k, v in value.items() if k not in _CONFIG_KEYS} if isinstance(value, Mapping) else value
+        for key, value in left.items()
+    }
+
+
+def unreadable(config: Mapping[str, Any]) -> str:
+    """Return why no tensor under this `quantization_config` can be read; empty: nothing speaks against it."""
+    method = config.get("quant_method")
+    if method not in METHODS:
+        return f"its quant_method {method!r} is none of {', '.join(sorted(METHODS))}"
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return f"its weights are sparse ({config['sparsity_config']['format']})"
+    if (config.get("transform_config") or {}).get("config_groups"):
+        return "its weights were rotated (transform_config)"
+    return ""
+
+
+def _has_scales(name: str, dtype: DType, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
+    return dtype in _INTEGERS | _OTHER_FLOATS and (
+        name.endswith("_packed") or f"{name}_scale" in specs or f"{name}_scale_inv" in specs
+    )
+
+
+def _is_part(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
+    """Whether a tensor belongs to codes, going by its name and those of the others."""
+    if _NOTHING_ELSE.search(name):
+        return True
+    found = _PARTS.match(name)
+    base = found["base"] if found else ""
+    others = (base, f"{base}.weight", f"{base}.qweight", f"{base}_blocks" if name.endswith("_scales") else "")
+    return bool(base) and any(one in specs for one in others)
+
+
+def _plain(
+    name: str,
+    specs: Mapping[str, tuple[DType, tuple[int, ...]]],
+    blocks: tuple[Block, ...],
+    config: Mapping[str, Any] | None,
+) -> Stored | str:
+    """The layout of codes under the tensor's own name; or why there is none, empty if nothing says that it has one."""
+    dtype, shape = specs[name]
+    module = name.removesuffix(".weight")
+    names = [f"{name}_scale_inv", f"{name}_scale", *([f"{module}.scale"] if module != name else [])]
+    scales = next((one for one in names if one in specs), None)
+    if scales is None:
+        return ""
+    kind, shape_of_scales = specs[scales]
+    if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config) and f"{name}_zero_point" not in specs):
+        return f"{dtype} codes of a format that is not known"
+    if any(f"{name}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point")):
+        return "it has scales of a format that is not known"
+    if kind is DType.U8 and (config or {}).get("scale_fmt") != "ue8m0":
+        blocks = ((1, 32),)  # MXFP8, the one format that stores exponents so without saying it
+    block = _block_of(shape, shape_of_scales, blocks)
+    if block is None:
+        told = f"; the configuration declares blocks {[list(one) for one in blocks]}" if blocks else ""
+        return f"scales {list(shape_of_scales)} do not fit {list(shape)}{told}"
+    if kind not in FLOATS | _EXPONENTS or (kind is DType.U8 and WHOLE in block):
+        return f"its scales are {kind}"
+    return Stored(name=name, shape=shape, codes=name, scales=scales, block=block)
+
+
+def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> Stored | str:
+    """The layout of two codes a byte: NVFP4 and MXFP4 of compressed-tensors; or why it is neither."""
+    base = name.removesuffix("_packed")
+    dtype, shape = specs[name]
+    scales, whole = f"{base}_scale", f"{base}_global_scale"
+    if dtype is not DType.U8 or len(shape) != 2 or scales not in specs or f"{base}_zero_point" in specs:
+        return f"{dtype} codes of a format that is not known"
+    values = (shape[0], shape[1] * 2)
+    kind, shape_of_scales = specs[scales]
+    cols, scale_dtype = (16, DType.F8_E4M3) if whole in specs else (32, DType.U8)
+    if kind is not scale_dtype or shape_of_scales != (values[0], values[1] // cols) or values[1] % cols:
+        return f"scales {kind} {list(shape_of_scales)} are not those of {cols} E2M1 values each"
+    if whole in specs and (specs[whole][0] is not DType.F32 or math.prod(specs[whole][1]) != 1):
+        return f"its global scale is {specs[whole][0]} {list(specs[whole][1])}"
+    return Stored(
+        name=base,
+        shape=values,
+        codes=name,
+        scales=scales,
+        block=(1, cols),
+        whole=whole if whole in specs else "",
+        packed=True,
+    )
+
+
+def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Block, ...]) -> Block | None:
+    """The block that makes scales of this shape; None: none does."""
+    if len(shape) < 2:
+        return (WHOLE, WHOLE) if math.prod(scales) == 1 else None
+
+    def fits(block: Block) -> bool:
+        steps = (max(1, n) if step == WHOLE else step for n, step in zip(shape[-2:], block, strict=True))
+        counts = tuple(-(-n // step) for n, step in zip(shape[-2:], steps, strict=True))
+        return scales == (*shape[:-2], *counts)
+
+    if found := next(filter(fits, blocks), None):
+        return found
+    if math.prod(scales) == 1 or scales == shape[:-2]:
+        return (WHOLE, WHOLE)
+    if scales == shape[:-1]:
+        return (1, WHOLE)
+    return next(filter(fits, _BLOCKS[:2] if blocks else _BLOCKS), None)
+
+
+def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
+    """Blocks of weights that a configuration names, besides rows and whole tensors."""
+    size = config.get("weight_block_size")
+    if isinstance(size, list | tuple) and len(size) == 2:
+        yield int(size[0]), int(size[1])
+    for weights in _weights(config):
+        if weights.get("strategy") == "block" and weights.get("block_structure"):
+            rows, cols = weights["block_structure"]
+            yield int(rows), int(cols)
+        elif weights.get("strategy") in {"group", "tensor_group"} and weights.get("group_size"):
+            yield 1, int(weights["group_size"])
+
+
+def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What compressed-tensors' groups say of weights."""
+    groups = config.get("config_groups")
+    found = groups.values() if isinstance(groups, Mapping) else ()
+    return [one["weights"] for one in found if isinstance(one, Mapping) and isinstance(one.get("weights"), Mapping)]
+
+
+def _declares_int8(config: Mapping[str, Any] | None) -> bool:
+    kinds = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in _weights(config or {})}
+    return kinds == {("int", 8, True)}
