@@ -35,7 +35,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check bench size fuzz chaos test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test check bench size fuzz chaos soak test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -97,6 +97,9 @@ bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--h
 
 chaos: $(READY)  ## rounds of faults over real processes (ARGS='--rounds 1000 --seed 7 --minutes 60 --only fetch,sync')
 	@$(PY) -m tests.chaos $(ARGS)
+
+soak: $(READY)  ## long-lived processes while others are born and killed: is memory flat? (ARGS='--minutes 30 --seed 1')
+	@$(PY) -m tests.chaos.soak $(ARGS)
 
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
 	@$(PY) scripts/size.py

@@ -15,6 +15,7 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,6 +42,19 @@ class Mapping(mmap.mmap):
     fd: int
     inode: int
     address: int
+    nbytes: int
+    let_go: Callable[[], object]
+
+    def close(self) -> None:
+        """Unmap it and close its descriptors. BufferError: there are views of it. Idempotent."""
+        known = _shared.pop(self.address, None)  # before the address is another mapping's
+        try:
+            super().close()
+        except BufferError:
+            if known is not None:
+                _shared[self.address] = known
+            raise
+        self.let_go()
 
     def seal(self) -> None:
         """Nobody else writes to it from now on: processes of the host may map it. Idempotent."""
@@ -74,14 +88,14 @@ def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = Mapping(fd, max(nbytes, mmap.PAGESIZE))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        mapped.fd, mapped.inode = fd, os.fstat(fd).st_ino
+        mapped.fd, mapped.inode, mapped.nbytes = fd, os.fstat(fd).st_ino, len(mapped)
         if sealed:
             mapped.seal()
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-    weakref.finalize(mapped, os.close, fd)
+    mapped.let_go = weakref.finalize(mapped, os.close, fd)
     _shared[mapped.address] = mapped
     return mapped
 
@@ -89,7 +103,7 @@ def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
 def shared_at(address: int, nbytes: int) -> Mapping | None:
     """The mapping of ours that these bytes lie in, if they do."""
     for mapped in list(_shared.values()):
-        if mapped.address <= address and address + nbytes <= mapped.address + len(mapped):
+        if mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
             return mapped
     return None
 

@@ -130,9 +130,11 @@ class Page:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of the page without a word to readers."""
+        """Let go of the page without a word to readers. Its descriptors are closed now, not when it is collected."""
         self.is_mine = False
         self._closer()
+        self._words.release()
+        self._mapped.close()
 
 
 class PeerPage:

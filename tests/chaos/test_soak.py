@@ -1,0 +1,11 @@
+"""The soak's short form: what members leave behind in those that stay, seen at rest after twenty seconds."""
+
+from __future__ import annotations
+
+from tests.chaos.soak import run
+
+
+def test_births_and_deaths_leave_nothing_in_those_that_stay() -> None:
+    outcome = run(20.0, seed=1)
+    assert outcome.holds, "\n".join(outcome.lines())
+    assert min(outcome.counts.get(what, 0) for what in ("fetches", "attachments", "updates", "client's turns")) > 0
