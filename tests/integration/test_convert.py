@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError, SourceChanged
+from penstock.errors import (
+    BudgetTooSmall,
+    ConfigError,
+    DestinationError,
+    PeerLost,
+    PlanError,
+    SourceChanged,
+    SourceTruncated,
+)
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.crew import LocalCrew, num_early
 from penstock.jobs.journal import Journal
@@ -272,6 +280,21 @@ def test_a_source_that_changes_meanwhile_ends_it(source, tmp_path):
         run(copy, tmp_path / "out", workers=1, on_progress=touch)
     assert not caught.value.mutated
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_cut_short_meanwhile_leaves_nothing_behind(tmp_path):
+    copy = tmp_path / "source"
+    write_llama(copy, total_bytes=24_000_000)
+    path = next(copy.glob("*.safetensors"))
+
+    def cut(done: int, total: int) -> None:
+        if done == 3:
+            os.truncate(path, path.stat().st_size // 4)
+
+    with pytest.raises((SourceTruncated, SourceChanged)) as caught:
+        run(copy, tmp_path / "out", workers=1, on_progress=cut)
+    assert not caught.value.mutated
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_what_is_there_is_not_overwritten(source, tmp_path):

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
-from penstock.errors import ConfigError, IntegrityError, SourceChanged
+from penstock.errors import ConfigError, IntegrityError, SourceChanged, SourceTruncated
 from penstock.jobs.asked import Asked, ask, within
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
@@ -309,7 +309,7 @@ def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
     """Leave nothing behind that no later call can go on with: nothing was done, or the sources must be others first."""
-    if kind is not None and (not journal.done or issubclass(kind, SourceChanged | IntegrityError)):
+    if kind is not None and (not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError)):
         out.remove()
         journal.remove()
 
