@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, IntegrityError, SourceChanged, SourceTruncated
-from penstock.jobs.asked import Asked, ask, within
+from penstock.jobs.asked import Asked, ask
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
 from penstock.jobs.held import came
@@ -117,8 +117,8 @@ def convert(
         crew = crew or _crew(ray, devices, workers, stack)
         shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
         with stages.stage("plan"):
-            asked = ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack)
-            asked = within(asked, memory_bytes)
+            asked = ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes)
+            asked.job.check_budget(asked.words.memory_bytes, "one task")
         run = partial(_run, stack, stages, crew, devices, workers, rates, on_progress)
         made = _make(asked, destination, spool, run, stages, stack)
         end = stack.pop_all()

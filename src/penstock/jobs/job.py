@@ -6,6 +6,7 @@ Not here: running it (`worker`, `run`), what was done of it (`journal`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.jobs.function import code_of
-from penstock.jobs.operation import UNKNOWN, Operation
+from penstock.jobs.operation import UNKNOWN, Operation, Streamed
 from penstock.jobs.words import Word
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
@@ -66,6 +67,8 @@ class Job:
     """[num_tasks, num_sources] what each task reads of each source, out to the ends of leaves."""
     memory_bytes: I64
     """Of each task: what it reads, and what it gives."""
+    least_bytes: I64
+    """The same where it is made in the smallest parts that its operation can make it in."""
 
     def written(self, task: int) -> Iterator[Written]:
         """What a task writes, output after output."""
@@ -78,18 +81,51 @@ class Job:
         """Digests that a task reports."""
         return sum(one.num_pieces(self.leaf_bytes) for one in self.written(task))
 
+    def part_elements(self, task: int, memory_bytes: int) -> int:
+        """Elements of the parts that a task is made in, to hold at most `memory_bytes`; 0: it is made at once.
+
+        Order: after `check_budget`: the smallest part fits.
+        """
+        if int(self.memory_bytes[task]) <= memory_bytes:
+            return 0
+        unit, fixed = _part_unit(self.operation, self.recipes, self.tasks, task), self.part_bytes(task, 0)
+        return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
+
+    def part_bytes(self, task: int, num_part: int) -> int:
+        """Host memory of a task that is made in parts of so many elements."""
+        ((index, _, _),) = self.tasks.entries(task)
+        return _part_bytes(self.recipes[index], self.held_to, num_part)
+
     def check_budget(self, memory_bytes: int, what: str) -> None:
         """BudgetTooSmall where the largest task needs more than `memory_bytes`."""
         if not len(self.tasks):
             return
-        largest = int(self.memory_bytes.argmax())
-        need = int(self.memory_bytes[largest])
+        largest = int(self.least_bytes.argmax())
+        need = int(self.least_bytes[largest])
         if need > memory_bytes:
             recipe = self.recipes[next(self.tasks.entries(largest))[0]]
             raise BudgetTooSmall(
                 f"{what}: memory_bytes={memory_bytes}, but {recipe.outputs[0].spec.name!r} takes {need} bytes at once",
                 minimum_bytes=need,
             )
+
+
+def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, task: int) -> int:
+    """See `Streamed.part_unit`; 0 also where a task is more than one recipe."""
+    if not isinstance(operation, Streamed) or tasks.first[task + 1] - tasks.first[task] != 1:
+        return 0
+    recipe = recipes[int(tasks.recipe[tasks.first[task]])]
+    return 0 if recipe.align else operation.part_unit(recipe)
+
+
+def _part_bytes(recipe: Recipe, held_to: Sequence[int], num_part: int) -> int:
+    """What a part of so many elements holds: of each input, out to the ends of leaves, of the outputs, and what a chain
+    keeps of one part for the next."""
+    num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
+    given = sum(num_part * one.spec.dtype.bits // 8 + 2 * held_to[one.source] for one in recipe.inputs)
+    _, made = recipe.nbytes(0, recipe.num_rows)
+    kept = num_part * recipe.inputs[0].spec.dtype.bits // 8
+    return given + kept + -(-made * num_part // num_elements) + LEAF_BYTES * len(recipe.outputs)
 
 
 def plan_job(
@@ -140,6 +176,13 @@ def plan_job(
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
     tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
     read = read_bytes(recipes, tasks, held_to)
+    memory_bytes = read.sum(axis=1) + tasks.out_bytes
+    least_bytes = memory_bytes.copy()
+    if isinstance(operation, Streamed):
+        for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
+            if unit := _part_unit(operation, recipes, tasks, task):
+                recipe = recipes[int(tasks.recipe[tasks.first[task]])]
+                least_bytes[task] = min(memory_bytes[task], _part_bytes(recipe, held_to, unit))
     return Job(
         operation=operation,
         recipes=recipes,
@@ -150,5 +193,6 @@ def plan_job(
         row_of=row_of,
         held_to=held_to,
         read_bytes=read,
-        memory_bytes=read.sum(axis=1) + tasks.out_bytes,
+        memory_bytes=memory_bytes,
+        least_bytes=least_bytes,
     )

@@ -8,7 +8,8 @@ Not here: which tasks (`worker`), what is computed (`operation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,11 +64,19 @@ class Lane(Protocol):
         """Call `run`, digest what it gives, bring it to host memory; all there once the pending is done."""
         ...
 
+    def entered(self) -> AbstractContextManager[None]:
+        """What runs within computes here, and is complete when its results are copied to the host."""
+        ...
+
 
 class HostLane:
     """Computes where the bytes are."""
 
     copies = False
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See `Lane.entered`."""
+        return nullcontext()
 
     def __init__(self, memory_bytes: int) -> None:
         self.device, self.buffers = torch.device("cpu"), Buffers(memory_bytes)
@@ -123,6 +132,12 @@ class CudaLane:
                 here.copy_(there, non_blocking=True)
                 there.record_stream(self._down)
             return Made(raw, digests.numpy().view(np.uint64), buffer), _Passed(self._down)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See `Lane.entered`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
+            yield
 
 
 class _Passed:

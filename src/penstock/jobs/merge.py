@@ -9,12 +9,22 @@ Tensors are walked in blocks that stay in the cache: nothing as large as a tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operation import FLOATS, Unchanged, all_of, as_it_is, specs_of, whole
+from penstock.jobs.operation import (
+    FLOATS,
+    ReadPart,
+    Unchanged,
+    all_of,
+    as_it_is,
+    report_progress,
+    specs_of,
+    whole,
+)
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.transform.stored import find
 from penstock.types import TensorTable
@@ -99,12 +109,64 @@ class _Merge(Unchanged):
         raise NotImplementedError
 
 
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of each, flat, so many at a time."""
-    step = _BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK
+def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same elements of each, flat, `step` at a time; 0: as many as suit the device."""
+    step = step or (_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK)
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
         yield tuple(one[at : at + step] for one in flat)
+        report_progress()
+
+
+def _check_finite(operation: str, numbers: Sequence[float]) -> None:
+    """ConfigError where one of them is infinite or no number: every value of the result would be."""
+    if wrong := [number for number in numbers if not math.isfinite(number)]:
+        raise ConfigError(f"{operation}: {wrong[0]} is not a finite number", hint="look at weights and scale")
+
+
+Blocks = Callable[[], "Iterator[tuple[torch.Tensor, ...]]"]
+"""All elements of each tensor, `_BLOCK` of them at a time in flat order; called for each pass over them."""
+
+
+class _WholeMerge(_Merge):
+    """What merges share that need all of a tensor before they can make any of it: passes over it, then the result.
+
+    Passes are over blocks of a fixed size: sums have the same bits whether a tensor is in memory or read in parts.
+    """
+
+    rows = False
+
+    def measure(self, blocks: Blocks, num_elements: int) -> Any:
+        """What is to be known of whole tensors, for `apply`."""
+        raise NotImplementedError
+
+    def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The merged values of the same elements of all tensors, in the place of the first one's."""
+        raise NotImplementedError
+
+    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_Merge.merge`."""
+        return self.apply(self.measure(partial(_blocks, *tensors, step=_BLOCK), tensors[0].numel()), tensors)
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """See `Streamed.part_unit`."""
+        return _BLOCK if len(recipe.inputs) > 1 else 0
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Streamed.run_parts`."""
+        num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
+
+        def parts() -> Iterator[list[torch.Tensor]]:
+            for at in range(0, num_elements, num_part):
+                yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
+
+        def blocks() -> Iterator[tuple[torch.Tensor, ...]]:
+            for part in parts():
+                yield from _blocks(*part, step=_BLOCK)
+
+        measured = self.measure(blocks, num_elements)
+        for part in parts():
+            yield [self.apply(measured, part)]
 
 
 def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -134,6 +196,9 @@ class Linear(_Merge):
     weights: tuple[float, ...] = ()
     normalize: bool = True
 
+    def __post_init__(self) -> None:
+        _check_finite("linear", self.weights)
+
     @property
     def name(self) -> str:
         """See `Operation.name`."""
@@ -155,7 +220,7 @@ class Linear(_Merge):
 
 
 @dataclass(frozen=True, slots=True)
-class Slerp(_Merge):
+class Slerp(_WholeMerge):
     """On the arc between two tensors, each taken as one vector; on the line where they are nearly parallel.
 
     Source: Shoemake, "Animating rotation with quaternion curves", 1985. As mergekit's `slerp`, but for lengths and
@@ -166,7 +231,10 @@ class Slerp(_Merge):
     """
 
     t: float
-    rows = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.t <= 1:  # nor NaN
+            raise ConfigError(f"slerp: t={self.t} is not in [0, 1]", hint="0 is the first source, 1 the second")
 
     @property
     def name(self) -> str:
@@ -178,24 +246,28 @@ class Slerp(_Merge):
         if num_sources != 2:
             raise PlanError(f"slerp takes two sources, not {num_sources}", hint="linear and ties take more")
 
-    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `_Merge.merge`."""
+    def measure(self, blocks: Blocks, num_elements: int) -> list[float]:
+        """See `_WholeMerge.measure`: the weight of each tensor."""
         import torch
 
-        sums = torch.zeros(3, dtype=torch.float64, device=tensors[0].device)
-        for a, b in _blocks(*tensors):
+        sums = torch.zeros(3, dtype=torch.float64)
+        for a, b in blocks():
             x, y = a.double(), b.double()
-            sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)])
+            sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)]).to(sums.device)
         aa, bb, ab = sums.tolist()
         length = math.sqrt(aa) * math.sqrt(bb)
         if not length or not abs(ab / length) <= COLINEAR:
-            return _sum(tensors, [1 - self.t, self.t])
+            return [1 - self.t, self.t]
         angle = math.acos(ab / length)
-        return _sum(tensors, [math.sin(share * angle) / math.sin(angle) for share in (1 - self.t, self.t)])
+        return [math.sin(share * angle) / math.sin(angle) for share in (1 - self.t, self.t)]
+
+    def apply(self, measured: list[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_WholeMerge.apply`."""
+        return _sum(tensors, measured)
 
 
 @dataclass(frozen=True, slots=True)
-class Ties(_Merge):
+class Ties(_WholeMerge):
     """What fine-tuned models changed of their base, trimmed, signs voted on, those that agree averaged.
 
     The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. As mergekit's `ties`, but for:
@@ -211,11 +283,11 @@ class Ties(_Merge):
     density: float
     weights: tuple[float, ...] = ()
     scale: float = 1.0
-    rows = False
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise ConfigError(f"ties: a density of {self.density} is not in (0, 1]")
+        _check_finite("ties", (*self.weights, self.scale))
 
     @property
     def name(self) -> str:
@@ -227,12 +299,31 @@ class Ties(_Merge):
         if num_sources < 2 or (self.weights and len(self.weights) != num_sources - 1):
             raise PlanError(f"ties: {len(self.weights)} weights for a base and {num_sources - 1} models")
 
-    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `_Merge.merge`."""
+    def measure(self, blocks: Blocks, num_elements: int) -> list[int]:
+        """See `_WholeMerge.measure`: for each model the bits of the least magnitude that is kept.
+
+        Two passes: counts of the magnitudes' upper bits, then of the lower ones within the bucket that has the least.
+        """
+        kept = max(1, int(self.density * num_elements))
+        if kept >= num_elements:
+            return []
+        high = _counted(blocks, None)
+        buckets, left = list[int](), list[int]()
+        for counts in high:
+            above = counts.flip(0).cumsum(0)
+            top = int((above >= kept).int().argmax())
+            buckets.append(len(counts) - 1 - top)
+            left.append(kept - (int(above[top - 1]) if top else 0))
+        low = _counted(blocks, buckets)
+        ranks = [int((counts.flip(0).cumsum(0) >= rest).int().argmax()) for counts, rest in zip(low, left, strict=True)]
+        return [bucket << _LOW_BITS | (1 << _LOW_BITS) - 1 - rank for bucket, rank in zip(buckets, ranks, strict=True)]
+
+    def apply(self, measured: list[int], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_WholeMerge.apply`."""
         import torch
 
         weights = self.weights or (1.0,) * (len(tensors) - 1)
-        edges = [self._edge(tensors[0], tensor) for tensor in tensors[1:]]
+        edges = measured or [0] * len(weights)
         for base, *models in _blocks(*tensors):
             start = base.float()
             moves = [
@@ -249,31 +340,23 @@ class Ties(_Merge):
             base.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
         return tensors[0]
 
-    def _edge(self, base: torch.Tensor, model: torch.Tensor) -> int:
-        """The bits of the least magnitude that is kept."""
-        kept = max(1, int(self.density * base.numel()))
-        if kept >= base.numel():
-            return 0
-        high = _counted(base, model, None)
-        above = high.flip(0).cumsum(0)
-        top = int((above >= kept).int().argmax())
-        bucket = len(high) - 1 - top
-        left = kept - (int(above[top - 1]) if top else 0)
-        low = _counted(base, model, bucket)
-        return bucket << _LOW_BITS | len(low) - 1 - int((low.flip(0).cumsum(0) >= left).int().argmax())
 
-
-def _counted(base: torch.Tensor, model: torch.Tensor, bucket: int | None) -> torch.Tensor:
-    """How many changes have each value of a magnitude's upper bits; or of its lower ones, in one bucket of those."""
+def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor]:
+    """For each model how many changes have each value of a magnitude's upper bits; or, given a bucket of those for each
+    model, of its lower bits within that bucket."""
     import torch
 
-    counts = torch.zeros(1 << (_LOW_BITS if bucket is not None else 31 - _LOW_BITS), dtype=torch.int64)
-    for one, other in _blocks(base, model):
-        bits = _magnitude(other.float() - one.float())
-        upper = bits >> _LOW_BITS
-        found = upper if bucket is None else bits[upper == bucket] & ((1 << _LOW_BITS) - 1)
-        counts += torch.bincount(found, minlength=len(counts)).cpu()
-    return counts
+    found: list[torch.Tensor] = []
+    size = 1 << (_LOW_BITS if buckets is not None else 31 - _LOW_BITS)
+    for base, *models in blocks():
+        found = found or [torch.zeros(size, dtype=torch.int64) for _ in models]
+        start = base.float()
+        for i, model in enumerate(models):
+            bits = _magnitude(model.float() - start)
+            upper = bits >> _LOW_BITS
+            some = upper if buckets is None else bits[upper == buckets[i]] & ((1 << _LOW_BITS) - 1)
+            found[i] += torch.bincount(some, minlength=size).cpu()
+    return found
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     moved_bytes: int
     """Read and written so far."""
+    num_reports: int = 0
+    """Times that the operation said that it gets on."""
     fetched_bytes: int = 0
     """Read from the sources; through a cache whole chunks, headers too."""
     asked_bytes: int = 0

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from penstock.errors import ConfigError, PlanError
 from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
@@ -63,6 +64,49 @@ class Operation(Protocol):
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The checkpoint's `config.json` as it is to be afterwards."""
         ...
+
+
+ReadPart = Callable[[int, int, int], "torch.Tensor"]
+"""`(input, start, stop)` -> elements [start, stop) of an input of a recipe, flat. Valid until the same input is read
+again; whoever asked may write into it."""
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """An operation that can also make a tensor which it needs whole from parts that it reads, perhaps more than once.
+
+    A worker asks for parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
+    """
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """Elements that a part's size is a multiple of, but for the last part; 0: the recipe is made at once only."""
+        ...
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """Make the recipe's outputs in parts.
+
+        Args:
+            recipe: one of `recipes` that has a `part_unit`.
+            num_part: elements of a part.
+            read: reads a part of an input. Raises what reading raises.
+
+        Returns:
+            For each part one tensor for each output: the bytes of it that come next.
+        """
+        ...
+
+
+report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
+"""Whom a worker has told to listen while an operation runs."""
+
+
+def report_progress() -> None:
+    """Say that the running operation gets on. Cheap; a task that says so is not taken for hung, however long it takes.
+
+    Order: from the thread that `run` was called on; elsewhere it does nothing.
+    """
+    if (report := report_to.get()) is not None:
+        report()
 
 
 def specs_of(table: TensorTable) -> list[Spec]:
@@ -259,9 +303,56 @@ class Chain:
             made += self._second.run(part, *rows, [_cut(between, given, used) for given in part.inputs])
         return made
 
+    def part_unit(self, recipe: Recipe) -> int:
+        """See `Streamed.part_unit`. The second must take rows by themselves; a part is at least as many as it takes."""
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
+        operation, _, first = firsts[0]
+        if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, Streamed):
+            return 0
+        unit, spec = operation.part_unit(first), first.outputs[0].spec
+        for part in seconds:
+            by_rows = part.align > 0 and spec.shape[:1] == (part.num_rows,)
+            if not by_rows or any(given.at != 0 or given.box != Box.full(given.spec.shape) for given in part.inputs):
+                return 0
+        return unit and -(-_row_unit(spec, seconds) // unit) * unit
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Streamed.run_parts`."""
+        import torch
+
+        (((operation, source, first),), seconds) = self._parts[recipe.outputs[0].spec.path]
+        assert isinstance(operation, Streamed)
+        spec, num_done = first.outputs[0].spec, 0
+        unit = _row_unit(spec, seconds)
+        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
+
+        def made_of(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+            rows = flat.reshape(-1, *spec.shape[1:])
+            between, made = {(source, spec.name): rows}, list[torch.Tensor]()
+            for part in seconds:
+                inputs = [_cut(between, given, used) for given in part.inputs]
+                made += self._second.run(part, start, start + len(rows), inputs)
+            return made
+
+        rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
+        for (part,) in operation.run_parts(first, num_part, read):
+            flat = torch.cat([rest, part]) if len(rest) else part
+            whole = len(flat) // unit * unit
+            rest = flat[whole:].clone()  # what it lies in is overwritten by the next part
+            if whole:
+                yield made_of(flat[:whole], num_done // row)
+                num_done += whole
+        if len(rest):
+            yield made_of(rest, num_done // row)
+
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`: that of the first source is the result's."""
         return self._second.config(self._first.config(config))
+
+
+def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
+    """Elements of the fewest rows that recipes of a tensor take."""
+    return max(1, math.prod(spec.shape[1:])) * math.lcm(*(part.align for part in seconds))
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:

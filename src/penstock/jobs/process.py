@@ -239,6 +239,7 @@ def _beat(worker: Worker) -> Beat:
     fetched_bytes, asked_bytes = worker.came()
     return Beat(
         moved_bytes=worker.ticket.moved_bytes,
+        num_reports=worker.num_reports,
         fetched_bytes=fetched_bytes,
         asked_bytes=asked_bytes,
         busy_s=worker.trace.busy_s(),

@@ -75,10 +75,13 @@ class _Place:
     """When it last got on."""
     at: int = -1
     """The task that the operation last began to run on."""
+    num_reports: int = 0
+    """Times that the operation said that it gets on, as its last beat said."""
 
     def note(self, beat: Beat) -> None:
         """Take over what it says of itself."""
         self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
+        self.num_reports = beat.num_reports
         self.stats.came(beat.fetched_bytes, beat.asked_bytes)
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
         self.trace.spans += beat.spans
@@ -236,7 +239,8 @@ class Coordinator(Closing):
         elif isinstance(message, Began):
             self._begins(place, message.task)
         elif isinstance(message, Beat):
-            if message.moved_bytes != place.stats.moved_bytes or not self._given(name):
+            moves = message.moved_bytes != place.stats.moved_bytes or message.num_reports != place.num_reports
+            if moves or not self._given(name):
                 place.spoke = now
             place.note(message)
         elif isinstance(message, Ready):
@@ -334,7 +338,9 @@ class Coordinator(Closing):
             raise OperationFailed(
                 f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
                 tensor=recipe.outputs[0].spec.name,
-                hint="raise PENSTOCK_STALL_S if it takes so long" if "progress" in why else None,
+                hint="if it takes so long: have it call operation.report_progress, or raise PENSTOCK_STALL_S"
+                if "progress" in why
+                else None,
             )
 
     def close(self) -> None:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
 
 from penstock.closing import Closing
+from penstock.digest.leaf import leaf_digests
 from penstock.engine.check import TensorChecker
 from penstock.engine.executors import Executor, Pending, Step, Work
 from penstock.engine.ticket import Ticket
@@ -23,11 +27,11 @@ from penstock.engine.trace import Trace
 from penstock.errors import IntegrityError, OperationFailed, PenstockError
 from penstock.jobs.buffers import ALIGN_BYTES, cut, packed
 from penstock.jobs.held import came
-from penstock.jobs.job import Job
-from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_view
-from penstock.jobs.operation import UNKNOWN
+from penstock.jobs.job import Job, Written
+from penstock.jobs.lane import CudaLane, HostLane, Lane, Made, as_bytes, as_view
+from penstock.jobs.operation import UNKNOWN, Streamed, report_to
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
-from penstock.plan.tasks import Output
+from penstock.plan.tasks import Output, Recipe
 from penstock.storage import is_remote
 from penstock.storage.cache import CachedSource
 from penstock.storage.manifest import WeightSet
@@ -63,6 +67,7 @@ class Worker(Closing):
 
     Attributes:
         ticket: fails with the first error; `moved_bytes` is what was read and written.
+        num_reports: times that the operation said that it gets on.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Worker(Closing):
         trace: Trace,
     ) -> None:
         job.check_budget(memory_bytes, "one task")
+        self._memory_bytes, self.num_reports = memory_bytes, 0
         self.job, self.out, self._sources = job, out, sources
         self.began, self.ended = on_began, on_done
         self.lane: Lane = HostLane(memory_bytes) if device.type == "cpu" else CudaLane(memory_bytes, device)
@@ -107,9 +113,10 @@ class Worker(Closing):
         """Begin a task once there is memory for it. One thread calls it. Raises what stopped the worker."""
         if self.is_revoked(task):
             return
-        self.buffers.reserve(int(self.job.memory_bytes[task]), lambda: self.ticket.stopped)
+        run = _TaskRun(self, task, self.job.part_elements(task, self._memory_bytes))
+        self.buffers.reserve(run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
-        _TaskRun(self, task).begin()
+        run.begin()
 
     def expect(self, task: int) -> None:
         """It will be posted, whatever was said of it before."""
@@ -122,6 +129,10 @@ class Worker(Closing):
     def is_revoked(self, task: int) -> bool:
         """Whether nobody waits for it any more."""
         return task in self._revoked
+
+    def report(self) -> None:
+        """The operation gets on."""
+        self.num_reports += 1
 
     def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
         """Note bytes read or written; `is_fetched`: from a source, past any cache, which counts for itself."""
@@ -165,11 +176,16 @@ class Worker(Closing):
 
 
 class _TaskRun:
-    """One task on its way through the executors."""
+    """One task on its way through the executors.
 
-    def __init__(self, worker: Worker, task: int) -> None:
-        self.worker, self.task = worker, task
+    Args:
+        num_part: elements of the parts that it is made in, by one step; 0: it is read, made and written whole.
+    """
+
+    def __init__(self, worker: Worker, task: int, num_part: int) -> None:
+        self.worker, self.task, self.num_part = worker, task, num_part
         job = worker.job
+        self.memory_bytes = job.part_bytes(task, num_part) if num_part else int(job.memory_bytes[task])
         self.entries = [(job.recipes[index], start, stop) for index, start, stop in job.tasks.entries(task)]
         self.written = list(job.written(task))
         self.name = self.entries[0][0].outputs[0].spec.name
@@ -183,6 +199,9 @@ class _TaskRun:
 
     def begin(self) -> None:
         """Post the reads of all inputs, out to the ends of leaves, into one buffer; what is wanted is aligned."""
+        if self.num_part:
+            self.worker.compute.post(_InParts(self))
+            return
         given = [(one, start, stop) for recipe, start, stop in self.entries for one in recipe.inputs]
         held_to = self.worker.job.held_to
         ranges = [one.leaf_range(start, stop, held_to[one.source]) for one, start, stop in given]
@@ -262,6 +281,20 @@ class _TaskRun:
             raise OperationFailed(f"it gave a tensor on {tensor.device}", tensor=spec.name)
         return tensor
 
+    @contextmanager
+    def operating(self) -> Iterator[None]:
+        """The operation runs: what it reports is heard, what it raises is named. OperationFailed."""
+        token = report_to.set(self.worker.report)
+        try:
+            yield
+        except (PenstockError, torch.cuda.OutOfMemoryError):
+            raise
+        except BaseException as error:  # a user's code, which may well call sys.exit
+            message = f"{self.worker.job.operation.name} raised {type(error).__name__}: {error}"
+            raise OperationFailed(message, tensor=self.name) from error
+        finally:
+            report_to.reset(token)
+
     def free_inputs(self) -> None:
         """Nobody looks at the host's copy any more."""
         if self.buffer is not None:
@@ -275,7 +308,7 @@ class _TaskRun:
         if self.made is not None and self.made.buffer is not None:
             self.worker.buffers.put(self.made.buffer)
         self.made = None
-        self.worker.buffers.unreserve(int(self.worker.job.memory_bytes[self.task]))
+        self.worker.buffers.unreserve(self.memory_bytes)
 
 
 class _TaskStep(Work):
@@ -337,18 +370,103 @@ class _Compute(_TaskStep):
         return pending
 
     def _run(self) -> Sequence[torch.Tensor]:
-        try:
+        with self.run.operating():
             return self.run.run()
-        except (PenstockError, torch.cuda.OutOfMemoryError):
-            raise
-        except BaseException as error:  # a user's code, which may well call sys.exit
-            operation = self.run.worker.job.operation.name
-            message = f"{operation} raised {type(error).__name__}: {error}"
-            raise OperationFailed(message, tensor=self.run.name) from error
 
     def finish(self) -> None:
         self.run.placed = []
         self.run.pass_on(self.run.worker.send, _Send(self.run))
+
+
+class _InParts(_TaskStep):
+    """All of a task whose tensors do not fit in memory: its inputs are read in parts, once for each pass that the
+    operation makes over them, and its outputs are written as they come.
+
+    It reads by itself, nothing ahead: what is this large is bound by the operation.
+    """
+
+    what = "make"
+
+    def start(self) -> None:
+        run, worker = self.run, self.run.worker
+        worker.began(run.task)
+        ((recipe, _, _),) = run.entries
+        operation = worker.job.operation
+        assert isinstance(operation, Streamed)
+        written = [_Written(worker, where) for where in run.written]
+        scratch: dict[int, torch.Tensor] = {}
+        with worker.lane.entered(), run.operating():
+            parts = operation.run_parts(recipe, run.num_part, partial(self._read, recipe, scratch))
+            for outputs in parts:
+                for one, tensor in zip(written, outputs, strict=True):
+                    one.add(as_bytes(tensor.cpu()))
+                    self.nbytes += tensor.nbytes
+                if worker.is_revoked(run.task):
+                    return
+        self._digests = np.concatenate([one.end(run.name) for one in written])
+
+    def _read(
+        self, recipe: Recipe, scratch: dict[int, torch.Tensor], index: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """See `ReadPart`."""
+        worker, given = self.run.worker, recipe.inputs[index]
+        worker.ticket.check()
+        width, leaf_bytes = given.spec.dtype.bits // 8, worker.job.held_to[given.source] or 1
+        first, last = start * width, stop * width
+        low, high = first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, given.spec.nbytes)
+        if index not in scratch or len(scratch[index]) < high - low:
+            scratch[index] = torch.empty(high - low, dtype=torch.uint8)
+        raw = scratch[index][: high - low]
+        step = max(worker.read_bytes // leaf_bytes, 1) * leaf_bytes
+        for at in range(0, high - low, step):
+            worker.read(given.source, given.spec.name, low + at, as_view(raw[at : at + step]))
+        part = raw[first - low : last - low]
+        part = part if (first - low) % width == 0 else part.clone()
+        return as_tensor(part, given.spec.dtype, (stop - start,)).to(worker.lane.device)
+
+    def finish(self) -> None:
+        run = self.run
+        revoked = run.worker.is_revoked(run.task)
+        run.end()
+        if not revoked:
+            run.worker.ended(run.task, self._digests)
+
+
+class _Written:
+    """One output of a task that is made in parts: bytes are written as they come, and digested piece by piece."""
+
+    def __init__(self, worker: Worker, where: Written) -> None:
+        table = worker.job.files.table
+        self._worker, self._file = worker, int(table.file_index[where.row])
+        self._offset, self._stop = int(table.offset[where.row]) + where.start, where.stop - where.start
+        self._pieces = where.pieces(worker.job.leaf_bytes)
+        self._digests = np.empty(len(self._pieces), np.uint64)
+        self._done = self._num_digested = 0
+        self._rest = bytearray()
+        """What came of the piece that is not whole yet."""
+
+    def add(self, raw: torch.Tensor) -> None:
+        """The bytes that come next."""
+        view = as_view(raw)
+        self._worker.out.write(self._file, self._offset + self._done, view)
+        self._worker.moved(view.nbytes)
+        self._done += view.nbytes
+        self._rest += view
+        at = 0
+        for start, stop in self._pieces[self._num_digested :]:
+            if len(self._rest) - at < stop - start:
+                break
+            number = self._num_digested
+            leaf_digests(memoryview(self._rest)[at:][: stop - start], stop - start, self._digests[number : number + 1])
+            self._num_digested += 1
+            at += stop - start
+        del self._rest[:at]
+
+    def end(self, tensor: str) -> U64:
+        """The digests. OperationFailed where other bytes came than the output has."""
+        if self._done != self._stop:
+            raise OperationFailed(f"its parts are {self._done} bytes, not {self._stop}", tensor=tensor)
+        return self._digests
 
 
 class _Send(_TaskStep):

@@ -23,6 +23,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.jobs import convert as convert_module
 from penstock.jobs.convert import convert
+from penstock.jobs.operation import report_progress
 from penstock.jobs.process import work
 from penstock.jobs.zygote import end_with_parent
 from penstock.types import GIB
@@ -123,6 +124,17 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 slowly.rows = True  # type: ignore[attr-defined]
+
+
+def reports(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that takes six seconds a tensor, and says that it gets on."""
+    for _ in range(60):
+        time.sleep(0.1)
+        report_progress()
+    return tensor
+
+
+reports.names = "norm"  # type: ignore[attr-defined]
 
 
 def says(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from penstock.jobs.operation import Operation
+from penstock.jobs.operation import Operation, Streamed
 from penstock.loader.tensor import dtype_of, torch_dtype
 from penstock.plan.tasks import Recipe, Spec, lay_out
 from penstock.types import TensorTable
@@ -43,14 +43,32 @@ def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> di
 
 
 def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
-    """`made` of whole recipes, held against cuts at random, bit for bit."""
+    """`made` of whole recipes, held against cuts at random and against what is made in parts, bit for bit."""
     whole = made(operation, *sources)
+    if isinstance(operation, Streamed):
+        _check_parts(operation, sources, whole)
     for seed in seeds:
         cut = made(operation, *sources, seed=seed)
         assert cut.keys() == whole.keys()
         for name, tensor in whole.items():
             assert torch.equal(_bytes(tensor), _bytes(cut[name])), (name, seed)
     return whole
+
+
+def _check_parts(operation: Operation, sources: Sequence[Tensors], whole: Tensors) -> None:
+    """Recipes that can be made in parts, made so."""
+    assert isinstance(operation, Streamed)
+    for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
+
+        def read(index: int, start: int, stop: int, recipe: Recipe = recipe) -> torch.Tensor:
+            given = recipe.inputs[index]
+            return sources[given.source][given.spec.name].reshape(-1)[start:stop].clone()
+
+        unit = operation.part_unit(recipe)
+        for num_part in (unit, 3 * unit) if unit else ():
+            parts = [[_bytes(tensor) for tensor in part] for part in operation.run_parts(recipe, num_part, read)]
+            for out, *pieces in zip(recipe.outputs, *parts, strict=True):
+                assert torch.equal(torch.cat(pieces), _bytes(whole[out.spec.path])), (out.spec.name, num_part)
 
 
 def _cuts(recipe: Recipe, seed: int | None) -> list[tuple[int, int]]:

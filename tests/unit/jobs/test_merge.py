@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.lora import LoraMerge
 from penstock.jobs.merge import Linear, Slerp, Ties
+from penstock.jobs.operation import Streamed
+from penstock.jobs.words import operation_of
 from penstock.testing.operations import check_rows, made, table_of
 
 SHAPES = {
@@ -177,6 +179,15 @@ def test_numbers_that_mean_nothing_are_refused():
         Ties(0.0)
     with pytest.raises(PlanError, match="sum is zero"):
         Linear((1.0, -1.0)).recipes([table_of(one) for one in sources(2)])
+
+
+def test_what_is_stored_after_a_merge_is_the_same_in_parts():
+    tensors = [{"model.layers.0.mlp.up_proj.weight": torch.randn(700, 500), "b": torch.randn(7)} for _ in range(3)]
+    for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
+        chained = operation_of([{"op": "ties", "density": 0.4}, words])
+        recipe = chained.recipes([table_of(one) for one in tensors])[0]
+        assert isinstance(chained, Streamed) and chained.part_unit(recipe) == 1 << 18
+        check_rows(chained, *tensors, seeds=range(1))
 
 
 # -- adapters

@@ -1,0 +1,116 @@
+"""Tensors larger than a worker's memory, and operations that take longer than a worker may be silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.truth import by_safetensors
+
+import penstock
+from penstock.cli.manifest import manifest
+from penstock.errors import BudgetTooSmall, ConfigError
+from penstock.jobs.convert import convert
+from penstock.types import MIB
+
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
+ROWS, COLUMNS = 1024, 1536  # 6 MiB of FP32
+SMALL = "8M"
+LARGE = "256M"
+MERGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "slerp": (2, {"operations": [{"op": "slerp", "t": 0.3}]}),
+    "slerp, then stored": (2, {"operations": [{"op": "slerp", "t": 0.3}], "to": "fp8-block128"}),
+    "ties": (3, {"operations": [{"op": "ties", "density": 0.3, "weights": [0.7, 0.5]}]}),
+    "ties, then cast": (3, {"operations": [{"op": "ties", "density": 0.3}], "to": "cast:BF16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models of one tensor that is large and some that are not; two have a manifest."""
+    chance, found = torch.Generator().manual_seed(7), list[Path]()
+    base = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(ROWS, COLUMNS, generator=chance),
+        "model.norm.weight": torch.randn(COLUMNS, generator=chance),
+        "steps": torch.arange(5),
+    }
+    for i in range(3):
+        directory = tmp_path_factory.mktemp(f"model{i}")
+        tensors = {
+            name: t + torch.randn(t.shape, generator=chance) if t.is_floating_point() else t for name, t in base.items()
+        }
+        if i == 1:
+            tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+        if i < 2:
+            manifest(str(directory))
+        found.append(directory)
+    return found
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_a_tensor_larger_than_memory_is_merged_to_the_same_bits(case: str, models: list[Path], tmp_path: Path) -> None:
+    count, words = MERGES[case]
+    told = {"devices": "cpu", "workers": 1} | words
+    whole = convert(models[:count], tmp_path / "whole", memory_bytes=LARGE, **told)
+    parts = convert(models[:count], tmp_path / "parts", memory_bytes=SMALL, **told)
+    assert whole.peak_bytes > 8 * MIB >= parts.peak_bytes
+    assert parts.revision == whole.revision
+    assert penstock.verify(tmp_path / "parts").verified
+
+
+def test_tasks_are_as_small_as_memory_wants_them(models: list[Path], tmp_path: Path) -> None:
+    report = convert(
+        models[:2],
+        tmp_path / "out",
+        operations=[{"op": "linear"}],
+        devices="cpu",
+        workers=1,
+        memory_bytes="4M",
+    )
+    assert report.peak_bytes <= 4 * MIB and report.num_tasks > 4
+    found, (first, second) = by_safetensors(tmp_path / "out"), map(by_safetensors, models[:2])
+    for name, tensor in found.items():
+        wanted = (first[name].float() + second[name].float()) / 2 if name != "steps" else first[name]
+        assert torch.allclose(tensor, wanted, atol=1e-5)
+
+
+def test_memory_in_which_nothing_fits_is_said_with_what_would_do(models: list[Path], tmp_path: Path) -> None:
+    told: dict[str, Any] = {"operations": [{"op": "slerp", "t": 0.5}], "devices": "cpu", "workers": 1}
+    with pytest.raises(BudgetTooSmall) as caught:
+        convert(models[:2], tmp_path / "out", memory_bytes="1M", **told)
+    convert(models[:2], tmp_path / "out", memory_bytes=caught.value.minimum_bytes, **told)
+
+
+def test_an_operation_that_says_that_it_gets_on_may_take_its_time(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "2")
+    words = [{"op": "function", "function": "penstock.testing.jobs:reports"}]
+    report = convert(models[0], tmp_path / "out", operations=words, devices="cpu", workers=1)
+    assert [one.end for one in report.workers] == ["finished"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"op": "slerp", "t": 7},
+        {"op": "slerp", "t": -0.1},
+        {"op": "slerp", "t": float("nan")},
+        {"op": "linear", "weights": [float("nan"), 1]},
+        {"op": "linear", "weights": [float("inf"), 1]},
+        {"op": "linear", "weights": [1e999, 1], "normalize": False},
+        {"op": "ties", "density": 0.5, "weights": [float("nan")]},
+        {"op": "ties", "density": 0.5, "scale": float("inf")},
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=word["op"]):
+        convert(models[:2], tmp_path / "out", operations=[word], devices="cpu", workers=1)
+    assert not list(tmp_path.iterdir())
