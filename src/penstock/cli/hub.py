@@ -37,6 +37,9 @@ def hub(
         Path | None, given("--client-ca", "FILE", "Callers show a certificate that it signed.")
     ] = None,
     audit: Annotated[bool, typer.Option("--audit", help="A line on stderr for each grant and refusal.")] = False,
+    audit_file: Annotated[
+        Path | None, given("--audit-file", "FILE", "The same lines to a file, begun anew at 64 MiB; 4 are kept.")
+    ] = None,
 ) -> None:
     """Serve the directory of a fleet: who holds what, who reads what; never weight bytes."""
     from penstock.errors import MissingExtra
@@ -50,7 +53,7 @@ def hub(
     except ImportError as error:
         raise MissingExtra(f"the hub needs {error.name}", hint="pip install 'penstock[hub]'") from error
 
-    _log(audit)
+    _log(audit, audit_file)
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
@@ -98,12 +101,20 @@ def _redis(option: str | None, password_file: Path | None) -> tuple[str, str | N
     return url, password
 
 
-def _log(audit: bool) -> None:
-    """Warnings and, if asked for, the audit's lines on stderr."""
+def _log(audit: bool, audit_file: Path | None) -> None:
+    """Write warnings to stderr, and the audit's lines where they are asked for.
+
+    Raises:
+        ConfigError: the audit's file cannot be written.
+    """
+    from penstock.fleet.audit import audit_to
+
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    for name, level in (("penstock.hub", logging.WARNING), ("penstock.audit", logging.INFO)):
-        if name == "penstock.hub" or audit:
-            logger = logging.getLogger(name)
-            logger.addHandler(handler)
-            logger.setLevel(level)
+    hub = logging.getLogger("penstock.hub")
+    hub.addHandler(handler)
+    hub.setLevel(logging.WARNING)
+    audited = logging.getLogger("penstock.audit")
+    for path in ([None] if audit else []) + ([audit_file] if audit_file is not None else []):
+        audited.addHandler(audit_to(path))
+        audited.setLevel(logging.INFO)

@@ -1,6 +1,6 @@
 """Who may ask the hub, and about which models.
 
-In: a token file, or certificates. Out: an `Auth`; of a request, the `Caller`.
+In: a token file, which may change, or certificates. Out: an `Auth`; of a request, the `Caller`.
 Not here: grants between members (`grants`), the sockets (`hub`).
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,11 +20,13 @@ from penstock.errors import ConfigError, FormatError, SourceError
 from penstock.storage import text_of
 from penstock.storage.local import read_bounded
 
+_log = logging.getLogger("penstock.hub")
 LIFE_HEADER = "Penstock-Life"
 """Where a caller shows the secret of the member that it speaks for."""
 MAX_TOKENS_BYTES = 1 << 20
 """Longest token file that is read: some thousand tokens with their patterns."""
 
+TOKEN_CALLER = "token:"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -40,9 +44,12 @@ class Caller:
 
     Attributes:
         models: patterns of model names it may ask about; None: all.
+        name: what it authenticated with, which says nothing secret: `token:` and the beginning of a digest,
+            `certificate:` and the names in it; `anybody`, where the hub asks for neither.
     """
 
     models: tuple[str, ...] | None = None
+    name: str = "anybody"
 
     def may_ask(self, models: Iterable[str]) -> bool:
         """Whether every one of these models is among its own."""
@@ -56,12 +63,12 @@ class Auth:
     """How callers show who they are; the default asks nothing, and then the hub listens on this host only.
 
     Attributes:
-        tokens: bearer token -> its caller.
+        token_file: the bearer tokens that are taken; None: none are asked for.
         certificate, private_key: PEM files the hub shows; with them it speaks TLS.
         client_ca: PEM file; callers must show a certificate that it signed.
     """
 
-    tokens: tuple[tuple[bytes, Caller], ...] = ()
+    token_file: TokenFile | None = None
     certificate: Path | None = None
     private_key: Path | None = None
     client_ca: Path | None = None
@@ -78,8 +85,8 @@ class Auth:
         """From files.
 
         Args:
-            token_file: a token a line, at least 16 characters, then the patterns of the models it is for (none: all);
-                `#` begins a remark.
+            token_file: read again whenever it changes. A token a line, at least 16 characters, then the patterns of the
+                models it is for (none: all); `#` begins a remark.
             certificate: see the class. private_key: see the class. client_ca: see the class.
 
         Raises:
@@ -89,17 +96,22 @@ class Auth:
             raise ConfigError("callers' certificates need the hub's own", hint="give --cert and --key")
         if (certificate is None) != (private_key is None):
             raise ConfigError("a certificate and its key come together", hint="give both --cert and --key")
-        tokens = () if token_file is None else read_tokens(token_file)
-        return cls(tokens=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
+        tokens = None if token_file is None else TokenFile(token_file)
+        return cls(token_file=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
 
     @property
     def guards(self) -> bool:
         """Whether a stranger is kept out."""
-        return bool(self.tokens) or self.client_ca is not None
+        return self.token_file is not None or self.client_ca is not None
+
+    @property
+    def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
+        """Bearer tokens that are good now, with their callers."""
+        return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str) -> Caller | None:
         """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token."""
-        if not self.tokens:
+        if self.token_file is None:
             return Caller()
         scheme, _, given = authorization.partition(" ")
         found: Caller | None = None
@@ -108,6 +120,55 @@ class Auth:
             if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
                 found = caller
         return found
+
+
+class TokenFile:
+    """A file of tokens, read again when it changes, so that a token can be added or revoked while the hub runs.
+
+    A file that cannot be read, or has a fault, changes nothing: the tokens read last stay good, and an error is logged.
+
+    Args:
+        path: see `Auth.of`.
+
+    Raises:
+        ConfigError: the file cannot be read at first, or has a fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._seen = self._stamp()
+        self._tokens = read_tokens(path)
+
+    def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
+        """Return the tokens that are good now. Looks at the file's stamp each time: 3 us."""
+        stamp = self._stamp()
+        if stamp != self._seen:
+            with self._lock:
+                if stamp != self._seen:
+                    self._seen = stamp
+                    self._read()
+        return self._tokens
+
+    def reread(self) -> None:
+        """Read the file again whether or not its stamp has changed: SIGHUP."""
+        with self._lock:
+            self._seen = self._stamp()
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self._tokens = read_tokens(self._path)
+        except ConfigError as error:
+            _log.error("%s; the tokens read before stay good", error.message)
+        else:
+            _log.warning("token file %s was read again: %d tokens are good", self._path, len(self._tokens))
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def first_token(path: str | Path | None) -> str | None:
@@ -130,7 +191,12 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         if not _TOKEN.fullmatch(words[0]):
             hint = "openssl rand -hex 32 makes one"
             raise ConfigError(f"{path}:{number}: a token is 16 to 512 letters, digits and ._~+/=-", hint=hint)
-        tokens.append((words[0].encode(), Caller(tuple(words[1:]) or None)))
+        tokens.append((words[0].encode(), Caller(tuple(words[1:]) or None, _token_name(words[0]))))
     if not tokens:
         raise ConfigError(f"token file {path} has no token", hint="openssl rand -hex 32 makes one")
     return tuple(tokens)
+
+
+def _token_name(token: str) -> str:
+    """What a token is called in logs and counts."""
+    return TOKEN_CALLER + hashlib.sha256(b"penstock caller 1\n" + token.encode()).hexdigest()[:12]

@@ -26,6 +26,7 @@ from penstock.errors import (
     PenstockError,
     PermissionDenied,
     PlanError,
+    SourceBusy,
     UnknownMember,
 )
 from penstock.fleet.auth import LIFE_HEADER, member_of
@@ -69,6 +70,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
     410: UnknownMember,
     413: PlanError,
     422: PlanError,
+    429: SourceBusy,
 }
 
 

@@ -7,18 +7,20 @@ Not here: HTTP and who may ask (`hub`), relays (`plan.relay`), pieces (`claims`)
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from penstock.errors import HubUnavailable, PermissionDenied, PlanError, UnknownMember
+from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.fleet import explain, sync_directory
 from penstock.fleet.address import parse_door
+from penstock.fleet.auth import TOKEN_CALLER, Caller
 from penstock.fleet.claims import LOOK_S, Claims, check_holding, give, look, settled
 from penstock.fleet.grants import GrantSigner
 from penstock.fleet.messages import (
@@ -37,9 +39,23 @@ from penstock.fleet.messages import (
     Why,
     WhyRequest,
 )
+from penstock.fleet.rate import RateLimit
 from penstock.fleet.store import ABSENT, Entry, Store
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
-from penstock.fleet.view import COMPLAINT, HELD, KNOWN, Held, Known, Look, Reading, View, keys_of, note_key, status
+from penstock.fleet.view import (
+    COMPLAINED,
+    HELD,
+    KNOWN,
+    Complained,
+    Held,
+    Known,
+    Look,
+    Reading,
+    View,
+    keys_of,
+    note_key,
+    status,
+)
 
 COMPLAINT_TTL_S = 30.0
 """A holder that could not be read is tried again after this."""
@@ -49,6 +65,9 @@ WRONG_BYTES_TTL_S = 600.0
 """Wrong bytes are a fault of memory or of a link: not soon over."""
 REFUSED_TTL_S = 3.0
 """A holder that does not know a new hub's grants does after its next beat."""
+COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
+"""Of one caller: 1,000 members of one token that lose the same two holders complain within a second; no more is honest
+for long. A complaint is kept for up to 600 s in some 300 bytes, so one caller has the hub keep at most 4 MB."""
 _GONE_TTL_S = 60.0
 """A member that left cannot come back by a request of its own that was on its way: a client gives a question up after
 10 s (`client.TIMEOUT_S`), and the hub takes at most 20 s for a body (`hub.BODY_S`). Its id is the digest of a secret
@@ -59,6 +78,7 @@ _ATTEMPTS = 64
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
+audit = logging.getLogger("penstock.audit")
 
 
 class Directory:
@@ -96,6 +116,7 @@ class Directory:
         self.ttl_s = ttl_s
         self.counts: Counter[str] = Counter()
         """Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves."""
+        self._complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
         self._fresh = fresh
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
@@ -125,7 +146,7 @@ class Directory:
         if not is_fresh:
             self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + ANNOUNCE_S))
 
-    def hello(self, hello: Hello) -> Welcome:
+    def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
         """A process life joins, or says again that it lives.
 
         Raises:
@@ -143,7 +164,8 @@ class Directory:
             raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
         if known is None:
             self.counts["hellos"] += 1
-            self.store.write(name, _encode(Known(hello, now, now)), ttl_s=self.ttl_s, expected=ABSENT)
+            by = (caller or Caller()).name
+            self.store.write(name, _encode(Known(hello, now, now, caller=by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(anew=True)
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
@@ -175,9 +197,7 @@ class Directory:
         if entry is None:
             return
         self.counts["leaves"] += 1
-        self.store.write(f"member/{member}", None)
-        for key in KNOWN.decode(entry.value).keys:
-            self.store.write(f"hold/{key}/{member}", None)
+        self._remove(member, KNOWN.decode(entry.value))
 
     # Keys.
 
@@ -251,13 +271,30 @@ class Directory:
             time.sleep(random.uniform(0, 0.002))
         raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
 
-    def complain(self, complaint: Complaint) -> None:
-        """A reader could not use a source. It is the last choice for that reader, and for all once several say so.
+    def complain(self, complaint: Complaint, caller: Caller | None = None) -> None:
+        """Note that a reader could not use a source, which becomes the last choice for that reader.
+
+        It becomes the last choice for all once `plan.relay.DISTRUST` callers say so, each counted once by what it
+        authenticated with: one token speaks for any number of members. A reader that found wrong bytes says so at the
+        holder's door as well; the holder digests the chunk itself, and gives the holding up for all if it is wrong.
 
         Raises:
             UnknownMember: who complains is not a member.
+            PermissionDenied: the caller may not ask about the model that is held there.
+            SourceBusy: the caller complains too often.
         """
+        caller = caller or Caller()
         self._known(complaint.member)
+        entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
+        if entry is None:
+            return  # it holds nothing of the key by now: nobody is sent there
+        model = HELD.decode(entry.value).holding.identity.model
+        if not caller.may_ask((model,)):
+            raise PermissionDenied(
+                f"this token is not for {model}", hint="only readers of a model complain of its holders"
+            )
+        if not self._complaints.allow(caller.name):
+            raise SourceBusy("too many complaints at once", hint="the earlier ones count")
         self.counts["complaints"] += 1
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
@@ -265,10 +302,25 @@ class Directory:
         if (
             complaint.fault != "wrong bytes"
             and before is not None
-            and COMPLAINT.decode(before.value).fault == "wrong bytes"
+            and COMPLAINED.decode(before.value).complaint.fault == "wrong bytes"
         ):
             return  # what it said before weighs more, and lasts longer
-        self.store.write(name, _encode(complaint), ttl_s=ttl_s)
+        self.store.write(name, _encode(Complained(complaint, caller.name)), ttl_s=ttl_s)
+
+    def expel(self, callers: Collection[str]) -> int:
+        """Remove the members of callers that are no longer known, as if they had fallen silent; how many there were.
+
+        Args:
+            callers: names of all tokens that are good now.
+        """
+        count = 0
+        for member, entry in self.store.scan("member/").items():
+            known = KNOWN.decode(entry.value)
+            if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
+                audit.warning("event=expelled member=%s caller=%s", member, known.caller)
+                self._remove(member, known)
+                count += 1
+        return count
 
     def sync(self, request: SyncRequest) -> SyncReply:
         """Who takes part in a sync, with grants for those asked for. UnknownMember: who asks is no member."""
@@ -288,6 +340,12 @@ class Directory:
         return Why(lines=explain.lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
+
+    def _remove(self, member: str, known: Known) -> None:
+        """Let nobody be sent to a member any more."""
+        self.store.write(f"member/{member}", None)
+        for key in known.keys:
+            self.store.write(f"hold/{key}/{member}", None)
 
     def _mark_life(self, *, look: bool = False) -> None:
         """Mark it once a beat; `look`: also if the store has lost the mark since."""

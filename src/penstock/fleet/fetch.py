@@ -374,6 +374,7 @@ class Fetch(Closing):
             bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="fetch the files anew")
             self.storage_failed(bad, arrival.chunks)
             return
+        arrival.giver.gave_wrong(wrong)
         arrival.giver.fail(IntegrityError(message, uri=f"penstock:{arrival.giver.upstream.member}"))
         self.lost(arrival.chunks)
 

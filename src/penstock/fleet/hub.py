@@ -25,8 +25,10 @@ from penstock.errors import (
     PenstockError,
     PermissionDenied,
     PlanError,
+    SourceBusy,
     UnknownMember,
 )
+from penstock.fleet.audit import CALLER, STRANGER
 from penstock.fleet.auth import LIFE_HEADER, Auth, Caller, member_of
 from penstock.fleet.directory import Directory
 from penstock.fleet.messages import (
@@ -83,6 +85,7 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (UnknownMember, 410),
     (PermissionDenied, 403),
     (PlanError, 409),
+    (SourceBusy, 429),
     (HubUnavailable, 503),
 )
 _WHAT = {
@@ -93,6 +96,7 @@ _WHAT = {
     410: "the member is not known: say hello again",
     413: "the body is too large",
     422: "the body or a parameter is not what the schema says",
+    429: "this caller asks for that too often",
     503: "the hub's store does not answer",
 }
 
@@ -109,8 +113,8 @@ class _Operation:
     gives: type | None = None
     models: Callable[[Any], Iterable[str]] = lambda _: ()
     """Models the body is about."""
-    answer: Callable[[Directory, str, Any], Any]
-    """Of the directory, the parameter in path or query, the body."""
+    answer: Callable[[Directory, str, Any, Caller], Any]
+    """Of the directory, the parameter in path or query, the body, who asks."""
     speaker: Callable[[str, Any], str] | None = None
     """Of the parameter and the body: the member spoken for, whose secret the caller must show."""
 
@@ -131,7 +135,7 @@ OPERATIONS = (
     _Operation(
         name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
         speaker=_in_body,
-        answer=lambda directory, _, body: directory.hello(body),
+        answer=lambda directory, _, body, caller: directory.hello(body, caller),
     ),
     _Operation(
         name="beat", method="PUT", path="/v1/members/{member}", about="A member lives, and holds this.", takes=Beat,
@@ -139,41 +143,41 @@ OPERATIONS = (
         models=lambda beat: (
             *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
         ),
-        answer=lambda directory, member, body: directory.beat(member, body),
+        answer=lambda directory, member, body, caller: directory.beat(member, body),
     ),
     _Operation(
         name="leave", method="DELETE", path="/v1/members/{member}", about="A member is gone for good.",
         speaker=_in_path,
-        answer=lambda directory, member, _: directory.leave(member),
+        answer=lambda directory, member, _, caller: directory.leave(member),
     ),
     _Operation(
         name="flight", method="POST", path="/v1/flight", about="Whom to take chunks from, with grants.",
         takes=FlightRequest, gives=FlightReply, models=_flown, speaker=_in_body,
-        answer=lambda directory, _, body: directory.flight(body),
+        answer=lambda directory, _, body, caller: directory.flight(body),
     ),
     _Operation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
         takes=ClaimRequest, gives=ClaimReply, models=_flown, speaker=_in_body,
-        answer=lambda directory, _, body: directory.claim(body),
+        answer=lambda directory, _, body, caller: directory.claim(body),
     ),
     _Operation(
         name="sync", method="POST", path="/v1/sync", about="Who takes part in a sync, with grants.",
         takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
-        speaker=_in_body, answer=lambda directory, _, body: directory.sync(body),
+        speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
     ),
     _Operation(
         name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
         speaker=_in_body,
-        answer=lambda directory, _, body: directory.complain(body),
+        answer=lambda directory, _, body, caller: directory.complain(body, caller),
     ),
     _Operation(
         name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
-        answer=lambda directory, model, _: directory.status(model or None),
+        answer=lambda directory, model, _, caller: directory.status(model or None),
     ),
     _Operation(
         name="why", method="POST", path="/v1/why", about="Why who takes a model from whom.", takes=WhyRequest,
         gives=Why, models=lambda request: (request.model,),
-        answer=lambda directory, _, body: directory.why(body),
+        answer=lambda directory, _, body, caller: directory.why(body),
     ),
 )  # fmt: skip
 
@@ -196,7 +200,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        beating = asyncio.create_task(_beat(directory))
+        beating = asyncio.create_task(_beat(directory, auth))
         yield
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
@@ -211,11 +215,20 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     return app
 
 
-async def _beat(directory: Directory) -> None:
-    """Keep the hub's life marked; a store that is away is tried again at the next beat."""
+async def _beat(directory: Directory, auth: Auth) -> None:
+    """Keep the hub's life marked, and remove members of revoked tokens; a store that is away is tried at the next beat.
+
+    A revoked token is refused from the next question on. Its members are removed here, so that nobody is sent to them
+    until they have been silent for long enough.
+    """
+    checked = auth.tokens
     while True:
         try:
             await run_in_threadpool(directory.begin)
+            if auth.tokens is not checked:
+                good = auth.tokens
+                await run_in_threadpool(directory.expel, {caller.name for _, caller in good})
+                checked = good
         except HubUnavailable as error:
             _log.warning("the store does not answer: %s", error.message)
         await asyncio.sleep(directory.beat_s)
@@ -248,9 +261,9 @@ def _endpoint(
             if operation.speaker is not None:
                 _check_life(request, operation.speaker(parameter, said))
             if blocking:
-                found = await run_in_threadpool(operation.answer, directory, parameter, said)
+                found = await run_in_threadpool(operation.answer, directory, parameter, said, caller)
             else:
-                found = operation.answer(directory, parameter, said)
+                found = operation.answer(directory, parameter, said, caller)
             if operation.gives is None:
                 return Response(status_code=204)
             return Response(encoder.encode(found), media_type="application/json")
@@ -268,6 +281,7 @@ def _check_version(announced: Announced) -> None:
 def check_caller(request: Request, auth: Auth) -> Caller:
     """Who asks; an answer of 401 if nobody we know."""
     caller = auth.caller(request.headers.get("authorization", ""))
+    CALLER.set(STRANGER if caller is None else caller.name)
     if caller is None:
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise _Refused(401, "no token, or not one of this hub's", "give the token of the hub's --token-file")

@@ -71,7 +71,7 @@ def document(operations: Iterable[_Operation], faults: Mapping[int, str], auth: 
         "paths": paths,
         "components": {"schemas": dict(components)},
     }
-    if auth.tokens:
+    if auth.token_file is not None:
         found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"token": []}]
     described: dict[str, Any] = _as_ecma(found)

@@ -151,7 +151,9 @@ def _server(directory: Directory, auth: Auth) -> uvicorn.Server:
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then answer what is under way and return. The main thread calls it.
+    """Serve until SIGINT or SIGTERM; then answer what is under way and return. SIGHUP has the token file read again.
+
+    The main thread calls it.
 
     Args:
         directory: answers.
@@ -173,8 +175,13 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
+    def reread(number: int, frame: FrameType | None) -> None:
+        if auth.token_file is not None:
+            auth.token_file.reread()
+
     # uvicorn ends by a signal, then raises it once more for who heard it before: here it must not end the process.
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         ready(url_of(bound, auth))
         server.run(sockets=[bound])

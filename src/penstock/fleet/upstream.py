@@ -6,6 +6,7 @@ Not here: which chunks are taken from it (`fetch`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -97,6 +98,7 @@ class Following:
         self._gives = _Pace(self._alive_at)
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._generation = -1
+        self._doubted: int | None = None
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
@@ -183,6 +185,13 @@ class Following:
             message = f"{self.path} gives {pace / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
             self.fail(SourceStalled(message, hint="see why no nearer transport was taken, or lower min_gb_per_s"))
 
+    def gave_wrong(self, chunk: int) -> None:
+        """Have the holder digest this chunk again, once it is no longer read from: it gives up what is damaged.
+
+        The hub believes no reader about another member's bytes, so this is how the others are kept from them.
+        """
+        self._doubted = chunk
+
     def fail(self, error: PenstockError) -> None:
         """Use it no more; the first error stays."""
         if self.error is None:
@@ -209,7 +218,12 @@ class Following:
                 self._cap = lease.max_bytes_per_s
                 self._connect(peer.map())
                 self._alive_at = time.monotonic()
-                self._read_log(peer)
+                try:
+                    self._read_log(peer)
+                finally:
+                    if self._doubted is not None:
+                        with contextlib.suppress(PenstockError):  # gone, or SourceBusy: it was damaged, and is given up
+                            peer.doubt(self._doubted)
         except PenstockError as error:
             if not self._closing.is_set():
                 self.fail(error)

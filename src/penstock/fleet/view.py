@@ -46,11 +46,21 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     since: float
     seen: float
     keys: tuple[str, ...] = ()
+    caller: str = ""
+    """What it authenticated with when it said hello."""
+
+
+class Complained(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of a complaint."""
+
+    complaint: Complaint
+    caller: str
+    """What the complainer authenticated with: `Caller.name`."""
 
 
 HELD = msgspec.msgpack.Decoder(Held)
 KNOWN = msgspec.msgpack.Decoder(Known)
-COMPLAINT = msgspec.msgpack.Decoder(Complaint)
+COMPLAINED = msgspec.msgpack.Decoder(Complained)
 
 
 class View:
@@ -63,10 +73,11 @@ class View:
     """
 
     def __init__(
-        self, held: Mapping[str, Held], complaints: Mapping[str, Complaint], *, before: View | None = None
+        self, held: Mapping[str, Held], complaints: Mapping[str, Complained], *, before: View | None = None
     ) -> None:
         self.held = held
-        self.complaints = tuple(complaints.values())
+        self._complained = tuple(complaints.values())
+        self.complaints = tuple(one.complaint for one in self._complained)
         self._parents = before.parents if before is not None else {}
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
@@ -88,6 +99,14 @@ class View:
         return {member: frozenset(names) for member, names in found.items()}
 
     @cached_property
+    def callers(self) -> dict[str, frozenset[str]]:
+        """Member -> the callers that complain of it, each once, however many members it speaks for."""
+        found: dict[str, set[str]] = {}
+        for one in self._complained:
+            found.setdefault(one.complaint.of, set()).add(one.caller)
+        return {member: frozenset(names) for member, names in found.items()}
+
+    @cached_property
     def num_sharing(self) -> int:
         """Members that fill and can read storage."""
         return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
@@ -99,7 +118,7 @@ class View:
 
     def demoted(self, member: str) -> bool:
         """Nobody is sent there first, and what it has does not count."""
-        return len(self.complainers.get(member, ())) >= DISTRUST
+        return len(self.callers.get(member, ())) >= DISTRUST
 
     def out_of_reach(self, reader: str) -> list[str]:
         """Members that this one cannot take from: it says so, or they are demoted."""
@@ -156,6 +175,7 @@ class View:
             max_readers=holding.max_readers,
             num_links=held.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
+            num_complaining=len(self.callers.get(name, ())),
             parent=holding.parent or self._parents.get(name, ""),
         )
 
@@ -167,7 +187,7 @@ class Reading:
         self._store = store
         self._key = key
         self._held: dict[str, tuple[bytes, Held]] = {}
-        self._complaints: dict[str, tuple[bytes, Complaint]] = {}
+        self._complaints: dict[str, tuple[bytes, Complained]] = {}
         self._view: View | None = None
 
     def read(self) -> View:
@@ -179,7 +199,7 @@ class Reading:
         held = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
         self._held = _decoded(HELD, held, self._held)
-        self._complaints = _decoded(COMPLAINT, complaints, self._complaints)
+        self._complaints = _decoded(COMPLAINED, complaints, self._complaints)
         self._view = View(
             {name: value for name, (_, value) in self._held.items()},
             {name: value for name, (_, value) in self._complaints.items()},

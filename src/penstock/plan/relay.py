@@ -24,7 +24,7 @@ benchmarks/results/cpu2_202611/simulate.md."""
 DEFAULT_CHILDREN = 8
 """Children of a whole holder that names no `max_readers`."""
 DISTRUST = 2
-"""Readers that must complain before a member is demoted for everyone."""
+"""Callers that must complain before a member is demoted for everyone."""
 _SCANNED = 64
 
 
@@ -47,6 +47,9 @@ class Node:
     num_links: int = 0
     """Links of its host to others: so many copies leave it at once. 0: not known, each member has its own."""
     complainers: frozenset[str] = frozenset()
+    """Members that complain of it, and are not sent there."""
+    num_complaining: int = 0
+    """Callers that complain, each once by what it authenticated with, however many members it speaks for."""
     parent: str = ""
     """Its upstream so far."""
 
@@ -63,7 +66,7 @@ class Node:
     @property
     def demoted(self) -> bool:
         """Complained of by several: one alone may be the one whose memory or link is bad, or may lie."""
-        return len(self.complainers) >= DISTRUST
+        return self.num_complaining >= DISTRUST
 
     @property
     def order(self) -> tuple[float, str]:

@@ -22,9 +22,11 @@ def auth(tmp_path: Path) -> Auth:
 
 def test_tokens_and_their_models(auth) -> None:
     assert auth.guards
-    assert auth.caller(f"Bearer {TOKEN}") == Caller()
+    every = auth.caller(f"Bearer {TOKEN}")
+    assert every is not None and every.models is None
     some = auth.caller(f"bearer {OTHER}")
     assert some is not None and some.models == ("llama-*", "gpt2")
+    assert some.name != every.name and TOKEN not in every.name
     assert some.may_ask(["llama-3", "gpt2"]) and not some.may_ask(["llama-3", "qwen"]) and not some.may_ask([""])
     assert Caller().may_ask(["anything"])
 
@@ -55,3 +57,20 @@ def test_what_comes_together(tmp_path) -> None:
         Auth.of(certificate=tmp_path / "cert.pem")
     with pytest.raises(ConfigError, match="hub's own"):
         Auth.of(client_ca=tmp_path / "ca.pem")
+
+
+def test_a_token_is_good_from_when_it_is_in_the_file_until_it_is_not(auth, tmp_path, caplog) -> None:
+    file, third = tmp_path / "tokens", "a-third-token-of-some"
+    assert auth.caller(f"Bearer {third}") is None
+    file.write_text(f"{third}\n")
+    assert auth.caller(f"Bearer {third}") is not None and auth.caller(f"Bearer {TOKEN}") is None
+    replaced = tmp_path / "new"
+    replaced.write_text(f"{TOKEN}\n")
+    replaced.rename(file)
+    assert auth.caller(f"Bearer {third}") is None and auth.caller(f"Bearer {TOKEN}") is not None
+    for fault in ("short\n", ""):
+        file.write_text(fault)
+        assert auth.caller(f"Bearer {TOKEN}") is not None and auth.guards
+    file.unlink()
+    assert auth.caller(f"Bearer {TOKEN}") is not None and auth.caller("") is None
+    assert caplog.text.count("the tokens read before stay good") == 3

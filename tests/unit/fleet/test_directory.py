@@ -7,8 +7,9 @@ import threading
 import msgspec
 import pytest
 
-from penstock.errors import PermissionDenied, PlanError, UnknownMember
-from penstock.fleet.directory import COMPLAINT_TTL_S, WRONG_BYTES_TTL_S, Directory
+from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.fleet.auth import Caller
+from penstock.fleet.directory import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, WRONG_BYTES_TTL_S, Directory
 from penstock.fleet.grants import GrantChecker
 from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello, WhyRequest
 from penstock.fleet.store import MemoryStore
@@ -27,8 +28,8 @@ def hub(bench) -> Directory:
     return bench.hub()
 
 
-def complain(hub: Directory, member: str, of: str, fault: str = "unreachable") -> None:
-    hub.complain(Complaint(member=member, of=of, key=IDENTITY.key(), fault=fault))
+def complain(hub: Directory, member: str, of: str, fault: str = "unreachable", *, caller: str = "") -> None:
+    hub.complain(Complaint(member=member, of=of, key=IDENTITY.key(), fault=fault), Caller(name=caller or member))
 
 
 def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str, set[int]]:
@@ -326,8 +327,47 @@ def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) ->
     assert hub.status().members[-1].complaints == 2
 
 
+def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:
+    liars = [f"liar{i}" for i in range(20)]
+    bench.join(hub, "w", "v", "honest", *liars)
+    bench.beat(hub, "w", holding(WHOLE))
+    asks = [("honest", holding(max_readers=1))]
+    for liar in liars:
+        complain(hub, liar, "w", "wrong bytes", caller="token:of the liar")
+    assert bench.parents(hub, asks) == {"honest": ("w",)}
+    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
+
+
+def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    complaint = Complaint(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
+    with pytest.raises(PermissionDenied, match="not for llama"):
+        hub.complain(complaint, Caller(models=("qwen*",), name="token:q"))
+    hub.complain(msgspec.structs.replace(complaint, key="0" * 32), Caller(models=("qwen*",)))  # nobody holds that
+    assert not any(one.complaints for one in hub.status().members)
+    with pytest.raises(SourceBusy, match="too many"):
+        for _ in range(COMPLAINTS_AT_ONCE + 1):
+            complain(hub, "a", "w", caller="token:a")
+    complain(hub, "a", "w", caller="token:b")
+
+
+def test_members_of_a_revoked_token_are_removed(bench, hub) -> None:
+    for name in ("good", "bad"):
+        hello = Hello(member=name, host="h", doors=("unix:///d",))
+        hub.hello(hello, Caller(name=f"token:{name}"))
+        bench.beat(hub, name, holding(WHOLE))
+    bench.join(hub, "reader")  # of a hub that asked for no token
+    assert hub.expel({"token:good", "token:new"}) == 1
+    assert [one.member for one in hub.status().members] == ["good", "reader"]
+    assert bench.parents(hub, [("reader", holding())]) == {"reader": ("good",)}
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "bad")
+
+
 def test_complaints_are_forgotten(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
     complain(hub, "a", "w", "stalled")
     complain(hub, "b", "w", "wrong bytes")
 
@@ -340,17 +380,18 @@ def test_complaints_are_forgotten(bench, hub) -> None:
         while bench.now < stop:
             bench.now += 5
             for member in "wab":
-                bench.beat(hub, member)
+                bench.beat(hub, member, *([holding(WHOLE)] if member == "w" else []))
         assert counted() == left
 
 
 def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None:
     bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
     complain(hub, "a", "w", "refused")
     for _ in range(8):
         bench.now += 5
-        bench.beat(hub, "w")
+        bench.beat(hub, "w", holding(WHOLE))
         bench.beat(hub, "a")
     assert hub.status().members[-1].complaints == 1
 

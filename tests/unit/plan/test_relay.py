@@ -48,7 +48,8 @@ def fleets(draw) -> list[Node]:
             draining=draw(st.booleans()) and draw(st.booleans()),
             num_readers=draw(st.integers(0, 3)),
             max_readers=draw(st.integers(0, 3)),
-            complainers=draw(some) if draw(st.booleans()) else frozenset(),
+            complainers=(complainers := draw(some) if draw(st.booleans()) else frozenset()),
+            num_complaining=draw(st.integers(min(1, len(complainers)), len(complainers))),
             parent=draw(st.sampled_from(["", "gone", *names])),
             num_links=draw(st.sampled_from([0, 1, 2])),
         )
@@ -243,7 +244,7 @@ def test_draining_busy_and_complained_of_come_last() -> None:
         "drains": node("drains", CHUNKS, draining=True),
         "busy": node("busy", CHUNKS, num_readers=2, max_readers=2),
         "mine": node("mine", CHUNKS, complainers=frozenset({"r"})),
-        "theirs": node("theirs", CHUNKS, complainers=frozenset({"x", "y"})),
+        "theirs": node("theirs", CHUNKS, complainers=frozenset({"x", "y"}), num_complaining=2),
     }
     for name, bad in holders.items():
         found = Relay([bad, node("good", CHUNKS, joined=9), node("r", 10, parent=name)]).upstreams("r")
