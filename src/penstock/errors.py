@@ -21,9 +21,24 @@ PenstockError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Literal
 
 Blame = Literal["source", "destination", "plan", "config"]
+
+
+_USER = re.compile(r"(?<=://)[^/\s'\"]*@")
+_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>;]*", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without the parts of its URLs that hold secrets: user and password, and a web URL's query.
+
+    A query may be a signature (`X-Amz-Signature`, `sig`, `token`); none is worth telling apart.
+    """
+    if "://" not in text:
+        return text
+    return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
 class PenstockError(Exception):
@@ -50,10 +65,11 @@ class PenstockError(Exception):
         byte_range: tuple[int, int] | None = None,
         hint: str | None = None,
     ) -> None:
+        message = without_secrets(message)
         super().__init__(message)
         self.message = message
         self.mutated = mutated
-        self.uri = uri
+        self.uri = None if uri is None else without_secrets(uri)
         self.tensor = tensor
         self.byte_range = byte_range
         self.hint = hint

@@ -11,9 +11,11 @@ import contextlib
 import http.client
 import re
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from email.message import Message
+from email.utils import parsedate_to_datetime
 from http.client import BadStatusLine
 from types import TracebackType
 from typing import Protocol, TypedDict
@@ -102,7 +104,9 @@ class Address(Protocol):
 class Failed(Exception):
     """An attempt ended early; worth another one unless patience runs out."""
 
-    def __init__(self, why: str, *, silent: bool = False, wait_s: float = 0.0, cause: Exception | None = None) -> None:
+    def __init__(
+        self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
+    ) -> None:
         super().__init__(why)
         self.why, self.silent, self.wait_s, self.cause = why, silent, wait_s, cause
 
@@ -112,12 +116,32 @@ class Failed(Exception):
 
 
 class Exchange:
-    """One request and its answer, redirects followed; a context manager that gives the connection back."""
+    """One request and its answer, redirects followed; a context manager that gives the connection back.
 
-    def __init__(self, uri: str, address: Address, pool: Pool, *, byte_range: tuple[int, int], seen: Validators | None):
+    Args:
+        uri: what errors call it.
+        address: where it is.
+        pool: connections.
+        byte_range: wanted, `[start, stop)`.
+        seen: what it was when first seen; None: this is the first look.
+        to_the_end: ask for all from `start` on; no more than the range is read of the answer.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        address: Address,
+        pool: Pool,
+        *,
+        byte_range: tuple[int, int],
+        seen: Validators | None,
+        to_the_end: bool = False,
+    ) -> None:
         self._uri, self._address, self._pool, self._seen = uri, address, pool, seen
         self._range = byte_range
-        self._headers = {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}", **(seen.condition if seen else {})}
+        last = "" if to_the_end else str(byte_range[1] - 1)
+        self._limit = seen.nbytes if to_the_end and seen else byte_range[1]
+        self._headers = {"Range": f"bytes={byte_range[0]}-{last}", **(seen.condition if seen else {})}
         self.stop = byte_range[1]
         self.code = ""
 
@@ -197,11 +221,11 @@ class Exchange:
         first, last, total = self._content_range()
         if total not in {None, self._seen.nbytes}:
             raise self._changed(f"it had {self._seen.nbytes} bytes and has {total}")
-        if first != start or not start <= last < stop:
-            raise self._protocol(f"asked for bytes {start}-{stop - 1}, the answer holds {first}-{last}")
+        if first != start or not start <= last < self._limit:
+            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, the answer holds {first}-{last}")
         if self.reply.length not in {None, last + 1 - first}:
             raise self._protocol(f"the answer for {last + 1 - first} bytes holds {self.reply.length}")
-        self.stop = last + 1
+        self.stop = min(last + 1, stop)
 
     def first_seen(self) -> Validators:
         """What the object is, from the first answer; raises as `check`."""
@@ -243,8 +267,7 @@ class Exchange:
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
         where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
-            after = self.reply.headers.get("Retry-After", "")
-            return Failed(what, wait_s=float(after) if after.isdecimal() and len(after) < 6 else 0.0)
+            return Failed(what, wait_s=_seconds_of(self.reply.headers.get("Retry-After", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
             return PermissionDenied(what, **where, hint="check the credentials and what they may read")
         if status in {404, 410}:
@@ -259,6 +282,16 @@ class Exchange:
         region = self.reply.headers.get("x-amz-bucket-region", "")
         hint = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
         return SourceUnavailable(what, **where, hint=hint)
+
+
+def _seconds_of(after: str) -> float | None:
+    """Seconds that a `Retry-After` asks for, given as such or as a date; None where it asks for none."""
+    if re.fullmatch(r"\d{1,9}", after):
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
 
 
 class _Where(TypedDict):

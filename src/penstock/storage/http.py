@@ -16,7 +16,7 @@ from penstock.config import Settings
 from penstock.errors import ConfigError
 from penstock.storage import span
 from penstock.storage.exchange import Address, Exchange, Failed, Validators
-from penstock.storage.retry import ATTEMPTS_PER_STALL, Patience
+from penstock.storage.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
 from penstock.storage.wire import Pool, shared_pool
 
 
@@ -97,30 +97,45 @@ class HttpSource:
         self._seen = seen
         self._settings = settings
         self._pool = _hold_pool(settings)
+        self._arrivals = Arrivals()
+        self._is_capped = False
         self._open = True
         self._lock = threading.Lock()
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again."""
+        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again.
+
+        A server that answers with less than was asked for is asked once for all from there on: what limits ranges
+        often lets a whole object pass. If it does not, the rest is asked for range by range.
+        """
         stop, left = span(self, offset, buffers)
-        patience = Patience(self.uri, self._settings)
-        renewed = False
+        patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
+        renewed = is_short = False
         while left:
             before = offset
+            to_the_end = is_short and not self._is_capped
             try:
                 with Exchange(
-                    self.uri, self._address, self._pool, byte_range=(offset, stop), seen=self._seen
+                    self.uri,
+                    self._address,
+                    self._pool,
+                    byte_range=(offset, stop),
+                    seen=self._seen,
+                    to_the_end=to_the_end,
                 ) as exchange:
                     if not renewed and exchange.refused():
                         renewed = True
                         continue
                     exchange.check()
+                    is_short = exchange.stop < stop
+                    self._is_capped |= is_short and to_the_end
                     while offset < exchange.stop:
                         got = exchange.readinto(left[0][: exchange.stop - offset])
                         offset += got
                         left[0] = left[0][got:]
                         if not left[0].nbytes:
                             del left[0]
+                patience.progress()
             except Failed as failed:
                 if offset > before:
                     patience.progress()

@@ -19,11 +19,11 @@ import obstore
 from obstore.exceptions import BaseError
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceUnavailable
+from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.storage import MAX_SMALL_BYTES, Source, span
 from penstock.storage.exchange import Address, Validators
 from penstock.storage.http import HttpSource, clean, open_http
-from penstock.storage.retry import Patience
+from penstock.storage.retry import Arrivals, Patience
 from penstock.storage.stores import Place, Store, check_process, locate, mapped, twin_for_urls
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ FETCH_THREADS = 16
 Reason: a request waits for its first byte 20-200 ms, and one connection to S3 carries 85-90 MB/s.
 Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
+
+_PIECE_BYTES = 1 << 20
+"""Least that obstore hands over at once. Reason: a turn of the interpreter for each."""
 
 _SIGNED_S = 3600
 """Seconds a signed URL is valid; a new one is made at half of that. Reason: session credentials last longer."""
@@ -110,25 +113,30 @@ class StoreSource:
         self.why = why
         self._place = place
         self._settings = settings
+        self._arrivals = Arrivals()
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`."""
         stop, left = span(self, offset, buffers)
-        patience = Patience(self.uri, self._settings)
+        patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
+        piece_bytes = _PIECE_BYTES
         while left:
             before = offset
             try:
                 with mapped(self.uri, (offset, stop)):
-                    for piece in self._pieces(offset, stop):
+                    for piece in self._pieces(offset, stop, piece_bytes):
                         _scatter(piece, left)
                         offset += piece.nbytes
-            except SourceUnavailable as error:  # obstore has retried; what arrived counts as progress
+                patience.progress()
+            except (SourceUnavailable, SourceStalled) as error:  # obstore has retried; what arrived counts as progress
+                piece_bytes = 1  # what arrived of a larger piece is lost when the answer breaks off in it
                 if offset > before:
                     patience.progress()
-                patience.failed(error.message, byte_range=(offset, stop), cause=error)
+                is_silent = isinstance(error, SourceStalled)
+                patience.failed(error.message, byte_range=(offset, stop), silent=is_silent, cause=error)
         return "obstore"
 
-    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+    def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:
         check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
         if self.identity and not self.identity.startswith("W/"):
@@ -138,8 +146,13 @@ class StoreSource:
             raise SourceChanged("the object is not the one first seen", uri=self.uri, byte_range=(start, stop))
         if result.range != (start, stop):
             raise SourceUnavailable(f"asked for a range, got {result.range}", uri=self.uri, byte_range=(start, stop))
-        for piece in result.stream(min_chunk_size=1 << 20):
-            yield memoryview(piece)
+        stream = result.stream(min_chunk_size=piece_bytes)
+        try:
+            for piece in stream:
+                yield memoryview(piece)
+        finally:
+            # A connection is closed with the last reference to its answer, and an error's traceback would keep one.
+            del result, stream
 
     def close(self) -> None:
         """See `Source.close`: the store is shared and keeps its connections."""

@@ -11,11 +11,12 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -28,8 +29,10 @@ from penstock.errors import (
     PenstockError,
     PermissionDenied,
     SourceChanged,
+    SourceStalled,
     SourceUnavailable,
 )
+from penstock.storage.retry import ATTEMPTS_PER_STALL
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3CredentialProvider
@@ -43,6 +46,24 @@ _STORES = 32
 
 _NO_CREDENTIALS = "169.254.169.254"
 """In an error's text: the last place credentials are looked for, the instance's metadata, has none."""
+
+
+_IDLE_S = 15.0
+"""Seconds that obstore keeps an idle connection; its own 90 hold descriptors long after a load."""
+
+_KINDS = {
+    "Timeout": "no answer in time",
+    "Interrupted": "the connection broke off in the midst of an answer",
+    "Connect": "the server cannot be reached",
+}
+"""What the kinds of obstore's HTTP errors mean. Source: `HttpErrorKind` of the object_store crate."""
+
+_HEADERS = {
+    "MissingContentLength": "the answer tells no Content-Length",
+    "MissingLastModified": "the answer tells no Last-Modified",
+    "MissingEtag": "the answer tells no ETag",
+}
+"""What its errors about an answer's headers mean. Source: `header::Error` of the object_store crate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +107,7 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
         account = account.partition(".")[0]
     environ = ecosystem(prefix)
     client = (settings.ca_file, settings.stall_s, settings.retries)
+    _check_endpoints((*options.items(), *environ.items()))
     try:
         store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -107,6 +129,26 @@ def twin_for_urls(place: Place, *, settings: Settings, options: Mapping[str, str
     client = (settings.ca_file, settings.stall_s, settings.retries)
     with mapped(place.uri):
         return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client)
+
+
+def _check_endpoints(named: Iterable[tuple[str, str]]) -> None:
+    """Refuse an endpoint that is no URL: obstore panics on one without a scheme.
+
+    Raises:
+        ConfigError: see above. Its value is not repeated, for there may be a password in it.
+    """
+    for name, value in named:
+        word = name.lower()
+        if not word.endswith(("endpoint", "endpoint_url", "endpoint_url_s3", "base_url")) or "fabric" in word:
+            continue
+        try:
+            url = urlsplit(value)
+            is_url = url.scheme in {"http", "https"} and bool(url.hostname) and (url.port or 1) > 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            hint = "write it as http://host:port or https://host"
+            raise ConfigError(f"{name} is not the URL of a server", hint=hint)
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -138,8 +180,9 @@ def _store(
     ca_file, stall_s, retries = client
     endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
     client_options: ClientConfig = {
-        "connect_timeout": timedelta(seconds=stall_s),
-        "read_timeout": timedelta(seconds=stall_s),
+        "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
+        "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
+        "pool_idle_timeout": timedelta(seconds=_IDLE_S),
         "timeout": timedelta(days=1),  # of a whole answer; silence is what is bounded
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
@@ -270,8 +313,11 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
         )
     if status == 404:
         return NotFound(_brief(error), uri=uri, byte_range=byte_range)
-    hint = "the bucket may be in another region: set AWS_REGION" if status in {301, 307} else None
-    return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=hint)
+    if not status and "kind: Timeout" in text:
+        hint = "raise stall_s if the source is only slow"
+        return SourceStalled(_KINDS["Timeout"], uri=uri, byte_range=byte_range, hint=hint)
+    region = "the bucket may be in another region: set AWS_REGION" if status in {301, 307} else None
+    return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=region)
 
 
 def _brief(error: Exception) -> str:
@@ -280,4 +326,8 @@ def _brief(error: Exception) -> str:
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:
         return f"HTTP {status[1]}" + (f" {code[1]}" if code else "")
-    return re.sub(r"\?\S+", "", text.partition("\n")[0])[:300]
+    known = [words for name, words in _HEADERS.items() if name in text]
+    known += [words for name, words in _KINDS.items() if f"kind: {name}," in text]
+    if known:
+        return known[0]
+    return re.sub(r"^Generic \w+ error: |\?\S+", "", text.partition("\n")[0])[:300]

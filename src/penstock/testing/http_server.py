@@ -35,6 +35,10 @@ class Faults:
 
     num_requests: int | None = None
     """Only the first so many GET requests since the faults were set suffer; None: every one."""
+    ranges_with: str = ""
+    """Of those, only requests whose `Range` begins so."""
+    every: int = 1
+    """Of those, only each so manyth."""
     status: int = 0
     """Answer with this status instead."""
     retry_after: str = ""
@@ -45,6 +49,12 @@ class Faults:
     """Reset the connection (RST) after so many bytes."""
     truncate_after: int | None = None
     """Close the connection in good order after so many bytes."""
+    truncate_share: float | None = None
+    """Close the connection in good order after this share of the body, at least one byte."""
+    most_bytes: int | None = None
+    """Answer no more than so many bytes of a closed range (`bytes=A-B`), and say so in `Content-Range`."""
+    also_open_ranges: bool = False
+    """Limit ranges to the end (`bytes=A-`) as well."""
     stall_after: int | None = None
     """Fall silent after so many bytes, connection open; -1: before the header."""
     slow_bytes_per_s: int | None = None
@@ -210,9 +220,12 @@ class RangeServer:
             self.requests.append(request)
             if request.method != "GET":
                 return Faults()
+            if not request.headers.get("range", "").startswith(self._faults.ranges_with):
+                return Faults()
             self._suffered += 1
             limit = self._faults.num_requests
-            return self._faults if limit is None or self._suffered <= limit else Faults()
+            suffers = (limit is None or self._suffered <= limit) and self._suffered % self._faults.every == 0
+            return self._faults if suffers else Faults()
 
     def send_turn(self, nbytes: int, bytes_per_s: int) -> float:
         """Reserve the time that `nbytes` take of a bandwidth all answers share; return the seconds until it begins."""
@@ -335,6 +348,8 @@ class _Handler(BaseHTTPRequestHandler):
             if start >= nbytes:
                 self._refuse(416, {"Content-Range": f"bytes */{nbytes}"})
                 return
+            if faults.most_bytes is not None and (asked[2] or faults.also_open_ranges):
+                stop = min(stop, start + faults.most_bytes)
         self.send_response(status)
         self.send_header("Accept-Ranges", "bytes")
         if status == 206:
@@ -357,7 +372,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(descriptor, start, stop, faults)
 
     def _send(self, descriptor: int, start: int, stop: int, faults: Faults) -> None:
-        limits = [n for n in (faults.reset_after, faults.truncate_after, faults.stall_after) if n is not None]
+        share = None if faults.truncate_share is None else max(1, int((stop - start) * faults.truncate_share))
+        limits = [n for n in (faults.reset_after, faults.truncate_after, faults.stall_after, share) if n is not None]
         end = min(stop, start + min(limits)) if limits else stop
         began, at = time.monotonic(), start
         try:

@@ -73,4 +73,6 @@ def test_the_servers_wish_is_honoured_within_bounds(clock: Clock) -> None:
     one = patience(clock, stall_s=7.0)
     one.failed("429", byte_range=(0, 1), wait_s=2.0, cause=None)
     one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)
-    assert clock.pauses_s == [2.0, 7.0]
+    assert clock.pauses_s == [2.0, 5.0]
+    with pytest.raises(SourceUnavailable, match="asked to wait"):
+        one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)

@@ -1,0 +1,241 @@
+"""Servers that give little, late or in pieces: a load goes on while bytes arrive, and ends soon after they stop."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import penstock
+from penstock.config import Settings
+from penstock.errors import ConfigError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.storage import Source
+from penstock.storage.http import HttpSource
+from penstock.storage.objects import StoreSource, open_object
+from penstock.testing.http_server import Faults, RangeServer
+from penstock.testing.source_suite import sample
+from penstock.types import MIB
+
+DATA = sample(3 * MIB)
+HOW = ["url", "store"]
+"""By URL straight into the caller's memory, and through obstore, for stores whose URLs cannot be signed."""
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    with RangeServer({"bucket/m.bin": DATA}) as running:
+        yield running
+
+
+def options(server: RangeServer, how: str) -> dict[str, str]:
+    found = {"endpoint": server.url, "skip_signature": "true", "region": "x"}
+    return found | {"request_payer": "true"} if how == "store" else found
+
+
+Open = Callable[[str, Settings], Source]
+
+
+@pytest.fixture
+def opened(server: RangeServer) -> Iterator[Open]:
+    sources: list[Source] = []
+
+    def make(how: str, settings: Settings) -> Source:
+        source = open_object("s3://bucket/m.bin", settings=settings, storage_options=options(server, how))
+        assert isinstance(source, StoreSource if how == "store" else HttpSource)
+        sources.append(source)
+        server.requests.clear()
+        return source
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+def read(source: Source, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    source.readv(start, [memoryview(data)])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("retries", [1, 3])
+def test_answers_that_are_each_cut_short_do_not_end_a_read(
+    server: RangeServer, opened: Open, how: str, retries: int
+) -> None:
+    source = opened(how, Settings(stall_s=60.0, retries=retries))
+    server.faults = Faults(truncate_share=0.6)
+    assert read(source, 0, len(DATA)) == DATA
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_second_answer_busy_does_not_end_reads(server: RangeServer, opened: Open, how: str) -> None:
+    """With several ranges under way one of them is refused several times in a row; others get on meanwhile."""
+    source = opened(how, Settings(stall_s=60.0, retries=1))
+    server.faults = Faults(status=503, retry_after="0", every=2)
+    failed: list[PenstockError] = []
+
+    def work(first: int) -> None:
+        try:
+            for at in range(first * 65_536, len(DATA), 6 * 65_536):
+                nbytes = min(65_536, len(DATA) - at)
+                assert read(source, at, nbytes) == DATA[at : at + nbytes]
+        except PenstockError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failed
+
+
+def test_refusals_of_one_range_are_forgiven_while_others_arrive(server: RangeServer, opened: Open) -> None:
+    """More 500s for a range than `retries`, with other ranges served between them."""
+    source = opened("url", Settings(stall_s=60.0, retries=1))
+    done = threading.Event()
+    got: list[bytes] = []
+
+    def others() -> None:
+        while not done.is_set():
+            read(source, MIB, 1)
+
+    server.faults = Faults(status=500, ranges_with="bytes=0-", num_requests=4)
+    beside = threading.Thread(target=others)
+    beside.start()
+    try:
+        got.append(read(source, 0, 1000))
+    finally:
+        done.set()
+        beside.join(60)
+    assert got == [DATA[:1000]]
+
+
+@pytest.mark.parametrize("after", ["1", "date"])
+def test_a_server_that_asks_to_wait_is_waited_for(server: RangeServer, opened: Open, after: str) -> None:
+    from email.utils import formatdate
+
+    source = opened("url", Settings(stall_s=60.0, retries=0))
+    text = formatdate(time.time() + 2, usegmt=True) if after == "date" else after
+    server.faults = Faults(status=503, retry_after=text, num_requests=3 if after == "1" else 1)
+    began = time.monotonic()
+    assert read(source, 0, 1000) == DATA[:1000]
+    assert time.monotonic() - began > (2.5 if after == "1" else 0.9)
+
+
+def test_a_server_that_only_asks_to_wait_is_given_up_after_the_stall_time(server: RangeServer, opened: Open) -> None:
+    source = opened("url", Settings(stall_s=2.0, retries=3))
+    server.faults = Faults(status=503, retry_after="86400")
+    began = time.monotonic()
+    with pytest.raises(SourceUnavailable, match=r"asked to wait .*HTTP 503"):
+        read(source, 0, 1000)
+    assert 1.9 < time.monotonic() - began < 15
+    assert len(server.requests) <= 4
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("stall_after", [-1, 0])
+def test_a_server_that_falls_silent_is_told_in_time(
+    server: RangeServer, opened: Open, how: str, stall_after: int
+) -> None:
+    """And no connection is left, though the error is kept."""
+    source = opened(how, Settings(stall_s=2.0, retries=3))
+    read(source, 0, 1000)
+    server.faults = Faults(stall_after=stall_after)
+    errors: list[SourceStalled] = []
+
+    def work(at: int) -> None:
+        with pytest.raises(SourceStalled) as caught:
+            read(source, at, MIB // 2)
+        errors.append(caught.value)
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(0, 6 * MIB // 2, MIB // 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - began < 12, "it took several times stall_s"
+    assert len(errors) == 6
+    source.close()
+    deadline = time.monotonic() + 20
+    while connections_to(server) > 1:  # obstore may keep one that is idle
+        assert time.monotonic() < deadline, connections_to(server)
+        time.sleep(0.05)
+
+
+def connections_to(server: RangeServer) -> int:
+    """Established connections of this host to the server, both ends of which are in this process."""
+    gc.collect()
+    port = f":{int(server.url.rpartition(':')[2]):04X}"
+    with open("/proc/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
+
+
+def test_a_server_that_limits_ranges_is_asked_for_the_rest_at_once(server: RangeServer, opened: Open) -> None:
+    source = opened("url", Settings(stall_s=60.0, retries=3))
+    server.faults = Faults(most_bytes=1024)
+    assert read(source, 1000, 2 * MIB) == DATA[1000 : 1000 + 2 * MIB]
+    assert len(server.requests) == 2
+    assert server.requests[1].headers["range"] == "bytes=2024-"
+
+
+def test_a_server_that_limits_every_answer_is_read_piece_by_piece(server: RangeServer, opened: Open) -> None:
+    source = opened("url", Settings(stall_s=60.0, retries=3))
+    server.faults = Faults(most_bytes=65_536, also_open_ranges=True)
+    assert read(source, 0, MIB) == DATA[:MIB]
+    assert read(source, MIB, MIB) == DATA[MIB : 2 * MIB]
+    assert len(server.requests) == 32
+    assert sum(request.headers["range"].endswith("-") for request in server.requests) == 1
+
+
+def test_an_answer_without_a_length_is_told_in_our_words(server: RangeServer, opened: Open) -> None:
+    source = opened("store", Settings(stall_s=60.0, retries=1))
+    server.faults = Faults(chunked=True)
+    with pytest.raises(SourceUnavailable, match="tells no Content-Length") as caught:
+        read(source, 0, 1000)
+    assert "Generic" not in str(caught.value)
+    assert read(opened("url", Settings(stall_s=60.0, retries=1)), 0, 1000) == DATA[:1000]
+
+
+# -- secrets and endpoints
+
+
+def secret_of(error: BaseException) -> bool:
+    return "pass" in str(error) or "s3cr3t" in str(error) or "Signature=" in str(error)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_password_in_an_endpoint_is_in_no_message(server: RangeServer, how: str) -> None:
+    with RangeServer({}) as gone:
+        dead = gone.url
+    for url in (server.url, dead):
+        given = options(server, how) | {"endpoint": url.replace("http://", "http://user:pass%40s3cr3t@")}
+        with pytest.raises(PenstockError) as caught:
+            source = open_object(
+                "s3://bucket/none.bin", settings=Settings(stall_s=3.0, retries=0), storage_options=given
+            )
+            source.close()
+        assert not secret_of(caught.value), caught.value
+
+
+def test_no_message_holds_what_a_signed_url_holds() -> None:
+    url = "https://u:s3cr3t@host/m.bin?X-Amz-Signature=s3cr3t&X-Amz-Credential=s3cr3t"
+    error = SourceUnavailable(f"GET {url} failed", uri=url, hint="try again")
+    assert not secret_of(error) and "s3cr3t" not in repr(error.args) + error.message + str(error.uri)
+    assert error.uri == "https://host/m.bin"
+
+
+@pytest.mark.parametrize("endpoint", ["host:9000", "127.0.0.1:9000", "://x", "http://", "http://h:port", "ftp://h", ""])
+def test_an_endpoint_that_is_no_url_is_a_config_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scheme, name in (("s3", "endpoint"), ("s3", "aws_endpoint_url"), ("gs", "base_url"), ("az", "endpoint")):
+        with pytest.raises(ConfigError, match=name):
+            penstock.load(f"{scheme}://bucket/model/", storage_options={name: endpoint, "skip_signature": "true"})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "user:s3cr3t@host:9000")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL") as caught:
+        penstock.load("s3://bucket/model/")
+    assert "s3cr3t" not in str(caught.value)
