@@ -90,7 +90,7 @@ def test_a_map_that_cannot_be_is_the_peers_fault(lie: str) -> None:
         bad.offer(ours)
         holding = whole(bad)
         honest = holding.map
-        vars(holding)["map"] = lambda: LIES[lie](honest())
+        vars(holding)["map"] = lambda lease: LIES[lie](honest(lease))
         good.offer({name: tensor.clone() for name, tensor in ours.items()})
         found: dict[str, torch.Tensor] = {}
         with ps.join("m") as reader:

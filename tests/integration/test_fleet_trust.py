@@ -189,7 +189,7 @@ def test_a_data_port_is_only_asked_where_the_door_is(
         liar.fetch({}, fallback=str(made))
         holding = liar.member.holdings[0]
         honest = holding.map
-        vars(holding)["map"] = lambda: lie(honest())
+        vars(holding)["map"] = lambda lease: lie(honest(lease))
         monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
         with ps.join("llama-3", hub=hub, token=OPERATORS, transports=["http"]) as reader:
             report = reader.fetch(found, fallback=str(made))

@@ -41,7 +41,7 @@ from penstock.errors import (
 from penstock.fleet.door_server import RequestHandler, TcpServer, UnixServer
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
-from penstock.fleet.messages import Fault, Lease, LeaseRequest
+from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest
 from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
 from penstock.transport.http import EVERYWHERE, host_and_port
 
@@ -229,7 +229,7 @@ class Door:
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
             for one in mine:
                 if self._leases[one].reader == request.member:
-                    del self._leases[one]  # the reader starts anew
+                    self._end(one)  # the reader starts anew
             lease = secrets.token_hex(16)
             self._leases[lease] = _Leased(request.member, holding, request.attach)
             holding.num_readers = len(others) + (not request.attach)
@@ -250,16 +250,35 @@ class Door:
             found.seen = time.monotonic()
             return found.holding
 
+    def map(self, lease: str) -> HoldingMap:
+        """How the holding of a lease is read, for as long as the lease lasts. PermissionDenied as `leased`."""
+        holding = self.leased(lease)
+        found = holding.map(lease)
+        with self._lock:
+            if lease not in self._leases:  # it ended meanwhile, before there was something to take back
+                holding.take_back(lease)
+        return found
+
     def release(self, lease: str) -> None:
         """End a lease. Idempotent."""
         with self._lock:
-            self._leases.pop(lease, None)
+            self._end(lease)
             self._expire()
+
+    def expire(self) -> None:
+        """End leases that were not renewed in time, and what was given under them; called with each beat."""
+        with self._lock:
+            self._expire()
+
+    def _end(self, lease: str) -> None:
+        ended = self._leases.pop(lease, None)
+        if ended is not None:
+            ended.holding.take_back(lease)
 
     def _expire(self) -> None:
         now = time.monotonic()
         for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
-            del self._leases[lease]
+            self._end(lease)
         for holding in self._holdings.values():
             mine = (one for one in self._leases.values() if one.holding is holding and not one.attached)
             holding.num_readers = sum(1 for _ in mine)
@@ -338,7 +357,7 @@ class _Handler(RequestHandler):
             raise NotFound("no such thing here")
         holding = self.door.leased(path[2])
         if path[3] == "map":
-            return holding.map()
+            return self.door.map(path[2])
         if path[3] == "table":
             return describe(holding.line)
         if path[3] == "log":

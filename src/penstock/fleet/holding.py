@@ -28,7 +28,7 @@ from penstock.memory.tier_moves import SOURCE
 from penstock.plan.chunks import to_ranges
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
-from penstock.transport.protocol import Handle, Memory, Segments
+from penstock.transport.protocol import Handle, Lending, Memory, Segments
 from penstock.types import I64, U64
 
 Bools = npt.NDArray[np.bool_]
@@ -184,10 +184,16 @@ class Holding:
         """Our registrations of a region, by the transports that can read into it."""
         return self._into[region]
 
-    def map(self) -> HoldingMap:
-        """How a peer reads this."""
+    def map(self, lease: str = "") -> HoldingMap:
+        """How a peer reads this; under a lease, with descriptors that end with it where the transport can do that."""
         chunks = self.line.chunks
-        described = tuple({name: encode(h.descriptor) for name, h in handles.items()} for handles in self._handles)
+        described = tuple(
+            {
+                name: encode(handle.lend(lease) if lease and isinstance(handle, Lending) else handle.descriptor)
+                for name, handle in handles.items()
+            }
+            for handles in self._handles
+        )
         return HoldingMap(
             key=self.key,
             generation=self.generation,
@@ -198,6 +204,13 @@ class Holding:
             row_region=self.place.row_region.astype("<i4").tobytes(),
             row_offset=self.place.row_offset.astype("<i8").tobytes(),
         )
+
+    def take_back(self, lease: str) -> None:
+        """Refuse the descriptors that were given under a lease, where the transport can."""
+        for handles in self._handles:
+            for handle in handles.values():
+                if isinstance(handle, Lending):
+                    handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
         """What to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.

@@ -221,6 +221,7 @@ class Member:
                 return
             self._sing()
             self.links.sweep()
+            self.door.expire()
             try:
                 self._told(lambda: self._hub.beat(self.id, self._state()))
                 self.hub_is_away = False

@@ -71,17 +71,28 @@ class HttpHandle:
     def _begin(self) -> tuple[Region, Descriptor]:
         at, memory = self.transport, self.memory
         region = at.server.show(self.view, memory.owner)
-        address = at.address
-        payload = _Payload(
-            key=region.key, host=address.host, port=address.port, path=address.path, is_tls=address.is_tls
-        )
-        return region, Descriptor(
+        return region, self._described(region, region.key)
+
+    def _described(self, region: Region, key: bytes) -> Descriptor:
+        at, address = self.transport, self.transport.address
+        payload = _Payload(key=key, host=address.host, port=address.port, path=address.path, is_tls=address.is_tls)
+        return Descriptor(
             transport=at.name,
             endpoint=at.endpoint,
             generation=region.generation,
-            nbytes=memory.nbytes,
+            nbytes=self.memory.nbytes,
             payload=msgspec.msgpack.encode(payload),
         )
+
+    def lend(self, borrower: str) -> Descriptor:
+        """See `Lending.lend`."""
+        with self.transport.changing:
+            self.check_open()
+            return self._described(self._region, self.transport.server.lend(self._region, borrower))
+
+    def take_back(self, borrower: str) -> None:
+        """See `Lending.take_back`."""
+        self.transport.server.take_back(self._region, borrower)
 
     def fence(self) -> Descriptor:
         """See `Handle.fence`. Cuts the connections of answers under way."""

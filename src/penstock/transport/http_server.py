@@ -55,13 +55,16 @@ _REASONS = {400: "Bad Request", 404: "Not Found", 408: "Timeout", 410: "Gone", 4
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Memory that may be read while `generation` is what it is."""
+    """Memory that may be read while `generation` is what it is, by whoever shows its key or one that was lent."""
 
     generation: int
     key: bytes
     view: memoryview
     owner: object
-    under_way: set[Wire] = field(default_factory=set)
+    under_way: dict[Wire, bytes] = field(default_factory=dict)
+    """Answers being sent, each with the key that was shown for it."""
+    lent: dict[str, bytes] = field(default_factory=dict)
+    """Borrower -> a key of its own."""
 
 
 class _Refused(Exception):
@@ -93,6 +96,19 @@ class Server:
             if self._is_open:
                 self._regions[region.generation] = region
         return region
+
+    def lend(self, region: Region, borrower: str) -> bytes:
+        """A key to this generation for one borrower."""
+        with self._lock:
+            return region.lent.setdefault(borrower, secrets.token_bytes(16))
+
+    def take_back(self, region: Region, borrower: str) -> None:
+        """Refuse a borrower's key from now on; answers under way for it are cut."""
+        with self._lock:
+            key = region.lent.pop(borrower, None)
+            under_way = [wire for wire, shown in region.under_way.items() if shown == key]
+        for wire in under_way:
+            wire.cut()
 
     def hide(self, region: Region) -> None:
         """End a generation: answers under way are cut, and their readers told so if they ask again."""
@@ -215,32 +231,37 @@ class Server:
             region = self._regions.get(generation)
             if region is None or not self._is_given(region, request):
                 raise _Refused(410)
-            region.under_way.add(wire)
+            region.under_way[wire] = request.key
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
             wire.set_pace(SEND_S)
             wire.send_all(_answer(200, total + SEAL.size) if planes is None else _CODED)
             while views:
-                self._check_given(region)
+                self._check_given(region, request.key)
                 if planes is None:
                     advance(views, wire.send(front(views, PIECE_BYTES)))
                 else:
                     _send_block(wire, views, planes)
             # A holder fences before it changes a byte: if the generation is still there, all that went was of it.
-            self._check_given(region)
+            self._check_given(region, request.key)
             seal = SEAL.pack(SEAL_WORD, generation)
             wire.send_all(seal if planes is None else chunk_head(len(seal)) + seal + b"\r\n" + chunk_head(0) + b"\r\n")
         finally:
             with self._lock:
-                region.under_way.discard(wire)
+                region.under_way.pop(wire, None)
 
-    def _check_given(self, region: Region) -> None:
-        if self._regions.get(region.generation) is not region:
-            raise ConnectionAbortedError("fenced")
+    def _check_given(self, region: Region, key: bytes) -> None:
+        if self._regions.get(region.generation) is not region or not _opens(key, region):
+            raise ConnectionAbortedError("fenced, or the lease has ended")
 
     def _is_given(self, region: Region, request: ReadRequest) -> bool:
         same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
-        return hmac.compare_digest(request.key, region.key) and same
+        return _opens(request.key, region) and same
+
+
+def _opens(key: bytes, region: Region) -> bool:
+    """Whether this is a key of the region; takes as long for each that is none."""
+    return any(hmac.compare_digest(key, one) for one in (region.key, *list(region.lent.values())))
 
 
 _CODED = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n\r\n".encode()

@@ -207,6 +207,19 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
+class Lending(Protocol):
+    """A handle whose descriptors can be taken back one by one, without a new generation for all readers."""
+
+    def lend(self, borrower: str) -> Descriptor:
+        """A descriptor of the current generation for this borrower alone; the same one if it is asked for again."""
+        ...
+
+    def take_back(self, borrower: str) -> None:
+        """Refuse what was lent to it: new reads are stale, and so are those under way. Idempotent, at once."""
+        ...
+
+
 class Pending(Protocol):
     """A posted read; `moved_bytes` of `nbytes` have arrived."""
 
