@@ -248,6 +248,7 @@ class FleetRound(Round):
             if self.may_fail():
                 self.dead.append(worker)
                 self.fault("fetch refused")
+                self.ended(worker, due=3)
                 return None
             raise PenstockError(f"{said['error']}: {said['message']}") from error
         if got != self.checkpoint.digests:

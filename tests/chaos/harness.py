@@ -259,11 +259,12 @@ class Round:
         for worker in workers:
             self.ended(worker)
 
-    def ended(self, worker: Worker) -> None:
-        """Look at what a process that was told to end left open, and how it ended."""
+    def ended(self, worker: Worker, *, due: int = 0) -> None:
+        """Look at what a process that was told to end left open, and whether it ended with the code that is due."""
+        worker.said.pop("failed", None)
         self.check_census(self.expect(worker, "census"))
-        if code := worker.process.wait(timeout=END_S):
-            self.violate("untyped error", f"a process that left in good order ended with {code}")
+        if (code := worker.process.wait(timeout=END_S)) != due:
+            self.violate("untyped error", f"a process that was to end with {due} ended with {code}")
 
     def check_census(self, found: dict[str, Any]) -> None:
         """Note what a process that ended by itself had left open."""
