@@ -1,4 +1,4 @@
-"""Every promise of `docs/security.md` and `docs/failure-model.md` names the test that holds it, and that test exists."""
+"""Every promise of `docs/security.md` and `docs/failure-model.md` names a test that holds it, and the test exists."""
 
 from __future__ import annotations
 
