@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.integration.conftest import Host, check
 from tests.truth import by_safetensors
 
 from penstock.cli.manifest import manifest
+from penstock.config import Settings
+from penstock.storage.manifest import open_weights
+from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
@@ -76,3 +80,20 @@ def test_storage_is_read_once_however_many_start_at_once(
     reports = [check(worker, truth) for worker in workers]
     assert weight_bytes_sent(server, root) == nbytes_of(truth)
     assert [report["faults"] for report in reports] == [[]] * count  # a full holder is no fault
+    told = sum(report["storage_bytes"] + report["header_bytes"] for report in reports)
+    assert 0 <= server.num_bytes_sent - told <= 16 * count  # a byte for each object that is opened
+
+
+def test_a_header_is_read_by_what_its_first_bytes_say(tmp_path: Path) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    write_llama(short, total_bytes=4 << 20, shards=1)
+    long.mkdir()
+    save_file({f"layer.{i}": torch.zeros(64) for i in range(4000)}, long / "model.safetensors")
+    with RangeServer(tmp_path) as server:
+        for name in ("short", "long"):
+            server.num_bytes_sent = 0
+            with open_weights(f"{server.url}/{name}", settings=Settings()) as weights:
+                path = tmp_path / name / weights.manifest.files[0].name
+                said = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+                assert 0 <= server.num_bytes_sent - weights.opening_bytes <= 16  # a byte for each object opened
+                assert weights.opening_bytes == max(said, HEADER_GUESS_BYTES)

@@ -104,7 +104,10 @@ class Fleet:
             if trace is not None:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
-            return report_of(holding, outcome, storage_bytes=storage_bytes, phases=phases.stop())
+            header_bytes = found.session.weights.opening_bytes if found.session is not None else 0
+            return report_of(
+                holding, outcome, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
+            )
 
     def _fill(
         self, holding: Holding, storage: StoragePart | None, phases: Phases, record: Trace, *, is_new: bool

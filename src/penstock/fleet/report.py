@@ -25,7 +25,9 @@ class FetchReport:
     num_tensors: int
     nbytes: int
     storage_bytes: int
-    """Bytes this process asked of storage."""
+    """Bytes of weights this process asked of storage."""
+    header_bytes: int
+    """Bytes it asked of storage besides, to know what the weights are: headers, index and manifest of the fallback."""
     wall_s: float
     phases: Mapping[str, float]
     """Seconds of `discover`, `allocate`, `register`, `move`, `commit`; they sum to `wall_s`."""
@@ -59,7 +61,9 @@ class FetchReport:
         return "\n".join(lines + [f"fault on the way: {fault}" for fault in self.faults])
 
 
-def report_of(holding: Holding, outcome: Outcome, *, storage_bytes: int, phases: dict[str, float]) -> FetchReport:
+def report_of(
+    holding: Holding, outcome: Outcome, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
+) -> FetchReport:
     """The report of a fetch that ended well."""
     against = "the manifest's digests" if holding.has_manifest else "digests made by who had the bytes first"
     return FetchReport(
@@ -69,6 +73,7 @@ def report_of(holding: Holding, outcome: Outcome, *, storage_bytes: int, phases:
         num_tensors=len(holding.line.table),
         nbytes=holding.line.nbytes,
         storage_bytes=storage_bytes,
+        header_bytes=header_bytes,
         wall_s=sum(phases.values()),
         phases=phases,
         nbytes_by_path=dict(outcome.nbytes_by_path),

@@ -67,8 +67,6 @@ _FEW_FILES = 8
 
 _LOCAL_THREADS = 4
 """Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
-_LOCAL_GUESS_BYTES = 128 * 1024
-"""Read at once from a local file's start; a second read is cheap there, and bytes read twice are not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -81,6 +79,8 @@ class WeightSet(Closing):
     """One for each of `manifest.files`, in that order."""
     why_unverified: str | None
     """Why there are no leaves to verify against; None when there are."""
+    opening_bytes: int
+    """Asked of storage to know all this: headers, index and manifest."""
 
     def close(self) -> None:
         """Close every source. Idempotent."""
@@ -149,7 +149,14 @@ def open_place(
         for one in opened:
             one.source.close()
         raise
-    return WeightSet(uri=place.uri, manifest=manifest, sources=tuple(one.source for one in opened), why_unverified=why)
+    headers = sum(max(one.header.data_offset, min(HEADER_GUESS_BYTES, one.source.nbytes)) for one in opened)
+    return WeightSet(
+        uri=place.uri,
+        manifest=manifest,
+        sources=tuple(one.source for one in opened),
+        why_unverified=why,
+        opening_bytes=headers + place.index_bytes + len(raw or b""),
+    )
 
 
 def _open_all(
@@ -157,7 +164,6 @@ def _open_all(
 ) -> tuple[list[_Opened], bytes | None]:
     """Every file with its header, and the sidecar's bytes if it is there, all at once."""
     remote = any(is_remote(uri) for _, uri in files)
-    guess = HEADER_GUESS_BYTES if remote else _LOCAL_GUESS_BYTES
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file
@@ -169,7 +175,7 @@ def _open_all(
             message = f"the index names shard {clip(name)!r}, which is missing"
             raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
         try:
-            return _Opened(name=name, source=source, header=read_header(source, guess_bytes=guess))
+            return _Opened(name=name, source=source, header=read_header(source))
         except BaseException:
             source.close()
             raise

@@ -44,6 +44,8 @@ class Place:
     sidecar_uri: str | None
     """Where the manifest would be; None where there is no place for one. Files of one
     directory share its manifest."""
+    index_bytes: int = 0
+    """Of the index that was read."""
 
 
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Place:
@@ -242,6 +244,7 @@ def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
         weight_map=weight_map,
         index_uri=display(index),
         sidecar_uri=f"{prefix}{SIDECAR}",
+        index_bytes=len(raw),
     )
 
 

@@ -51,11 +51,15 @@ class Task:
     """Time that each chunk of storage takes on top."""
     digest_pause_s: float = 0.0
     """Time that each digesting of chunks takes on top: a member that gets on slowly."""
+    data_bytes_per_s: float | None = None
+    """What its data port gives over each connection: 0 is a port that accepts and says nothing; None: no bound."""
     wait_s: float | None = None
     alone: bool = False
     """Load all of `fallback` by itself, in no fleet: what a fetch is compared with."""
     is_held: bool = False
     """Import, say "ready", and begin at a line of input: so that several begin at once (`Worker.begin`)."""
+    asks_before_fetch: bool = False
+    """Once it has joined, fetch at a line of input."""
     corrupt_at: int = -1
     """Flip a bit of this byte of the first tensor after the fetch, unannounced: a holder whose memory is bad."""
 
@@ -205,6 +209,7 @@ def _work(task: Task) -> None:
     import torch
 
     import penstock as ps
+    from penstock.testing.data_port import throttle_data_port
 
     torch.set_num_threads(1)
     set_constants(task.constants)
@@ -212,6 +217,8 @@ def _work(task: Task) -> None:
         slow_storage(task.storage_pause_s)
     if task.digest_pause_s:
         slow_digests(task.digest_pause_s)
+    if task.data_bytes_per_s is not None:
+        throttle_data_port(task.data_bytes_per_s)
     if task.is_held:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)
@@ -223,6 +230,8 @@ def _work(task: Task) -> None:
     begun = time.monotonic()
     with ps.join(task.model, hub=task.hub, **task.join) as fleet:
         say("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
+        if task.asks_before_fetch:
+            sys.stdin.readline()
         weights: dict[str, torch.Tensor] = {}
         if task.in_place:
             assert task.fallback is not None
@@ -258,6 +267,7 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
         seconds=time.monotonic() - begun,
         nbytes=report.nbytes,
         storage_bytes=report.storage_bytes,
+        header_bytes=report.header_bytes,
         paths=dict(report.nbytes_by_path),
         why=dict(report.why),
         phases=dict(report.phases),

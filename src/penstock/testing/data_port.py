@@ -1,0 +1,66 @@
+"""A member's data port behind a proxy that gives its answers slowly, or accepts and gives nothing.
+
+In: bytes per second. Out: from then on the `http` transport of this process names the proxy instead of its own port.
+Not here: storage that is slow (`http_server`), members that are stopped (signals).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Any
+
+PIECE_BYTES = 16 << 10
+"""Forwarded at once at most."""
+
+
+def throttle_data_port(bytes_per_s: float) -> None:
+    """Have readers of this process's memory over HTTP get so many bytes a second, over each connection; 0: none."""
+    from penstock.transport.http import HttpTransport
+    from penstock.transport.http_reader import Address
+
+    start = HttpTransport.__init__
+
+    def start_behind(self: HttpTransport, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
+        port = _Proxy(self.address, bytes_per_s).port
+        self.address = Address(host="127.0.0.1", port=port, is_tls=self.address.is_tls)
+
+    HttpTransport.__init__ = start_behind  # type: ignore[method-assign]
+
+
+class _Proxy:
+    """Forwards connections to `behind`; daemon threads, until the process ends."""
+
+    def __init__(self, behind: Any, bytes_per_s: float) -> None:
+        self._behind, self._bytes_per_s = behind, bytes_per_s
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            reader, _ = self._listener.accept()
+            if self._behind.path:
+                holder = socket.socket(socket.AF_UNIX)
+                holder.connect(self._behind.path)
+            else:
+                holder = socket.create_connection((self._behind.host, self._behind.port))
+            threading.Thread(target=self._forward, args=(reader, holder, 0.0), daemon=True).start()
+            if self._bytes_per_s:
+                pause_s = 1.0 / self._bytes_per_s
+                threading.Thread(target=self._forward, args=(holder, reader, pause_s), daemon=True).start()
+
+    @staticmethod
+    def _forward(source: socket.socket, sink: socket.socket, pause_s: float) -> None:
+        """Forward until either end closes, with so many seconds for each byte."""
+        most = PIECE_BYTES if not pause_s else max(1, min(PIECE_BYTES, int(0.1 / pause_s)))
+        with contextlib.suppress(OSError):
+            while piece := source.recv(most):
+                sink.sendall(piece)
+                time.sleep(pause_s * len(piece))
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
