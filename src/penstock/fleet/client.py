@@ -56,6 +56,10 @@ ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
 """Who just began to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
+REST = 4.0
+"""Who asks again and again rests so many times as long as the last answer took: a hub that is slow, since it shares two
+cores with 64 processes that copy, is asked less. Without it questions piled up until it was given up as silent."""
+MAX_REST_S = 5.0
 _MAX_PAUSE_S = 0.5
 _MAX_CONNECTIONS = 16
 T = TypeVar("T")
@@ -127,6 +131,7 @@ class HubClient(Closing):
 
     Attributes:
         member: whom it can speak for; the one id that the hub takes from it.
+        is_local: the hub is this host's own, which another process hosts when its host is gone.
         has_token: whether it shows a token. The hub alone is shown it: never another member.
     """
 
@@ -148,7 +153,13 @@ class HubClient(Closing):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._http: tuple[str, httpx.Client] | None = None
-        self._closed = False
+        self._closed, self.is_local = False, False
+        self._took_s = 0.0
+
+    @property
+    def rest_s(self) -> float:
+        """How long who asks in a loop should rest at least before the next question; see `REST`."""
+        return min(REST * self._took_s, MAX_REST_S)
 
     @classmethod
     def connect(
@@ -187,6 +198,7 @@ class HubClient(Closing):
             certificate = settings.cert_file, settings.key_file
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
+        client.is_local = hub is None
         if hub is None:
             line.reach(REACH_S)
         return client
@@ -211,9 +223,9 @@ class HubClient(Closing):
         """The member is gone for good."""
         self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
 
-    def flight(self, request: FlightRequest) -> FlightReply:
+    def flight(self, request: FlightRequest, *, within_s: float | None = None) -> FlightReply:
         """Whom to take chunks from. UnknownMember: see `beat`."""
-        return self._ask("POST", "/v1/flight", request, FlightReply)
+        return self._ask("POST", "/v1/flight", request, FlightReply, within_s=within_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Chunks to read from storage. UnknownMember: see `beat`."""
@@ -227,10 +239,10 @@ class HubClient(Closing):
         """A source could not be used. UnknownMember: see `beat`."""
         self._ask("POST", "/v1/complain", complaint, None)
 
-    def status(self, model: str | None = None) -> Status:
+    def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
         """Members and what they hold, of one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
-        return self._ask("GET", f"/v1/status{query}", None, Status)
+        return self._ask("GET", f"/v1/status{query}", None, Status, within_s=within_s)
 
     def why(self, request: WhyRequest) -> Why:
         """Why who takes a model from whom."""
@@ -246,8 +258,8 @@ class HubClient(Closing):
         self._line.close()
 
     # `type[T] | None` with one return type: None is given where nothing is returned.
-    def _ask(self, method: str, path: str, body: object, gives: type[T] | None) -> T:
-        """Ask until answered or the deadline.
+    def _ask(self, method: str, path: str, body: object, gives: type[T] | None, *, within_s: float | None = None) -> T:
+        """Ask until answered or the deadline: `timeout_s`, or sooner, `within_s`.
 
         Raises:
             HubUnavailable: the deadline; the last failure is its cause. Else what the hub's fault says.
@@ -255,7 +267,9 @@ class HubClient(Closing):
         import httpx
 
         content = b"" if body is None else msgspec.json.encode(body)
-        deadline = time.monotonic() + self._timeout_s
+        begun = time.monotonic()
+        timeout_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
+        deadline = begun + timeout_s
         pause_s = 0.01
         last: Exception
         while True:
@@ -266,6 +280,7 @@ class HubClient(Closing):
             try:
                 answer = http.request(method, path, content=content, timeout=attempt_s, headers=self._headers)
                 self._line.reached()
+                self._took_s = time.monotonic() - begun
                 if answer.status_code != 503:
                     return self._answered(answer, gives, url)
                 last = HubUnavailable(_fault(answer).error, uri=url)
@@ -274,7 +289,8 @@ class HubClient(Closing):
                 # At the end of the deadline there is no time left to tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 silent = had_time and isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
-                self._drop(http)
+                self._took_s = time.monotonic() - begun
+                # The client stays open: other threads may wait for answers, and it has dropped the broken connection.
                 self._line.failed(url, silent=silent)
             except RuntimeError as error:
                 if not http.is_closed:
@@ -282,7 +298,7 @@ class HubClient(Closing):
                 last = error  # another thread's failure closed it
                 self._drop(http)
             if self._closed or time.monotonic() + pause_s >= deadline:
-                message = f"the hub did not answer within {self._timeout_s:g} s: {last or type(last).__name__}"
+                message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
                 hint = "is it running, and can this host reach its address?"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
             time.sleep(pause_s * random.uniform(0.5, 1.0))

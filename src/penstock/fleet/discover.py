@@ -19,12 +19,20 @@ import torch
 
 from penstock.config import Settings
 from penstock.digest.leaf import revision as root_revision
-from penstock.errors import FormatError, IntegrityError, NotFound, PeerLost, PenstockError, SourceError
+from penstock.errors import (
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    SourceError,
+)
 from penstock.fleet.holding import Holding
 from penstock.fleet.identity import Identity
 from penstock.fleet.line import Line, described, line_of_tensors, revision_of
 from penstock.fleet.member import Member
-from penstock.fleet.messages import FlightRequest, HoldingState
+from penstock.fleet.messages import HoldingState
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
@@ -36,6 +44,8 @@ from penstock.types import U64, TensorTable
 T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
+LEAST_ASK_S = 0.5
+"""Least time for a question to the hub, whatever `wait_s`: who does not wait is to have an answer that is there."""
 ASK_S = 0.2
 """Pause between questions whether somebody holds a model, while nobody does."""
 
@@ -171,13 +181,20 @@ class Discovery:
     def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
         asked = {name for name in open_fields if not getattr(identity, name)}
-        return _patiently(lambda: self._held_now(identity, asked, f" after {wait_s} s"), wait_s, NotFound)
+        return _patiently(
+            lambda left_s: self._held_now(identity, asked, f" after {wait_s} s", within_s=left_s),
+            wait_s,
+            NotFound,
+            HubUnavailable,
+        )
 
-    def _held_now(self, identity: Identity, asked: set[str], since: str = "") -> HoldingState:
+    def _held_now(
+        self, identity: Identity, asked: set[str], since: str = "", *, within_s: float | None = None
+    ) -> HoldingState:
         """See `_held`. NotFound: nobody holds it now; `since` says how long that was so."""
         best: HoldingState | None = None
         others: dict[str, str] = {}
-        for member in self._member.hub.status(identity.model).members:
+        for member in self._member.hub.status(identity.model, within_s=within_s).members:
             for held in member.holdings:
                 if member.member == self._member.id:
                     continue
@@ -200,17 +217,19 @@ class Discovery:
     def _have_read(self, line: Line, revision: str, asked: str) -> bool:
         """Whether members read these very files, which have no digests, and found what is asked for."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=line.layout)
-        with contextlib.suppress(SourceError):
+        with contextlib.suppress(SourceError, HubUnavailable):  # then they are read as any others
             return self._held_now(same, set()).is_of(asked)
         return False
 
     def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
         """The tensors of a key, from a member that holds it; waits for one that has a place."""
-        return _patiently(lambda: self._ask_line_now(held), wait_s, SourceError, PeerLost)
+        return _patiently(
+            lambda left_s: self._ask_line_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
+        )
 
-    def _ask_line_now(self, held: HoldingState) -> Line:
+    def _ask_line_now(self, held: HoldingState, within_s: float) -> Line:
         asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
-        reply = self._member.hub.flight(FlightRequest(member=self._member.id, holding=asked))
+        reply = self._member.ask_around(asked, within_s=within_s)
         last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
         for upstream in reply.upstreams:
             try:
@@ -227,12 +246,12 @@ class Discovery:
         raise last
 
 
-def _patiently(ask: Callable[[], T], wait_s: float, *passing: type[PenstockError]) -> T:
-    """Ask until there is an answer; what is `passing` is raised only once the time is over."""
+def _patiently(ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
+    """Ask, with the seconds left, until there is an answer; raise what is `passing` only once the time is over."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            return ask()
+            return ask(max(LEAST_ASK_S, deadline - time.monotonic()))
         except passing:
             if time.monotonic() >= deadline:
                 raise

@@ -25,6 +25,8 @@ REQUEST_S = 10.0
 """For a TLS handshake, and for a whole request from its first byte on: a reader sends it in one piece."""
 BODY_BYTES_PER_S = 1 << 20
 """A long body has so much longer: a layout of some MB over a slow link."""
+BACKLOG = 128
+"""Connections that wait to be accepted: with 5, of readers that start at once some found a Unix socket's door gone."""
 MAX_CONNECTIONS = 512
 """At once, of each socket; far above a holder's readers. Who has no token yet holds a thread, but no more than that."""
 
@@ -101,6 +103,7 @@ class RequestHandler(http.server.BaseHTTPRequestHandler):
 class _Server(socketserver.ThreadingMixIn):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = BACKLOG
     tls: ssl.SSLContext | None = None
 
     def __init__(self, *args: Any) -> None:

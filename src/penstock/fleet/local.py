@@ -28,13 +28,19 @@ from penstock.errors import ConfigError, HubUnavailable
 from penstock.fleet.auth import Auth
 from penstock.fleet.directory import Directory
 from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.fleet.store import LivedClock, MemoryStore
 from penstock.fork import let_go_in_children
+from penstock.net.peercred import connect_unix, peer_credentials
 
 BEAT_S = 0.5
 """On one host a beat costs nothing beside the bytes moved, and a hub that takes over knows all within one."""
+LOOK_S = 0.2
+"""For the connection by which the kernel says whose a hub is; it accepts for a process that is stopped, too."""
 TTL_S = 5.0
 """A process that loads may keep the interpreter for a second; ten beats are longer."""
+HUNG_S = 20.0
+"""A hub whose process runs and answers nobody for so long is passed over too. Before that it is busy: 32 processes that
+copy on two cores kept one from answering for 5 s, and its successors, who knew nothing, had storage read again."""
 _MAX_PATH_BYTES = 107
 """Source: unix(7)."""
 
@@ -57,6 +63,7 @@ class LocalLine:
         self._hosting: _Hosting | None = None
         self._doubted = True
         self._closed = False
+        self._silent_since: float | None = None
 
     @property
     def hosts(self) -> bool:
@@ -99,15 +106,16 @@ class LocalLine:
 
     def reached(self) -> None:
         """Remembered by the kernel while this process lives: a later hub waits for what we hold."""
+        self._silent_since = None
         if not self._is_member:
             with self._lock:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """A silent hub (stopped, or stuck) is passed over; one that is gone is hosted anew by who reaches first."""
+        """Pass over a hub whose process is stopped or hung; one that is gone is hosted anew by who reaches first."""
         with self._lock:
             self._doubted = True
-            if not silent or self._hosting is not None:
+            if not silent or self._hosting is not None or self._is_busy(url):
                 return
             with _File(self._directory / "generation.lock") as guard:
                 number = _generation(self._directory)
@@ -115,6 +123,12 @@ class LocalLine:
                     new = self._directory / f".generation-{os.getpid()}"
                     new.write_text(f"{number + 1}\n", encoding="ascii")
                     new.replace(self._directory / "generation")
+
+    def _is_busy(self, url: str) -> bool:
+        """Whether a silent hub's process runs, and has not been silent for `HUNG_S`: it will answer."""
+        now = time.monotonic()
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        return now - self._silent_since < HUNG_S and _runs(url.removeprefix("unix://"))
 
     def close(self) -> None:
         """Let another host the hub, if it was hosted here; idempotent."""
@@ -141,6 +155,17 @@ class LocalLine:
         except BaseException:
             lock.close()
             raise
+
+
+def _runs(path: str) -> bool:
+    """Whether the process that listens at a Unix socket is neither stopped nor dead; False where that is not seen."""
+    try:
+        with connect_unix(path, LOOK_S) as sock:
+            pid = peer_credentials(sock)[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "TtZX"
 
 
 def _generation(directory: Path) -> int:
@@ -179,7 +204,8 @@ class _Hosting:
         # Under another name until it answers: who sees the path may connect.
         draft = directory / f"new-{number}.sock"
         self._path.unlink(missing_ok=True)
-        logic = Directory(MemoryStore(), fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
+        store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
+        logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         bound = bind(f"unix://{draft}", Auth())
         try:
             _CLOSED_IN_CHILDREN.add(bound)

@@ -21,6 +21,7 @@ import msgspec
 from penstock.engine.ticket import Ticket
 from penstock.errors import (
     ConfigError,
+    HubUnavailable,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -58,6 +59,8 @@ from penstock.types import GB
 
 log = logging.getLogger("penstock.fleet")
 T = TypeVar("T")
+JOIN_AGAIN_S = 0.1
+"""Pause before a hub of this host that could not be greeted is looked for again."""
 
 
 def host_id() -> str:
@@ -143,12 +146,23 @@ class Member:
                 name=f"{socket.gethostname()}:{os.getpid()}",
                 num_links=host_links(),
             )
-            self.welcome = self._greet()
+            self.welcome = self._join(stall_s)
         except BaseException:
             self._free()
             raise
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._beats.start()
+
+    def _join(self, within_s: float) -> Welcome:
+        """Greet the hub. Where it is this host's own, wait for another to host it: who did may be stopped."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                return self._greet()
+            except HubUnavailable:
+                if not self._hub.is_local or time.monotonic() >= deadline:
+                    raise
+            time.sleep(JOIN_AGAIN_S)
 
     def _greet(self) -> Welcome:
         welcome = self._hub.hello(self._hello)
@@ -215,7 +229,7 @@ class Member:
 
     def _beat(self) -> None:
         while not self._closing.is_set():
-            self._beat_now.wait(self.welcome.beat_s)
+            self._beat_now.wait(max(self.welcome.beat_s, min(self._hub.rest_s, self.welcome.ttl_s / 4)))
             self._beat_now.clear()
             if self._closing.is_set():
                 return
@@ -293,6 +307,11 @@ class Member:
         """Whom to read from. HubUnavailable when it is away."""
         request = FlightRequest(member=self.id, holding=self._status(holding), can_read_storage=can_read_storage)
         return self._told(lambda: self._hub.flight(request))
+
+    def ask_around(self, asked: HoldingState, *, within_s: float) -> FlightReply:
+        """Who may be asked what the line of a key is: a holding of no chunks. HubUnavailable: not within so long."""
+        request = FlightRequest(member=self.id, holding=asked)
+        return self._told(lambda: self._hub.flight(request, within_s=within_s))
 
     def claim(self, holding: Holding, *, ask: bool = True) -> ClaimReply:
         """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""

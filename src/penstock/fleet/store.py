@@ -71,6 +71,29 @@ class Store(Protocol):
         """Let go of connections; idempotent."""
 
 
+class LivedClock:
+    """Seconds that this process lived: a pause between two looks counts as `most_s` at most.
+
+    A hub that was stopped, or did not get the processor, could hear nobody meanwhile: by the clock of the wall all its
+    members would have been silent for too long, and what they have would be read from storage again.
+
+    Args:
+        most_s: above the time between two looks of a hub that runs: each question and each beat of its own is one.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s, self._lived_s, self._looked = most_s, 0.0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        """Seconds since it was made."""
+        with self._lock:
+            now = time.monotonic()
+            self._lived_s += min(now - self._looked, self._most_s)
+            self._looked = now
+            return self._lived_s
+
+
 @dataclass(slots=True)
 class _Kept:
     entry: Entry
