@@ -17,23 +17,57 @@ LOOK_S = 1.0
 itself, or did not get the processor, has waited for nobody meanwhile."""
 
 
+LEAST_BYTES = 64 << 10
+"""Bytes received within a deadline that count as progress: 2 kB/s at 30 s. A peer that gives a byte at a time to keep
+its reader waiting gives less, and no link that weights are moved over does."""
+
+
+class Silence:
+    """Seconds without progress, as whoever waits lived them; `seconds` as of the last look.
+
+    Progress is bytes that reached their end (`moved`), or `LEAST_BYTES` more that were received on the way there. While
+    the wait is paused the seconds stand still: something is under way that has a deadline of its own. They do not begin
+    anew, or one source after another that gives nothing would put the deadline off for ever.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._moved, self._received, self._looked = -1, 0, time.monotonic()
+
+    def look(self, moved: int, received: int = 0, *, is_paused: Callable[[], bool] | None = None) -> float:
+        """Note what moved so far. Order: again and again while waiting, `LOOK_S` apart at most."""
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, LOOK_S), now
+        self._received = min(self._received, received)  # a read that failed is no longer counted
+        if moved != self._moved or received >= self._received + LEAST_BYTES:
+            self._moved, self._received, self.seconds = moved, received, 0.0
+        elif is_paused is None or not is_paused():
+            self.seconds += passed_s
+        return self.seconds
+
+    def begin(self) -> None:
+        """Nobody waited before: the next look finds progress."""
+        self._moved, self._received = -1, 0
+
+
 class Ticket:
     """The state of one posted piece of work.
 
     Attributes:
         nbytes: bytes the work is to move.
         moved_bytes: bytes at their destination so far.
-        is_busy: whether a step is inside an executor now; while one is, its own deadline holds, not the ticket's.
-        silent_s: see `look`.
+        is_busy: whether a step is inside an executor now; while one is, its own deadline holds, not the ticket's. Who
+            tries a step that failed again (`fleet.fetch`) does not count what gave nothing before.
+        received: bytes received so far, also of steps under way; None: only whole steps are seen.
     """
 
-    def __init__(self, nbytes: int, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, nbytes: int, is_busy: Callable[[], bool], *, received: Callable[[], int] | None = None) -> None:
         self.nbytes = nbytes
         self.moved_bytes = 0
         self.is_busy = is_busy
+        self.received = received
         self.changed = threading.Condition()
-        self.silent_s = 0.0
-        self._seen, self._looked = -1, time.monotonic()
+        self._silence = Silence()
         self._error: BaseException | None = None
         self._stopped = self._done = False
 
@@ -75,13 +109,9 @@ class Ticket:
             self.changed.notify_all()
 
     def look(self) -> float:
-        """Seconds since a byte arrived or a step ran, as whoever waits lived them. Order: while waiting."""
-        now = time.monotonic()
-        passed_s, self._looked = min(now - self._looked, LOOK_S), now
-        self.silent_s += passed_s
-        if self.moved_bytes != self._seen or self.is_busy():
-            self._seen, self.silent_s = self.moved_bytes, 0.0
-        return self.silent_s
+        """Seconds without a byte and without a step under way; see `Silence`. Order: while waiting."""
+        received = 0 if self.received is None else self.received()
+        return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
         """Return once `reached()`, which is asked with `changed` held, whenever something changed.
@@ -95,7 +125,7 @@ class Ticket:
             SourceStalled: see `stall_s`.
         """
         with self.changed:
-            self._seen = -1  # nobody waited before
+            self._silence.begin()
             while not reached() and not self._stopped:
                 if self.look() > stall_s:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
@@ -111,7 +141,7 @@ class Ticket:
     def release(self) -> None:
         """Forget the error and whom to ask whether they are busy: both lead back to the work and what it holds."""
         with self.changed:
-            self._error, self.is_busy = None, _never
+            self._error, self.is_busy, self.received = None, _never, None
 
     def check(self) -> None:
         """Raise what stopped the work, if something did."""

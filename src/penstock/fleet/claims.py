@@ -27,7 +27,7 @@ MAX_PIECE_BYTES = GIB
 LOOK_S = 1.0
 """How often it is noted who got on: well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
-"""A claimant that gained no chunk for so long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
+"""A claimant that received nothing for so long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
 
 
 _OWNER = np.dtype("<u2")
@@ -41,7 +41,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
     num_have: tuple[int, ...] = ()
     """Per member, when last looked at; it grows while the member gets on."""
     since: tuple[float, ...] = ()
-    """Per member, when it last grew, by the hub's clock."""
+    """Per member, when it last grew or received a byte, by the hub's clock."""
     looked: float = 0.0
     """When that was last looked at, of all."""
     owner: bytes = b""
@@ -144,12 +144,21 @@ def settled(
     return settle(claims, request.member, request.holding, now)
 
 
-def look(claims: Claims, progress: Mapping[str, int], now: float) -> Claims:
-    """Note who got on since the last look."""
+def look(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
+    """Note who got on since the last look.
+
+    Args:
+        claims: the table.
+        progress: chunks that members have.
+        now: the hub's clock.
+        silent_s: `HoldingState.silent_s` of those that read from storage.
+    """
     found = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
-    grew = zip(found, claims.num_have, claims.since, strict=True)
-    since = tuple(now if after > before else then for after, before, then in grew)
-    return Claims(claims.members, tuple(found), since, now, claims.owner)
+    since = []
+    for member, after, before, then in zip(claims.members, found, claims.num_have, claims.since, strict=True):
+        heard = now - silent_s[member] if member in silent_s else then
+        since.append(now if after > before else max(then, heard))
+    return Claims(claims.members, tuple(found), tuple(since), now, claims.owner)
 
 
 def give(

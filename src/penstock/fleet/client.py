@@ -289,7 +289,8 @@ class HubClient(Closing):
                 # At the end of the deadline there is no time left to tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 silent = had_time and isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
-                self._took_s = time.monotonic() - begun
+                if isinstance(error, httpx.TimeoutException):
+                    self._took_s = time.monotonic() - begun
                 # The client stays open: other threads may wait for answers, and it has dropped the broken connection.
                 self._line.failed(url, silent=silent)
             except RuntimeError as error:

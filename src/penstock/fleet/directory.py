@@ -243,7 +243,11 @@ class Directory:
         self.counts["grants"] += len(upstreams)
         # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
         least_s = 1.0 if upstreams and is_placed else 0.2
-        return FlightReply(upstreams=tuple(upstreams), ask_again_s=_pause(least_s, len(view.held)))
+        return FlightReply(
+            upstreams=tuple(upstreams),
+            ask_again_s=_pause(least_s, len(view.held)),
+            reader_silent_s=view.reader_silent_s(besides=request.member),
+        )
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Chunks that the member alone reads from storage, and takes back what it reads no more.
@@ -433,7 +437,8 @@ class Directory:
         told = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
         after = settled(before, request, gone=gone, told=told, now=now)
         if now - after.looked > LOOK_S:
-            after = look(after, {name: held.num_have for name, held in view.held.items()}, now)
+            silent_s = {name: held.silent_s for name, held in told.items() if held.silent_s >= 0}
+            after = look(after, {name: held.num_have for name, held in view.held.items()}, now, silent_s=silent_s)
         if not give_more:
             return after, ()
         return give(
@@ -471,5 +476,5 @@ class Directory:
 
 
 def _pause(least_s: float, num_asking: int) -> float:
-    """When to ask again: 250 a second of all who do, at most; not in step, though they may have started so."""
-    return min(5.0, max(least_s, num_asking / 250)) * random.uniform(0.75, 1.25)
+    """When to ask again: 100 a second of all who do, at most; not in step, though they may have started so."""
+    return min(5.0, max(least_s, num_asking / 100)) * random.uniform(0.75, 1.25)

@@ -18,9 +18,10 @@ import numpy as np
 
 from penstock.closing import Closing
 from penstock.engine.executors import Executor, guarded
-from penstock.engine.ticket import Ticket
+from penstock.engine.ticket import LEAST_BYTES, Silence, Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import (
+    Cancelled,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -31,7 +32,7 @@ from penstock.errors import (
 from penstock.fleet.arrival import Arrival, take, verify
 from penstock.fleet.holding import Bools, Holding
 from penstock.fleet.member import Member
-from penstock.fleet.messages import Upstream
+from penstock.fleet.messages import FlightReply, Ranges, Upstream
 from penstock.fleet.outcome import NEAREST, Outcome
 from penstock.fleet.part import StoragePart
 from penstock.fleet.step import PartStep, PeerStep, VerifyStep
@@ -53,6 +54,8 @@ FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
 BUSY_S = 0.5
 """A full holder is asked again after this long: places become free as readers end, and it has done nothing wrong."""
+HEARD_S = 1.0
+"""What the hub said of others' progress holds until twice its pause has passed, and this long for its answer."""
 
 
 class Fetch(Closing):
@@ -93,8 +96,12 @@ class Fetch(Closing):
         self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._part = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
-        executors = (self._fetch, self._part, self._compute)
-        self.ticket = Ticket(holding.line.nbytes, lambda: any(e.is_busy() for e in executors))
+        self._reading: set[PeerStep] = set()
+        self._read_bytes = 0
+        self._gave_nothing: set[str] = set()
+        self._others_read_until = 0.0
+        self.ticket = Ticket(holding.line.nbytes, self._is_under_way, received=self._received_bytes)
+        self._hunger, self._quiet = Silence(), Silence()
         self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_says = "not asked yet"
@@ -121,8 +128,9 @@ class Fetch(Closing):
                     self.ticket.changed.wait(pause_s)
             if self._holding.damage is not None:
                 self.ticket.fail(self._holding.damage)
+            self._look_at_reads()
             if self.ticket.look() > self.stall_s:
-                kind = SourceStalled if self._following else SourceUnavailable
+                kind = SourceStalled if self._following or self._gave_nothing else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._holding.have).sum())} chunks missing"
                 asked = "storage" if self._storage is not None else "no fallback was given; the hub"
                 self.ticket.fail(self.outcome.stalled(kind, what, f"{asked}: {self._hub_says}"))
@@ -146,14 +154,21 @@ class Fetch(Closing):
                 reply = self._member.flight(self._holding, can_read_storage=reads)
                 wait_s = reply.ask_again_s
                 self._is_alone = self._is_refused = False
+                self._heard_of_readers(reply)
                 if self._storage is None:
                     self._hub_says = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
                 self._hub_failed(error)  # known upstreams stay in use
             self._knows_members.set()
+            self._closing.wait(self._rest_s)
             if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
                 self._ask_now.wait(wait_s * 3 / 4)
+
+    @property
+    def _rest_s(self) -> float:
+        """Before a slow hub is asked again; short beside a stall, so that it is seen in time when nothing comes."""
+        return min(self._member.hub.rest_s, self.stall_s / 8)
 
     def _hub_failed(self, error: PenstockError) -> None:
         """It did not answer, or it refused us: that will not be otherwise later, so nobody waits for it."""
@@ -215,6 +230,7 @@ class Fetch(Closing):
         assert self._storage is not None
         while not (self._closing.is_set() or self._holding.is_whole or self._is_storage_out):
             wait_s = 0.5
+            ranges: Ranges = ()
             try:
                 if self._should_go_alone():
                     ranges, wait_s = to_ranges(self._next_missing()), TURN_S
@@ -226,7 +242,7 @@ class Fetch(Closing):
             except PenstockError as error:
                 self._hub_failed(error)
                 wait_s = 0.0 if self._is_refused and not self._is_alone else wait_s
-            self._closing.wait(wait_s)
+            self._closing.wait(wait_s if ranges else max(wait_s, self._rest_s))
         while self._is_storage_out and not self._closing.is_set():
             try:
                 self._member.claim(self._holding, ask=False)  # others read what this one was given
@@ -234,12 +250,18 @@ class Fetch(Closing):
             except PenstockError:
                 self._closing.wait(0.5)
 
+    def _heard_of_readers(self, reply: FlightReply) -> None:
+        """Note whether others read storage and get on: who waits for what they read has nobody to blame."""
+        is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
+        valid_s = 2 * reply.ask_again_s + HEARD_S
+        self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
+
     def _should_go_alone(self) -> bool:
         """Whether the hub refused us, or nothing came for so long that storage is read without its word.
 
-        Then the hub is away, or a member that was given what is missing lives and does not get on with it.
+        Then the hub is away, or members that have what is missing live and give nothing.
         """
-        if not self._is_alone and (self._is_refused or self.ticket.silent_s > self.stall_s / 2):
+        if not self._is_alone and (self._is_refused or self._hunger.seconds > self.stall_s / 2):
             self._is_alone = True
             self.outcome.goes_alone(self._hub_says)
         return self._is_alone
@@ -275,6 +297,57 @@ class Fetch(Closing):
         """These chunks are under way no more. Order: with the lock held."""
         self._flying[chunks] = self._claimed[chunks] = False
         self._holding.claims = to_ranges(np.flatnonzero(self._claimed))
+
+    # -- progress: whose deadline runs
+
+    def _received_bytes(self) -> int:
+        """Bytes received so far, those of unfinished reads too; only grows."""
+        with self._lock:
+            nbytes = self._read_bytes + sum(step.received_bytes for step in self._reading)
+        return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
+
+    def _is_feeding(self) -> bool:
+        """Whether storage is read, bytes are verified, or all we can do is wait for members that read storage."""
+        if self._part.is_busy() or self._compute.is_busy():
+            return True
+        return time.monotonic() < self._others_read_until and not self._gave_nothing and self._is_idle()
+
+    def _is_under_way(self) -> bool:
+        """Whether something is under way that has a deadline of its own.
+
+        A read of an upstream that failed since the last verified byte is not: each may cost this fetch one stall, not
+        one each time it is tried again.
+        """
+        with self._lock:
+            is_new = any(step.giver.upstream.member not in self._gave_nothing for step in self._reading)
+        return is_new or self._is_feeding()
+
+    def _look_at_reads(self) -> None:
+        """Note how long nothing came, and end reads that give less than `LEAST_BYTES` within their deadline."""
+        moved, received = self.ticket.moved_bytes, self._received_bytes()
+        self._hunger.look(moved, received, is_paused=self._is_feeding)
+        self._holding.silent_s = self._quiet.look(moved, received)
+        with self._lock:
+            reading: dict[Following, list[PeerStep]] = {one: [] for one in self._following}
+            for step in self._reading:
+                reading.setdefault(step.giver, []).append(step)
+        for one, steps in reading.items():
+            if one.is_silent(sum(step.received_bytes for step in steps), self.read_stall_s, is_read=bool(steps)):
+                message = f"it gave less than {LEAST_BYTES} bytes for {self.read_stall_s:g} s"
+                error = SourceStalled(message, uri=f"penstock:{one.upstream.member}")
+                for step in steps:
+                    step.stop(error)
+
+    @property
+    def read_stall_s(self) -> float:
+        """How long an upstream that gives nothing is waited for: less where there is storage to read instead."""
+        can_read_storage = self._storage is not None and not self._is_storage_out
+        return self.stall_s / 2 if can_read_storage else self.stall_s
+
+    def reads(self, step: PeerStep) -> None:
+        """A read of an upstream begins."""
+        with self._lock:
+            self._reading.add(step)
 
     # -- what is read from whom
 
@@ -358,6 +431,8 @@ class Fetch(Closing):
         """These were verified, and are served on."""
         holding = self._holding
         with self._lock:
+            if good:
+                self._gave_nothing.clear()
             for one, nbytes in good:
                 self._landed(one.chunks)
                 self.outcome.took(one.path, nbytes)
@@ -393,10 +468,15 @@ class Fetch(Closing):
             self.ticket.fail(error)
         self.lost(chunks)
 
-    def landed(self, one: Following) -> None:
-        """A read of this upstream ended."""
+    def landed(self, one: Following, step: PeerStep) -> None:
+        """A read of this upstream ended, or was never begun."""
         with self._lock:
             one.num_flying -= 1
+            if step in self._reading:
+                self._reading.discard(step)
+                self._read_bytes += step.received_bytes
+            if one.error is not None:
+                self._gave_nothing.add(one.upstream.member)
 
     def close(self) -> None:
         """End every thread. Idempotent."""
@@ -406,6 +486,10 @@ class Fetch(Closing):
             event.set()
         if not self.ticket.done:
             self.ticket.cancel()
+        with self._lock:
+            reading = list(self._reading)
+        for step in reading:
+            step.stop(Cancelled("the fetch is over"))
         for executor in (self._part, self._fetch, self._compute):
             executor.close()
         for thread in self._threads:

@@ -141,7 +141,7 @@ class Holding:
         self.have: Bools = np.zeros(line.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers, self.num_readers = max_readers, 0
-        self.path, self.why, self.parent, self.gb_per_s = "", "", "", 0.0
+        self.path, self.why, self.parent, self.gb_per_s, self.silent_s = "", "", "", 0.0, -1.0
         self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
         self.damage: IntegrityError | None = None
         self._looked_at = -1
@@ -423,6 +423,7 @@ class Holding:
                 nbytes=self.line.nbytes,
                 have=() if is_away or is_damaged else to_ranges(np.flatnonzero(self.have)),
                 claims=self.claims,
+                silent_s=self.silent_s,
                 state="filling" if is_away else "draining" if is_damaged else self.state,  # type: ignore[arg-type]
                 num_readers=self.num_readers,
                 max_readers=self.max_readers,

@@ -83,6 +83,10 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """Verified chunks."""
     claims: Ranges = ()
     """Chunks it reads from storage now."""
+    silent_s: float = -1.0
+    """Since it last received bytes of chunks it lacks, of one not yet whole too; -1: it does not say. While that
+    is short, what it claims is not given to others, and who waits for it waits: storage may take longer for a chunk
+    than a stall."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
@@ -166,6 +170,8 @@ class FlightReply(msgspec.Struct, frozen=True, kw_only=True):
 
     upstreams: tuple[Upstream, ...] = ()
     ask_again_s: float = 1.0
+    reader_silent_s: float = -1.0
+    """`HoldingState.silent_s` of the other member that reads storage and is the least silent; -1: nobody else reads."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):

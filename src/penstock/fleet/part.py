@@ -18,6 +18,7 @@ from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
 from penstock.fleet.line import Line
 from penstock.loader.session import Session
+from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
@@ -45,8 +46,17 @@ class StoragePart:
         self._session, self._line, self._rows = session, line, rows
         self.uri = session.weights.uri
         self.nbytes = 0
+        self._moved_bytes = 0
+        self._runs: list[LoadRun] = []
         self._lock, self._is_warm = threading.Lock(), False
         self._error: PenstockError | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """A number that grows with every byte that storage gives, of reads that are not done too; not their sum."""
+        given = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
+        with self._lock:
+            return given + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
 
     def read(self, chunks: I64) -> Iterator[I64]:
         """Read these chunks into their rows; yield some of them each time, once their bytes are there.
@@ -89,6 +99,8 @@ class StoragePart:
         finally:
             with self._lock:
                 self.nbytes += sum(run.paths.values())
+                self._runs.remove(run)
+                self._moved_bytes += run.ticket.moved_bytes
             run.close()
 
     def _begin(self, asked: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
@@ -99,7 +111,9 @@ class StoragePart:
                 self._is_warm = True
                 session.intake.warm(self.uri)
             plan = session.make_plan(asked, [None] * len(flat), pack=False, exact=True)
-            return session.begin(plan, place_on(session.options.device, plan.slab_nbytes.tolist(), flat))
+            run = session.begin(plan, place_on(session.options.device, plan.slab_nbytes.tolist(), flat))
+            self._runs.append(run)
+            return run
 
     def check_unchanged(self) -> None:
         """See `Session.check_unchanged`."""

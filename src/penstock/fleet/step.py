@@ -7,6 +7,7 @@ Not here: which chunks from whom (`fetch`), what an upstream has (`upstream`).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,9 @@ from penstock.engine.executors import Pending, Work
 from penstock.errors import Cancelled, DestinationError, PenstockError
 from penstock.fleet.arrival import Arrival
 from penstock.fleet.part import StoragePart
-from penstock.fleet.upstream import Following
+from penstock.fleet.upstream import Following, Read
+from penstock.transport.protocol import Pending as PendingRead
+from penstock.transport.protocol import Stoppable, Transport
 from penstock.transport.reads import wait_all
 from penstock.types import I64
 
@@ -29,16 +32,29 @@ LITTLE = 0.5
 class PeerStep(Work):
     """Read chunks from an upstream's memory into ours."""
 
-    __slots__ = ("_chunks", "_fetch", "_one")
+    __slots__ = ("_chunks", "_fetch", "_posted", "giver")
 
     def __init__(self, fetch: Fetch, one: Following, chunks: I64) -> None:
         first = int(chunks[0])
         super().__init__(fetch.ticket, first, f"{one.path} {first}", fetch.nbytes_of(chunks))
-        self._fetch, self._one, self._chunks = fetch, one, chunks
+        self._fetch, self.giver, self._chunks = fetch, one, chunks
+        self._posted: list[PendingRead] = []
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of it that arrived, verified or not."""
+        return sum(read.moved_bytes for read in self._posted)
+
+    def stop(self, error: PenstockError) -> None:
+        """End it early, where its transport can: nothing is written once the step has ended."""
+        for read in list(self._posted):
+            if isinstance(read, Stoppable):
+                read.fail(error)
 
     def start(self) -> Pending | None:
         """See `Step.start`. An upstream's failure is its own, not the fetch's."""
-        one, fetch, begun = self._one, self._fetch, time.monotonic()
+        one, fetch, begun = self.giver, self._fetch, time.monotonic()
+        fetch.reads(self)
         try:
             self._read()
         except (Cancelled, DestinationError):
@@ -46,29 +62,34 @@ class PeerStep(Work):
         except PenstockError as error:  # also what keeps its memory from ours: others, or storage, may do
             one.fail(error)
             fetch.lost(self._chunks)
-            fetch.landed(one)
+            fetch.landed(one, self)
             return None
         one.gave(self.nbytes, time.monotonic() - begun)
-        fetch.landed(one)
+        fetch.landed(one, self)
         fetch.assign()  # its next read is under way before these bytes are verified
         wanted = one.leaves[fetch.leaves_of(self._chunks)]
         fetch.got(Arrival(chunks=self._chunks, wanted=wanted, path=one.path, giver=one))
         return None
 
     def _read(self) -> None:
-        fetch, reads = self._fetch, self._one.reads(self._chunks)
+        fetch, reads = self._fetch, self.giver.reads(self._chunks)
         fetch.begins()
-        posting = ((transport, transport.post_read(into, source, rows)) for transport, into, source, rows in reads)
-        failed, is_touched = wait_all(posting, stall_s=fetch.stall_s)
+        failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
         fetch.is_touched |= is_touched
         if failed is not None:
             raise failed
         for transport, _, source, _ in reads:
-            self._one.came_by(transport, source)
+            self.giver.came_by(transport, source)
+
+    def _posting(self, reads: list[Read]) -> Iterator[tuple[Transport, PendingRead]]:
+        for transport, into, source, rows in reads:
+            read = transport.post_read(into, source, rows)
+            self._posted.append(read)
+            yield transport, read
 
     def abandon(self) -> None:
         """The fetch is over."""
-        self._fetch.landed(self._one)
+        self._fetch.landed(self.giver, self)
 
 
 class PartStep(Work):

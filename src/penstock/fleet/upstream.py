@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from penstock.engine.executors import guarded
-from penstock.engine.ticket import Ticket
+from penstock.engine.ticket import Silence, Ticket
 from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.messages import HoldingMap
@@ -52,7 +52,8 @@ differ by where they share a link."""
 END_S = 0.5
 """How long an ending waits for threads that only talk: what they do after it concerns nobody."""
 
-_Read = tuple[Transport, Handle, Descriptor, Segments]
+Read = tuple[Transport, Handle, Descriptor, Segments]
+"""What is posted: the transport, our memory, the peer's, and what of it."""
 
 
 class Following:
@@ -95,7 +96,7 @@ class Following:
         self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
         self._read_s, self._read_until = 0.0, 0.0
         self._alive_at = self._probed_at = time.monotonic()
-        self._gives = _Pace(self._alive_at)
+        self._gives, self._silence = _Pace(self._alive_at), Silence()
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._generation = -1
         self._doubted: int | None = None
@@ -152,7 +153,7 @@ class Following:
         self._hurry.wait(SPARE_S if self.rank else PLENTY_S)
         self._hurry.clear()
 
-    def reads(self, chunks: I64) -> list[_Read]:
+    def reads(self, chunks: I64) -> list[Read]:
         """What to post for these chunks, transport by transport."""
         found = []
         for pair, segments in self._holding.segments(chunks, self._row_region, self._row_offset).items():
@@ -178,6 +179,16 @@ class Following:
             most = int(self._cap * CAPPED_STEP_S / self._holding.line.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+
+    def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
+        """Whether its reads under way, which have received so much, got less than `LEAST_BYTES` for so long.
+
+        Of all of them together, since they may share a connection.
+        """
+        if not is_read:
+            self._silence.begin()
+            return False
+        return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
     def _judge(self) -> None:
         pace, floor = self.moved_bytes / self._read_s, self._min_bytes_per_s

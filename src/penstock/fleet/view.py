@@ -116,6 +116,11 @@ class View:
         """Members that say they read from storage."""
         return frozenset(name for name, held in self.held.items() if held.holding.claims)
 
+    def reader_silent_s(self, *, besides: str) -> float:
+        """How long the least silent of the other members that read storage received nothing; -1: there is none."""
+        silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
+        return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
+
     def demoted(self, member: str) -> bool:
         """Nobody is sent there first, and what it has does not count."""
         return len(self.callers.get(member, ())) >= DISTRUST

@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from penstock.config import Settings
@@ -76,6 +76,14 @@ class Source(Protocol):
     def close(self) -> None:
         """Free descriptors and connections. Idempotent; no `readv` may be running."""
         ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A source that says how far its reads are before they are done."""
+
+    received_bytes: int
+    """Given by storage so far, of all reads; only grows, but for an addition lost where two reads count at once."""
 
 
 class MemorySource:

@@ -101,6 +101,7 @@ class HttpSource:
         self._is_capped = False
         self._open = True
         self._lock = threading.Lock()
+        self.received_bytes = 0
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again.
@@ -132,6 +133,7 @@ class HttpSource:
                     while offset < exchange.stop:
                         got = exchange.readinto(left[0][: exchange.stop - offset])
                         offset += got
+                        self.received_bytes += got
                         left[0] = left[0][got:]
                         if not left[0].nbytes:
                             del left[0]

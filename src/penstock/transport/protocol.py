@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import ConfigError, PenstockError, PlanError
 from penstock.plan.intersect import spread
 from penstock.transport.descriptor import Descriptor
 from penstock.types import I64
@@ -231,6 +231,15 @@ class Pending(Protocol):
     @property
     def moved_bytes(self) -> int:
         """Bytes moved so far; only grows."""
+        ...
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """A posted read that can be ended before it is done."""
+
+    def fail(self, error: PenstockError) -> None:
+        """End it with this error, unless it is done: its `wait` raises it, and after that no byte is written."""
         ...
 
 

@@ -102,7 +102,22 @@ def test_a_process_that_was_stopped_itself_has_waited_for_nobody(monkeypatch: py
     ticket = Ticket(10, idle)
     assert [ticket.look() for _ in range(4)] == [0.0, 0.5, 0.5 + ticket_module.LOOK_S, 2.0]
     ticket.moved_bytes = 1
-    assert ticket.look() == ticket.silent_s == 0.0
+    assert ticket.look() == 0.0
+
+
+def test_a_step_under_way_pauses_the_silence_and_bytes_of_it_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(20))
+    monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    busy, received = [False], [0]
+    ticket = Ticket(10, lambda: busy[0], received=lambda: received[0])
+    assert [ticket.look() for _ in range(3)] == [0.0, 1.0, 2.0]
+    busy[0] = True
+    assert [ticket.look() for _ in range(3)] == [2.0] * 3, "a step that gives nothing does not begin it anew"
+    busy[0] = False
+    received[0] = ticket_module.LEAST_BYTES - 1
+    assert ticket.look() == 3.0, "a byte now and then is no progress"
+    received[0] = ticket_module.LEAST_BYTES
+    assert [ticket.look(), ticket.look()] == [0.0, 1.0]
 
 
 def test_a_busy_step_has_its_own_deadline() -> None:

@@ -1,0 +1,95 @@
+"""Progress is bytes: holders that live and give nothing end a fetch or send it to storage; slow ones do neither."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.conftest import Host, check
+from tests.truth import by_safetensors
+
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.fleet import Worker
+from penstock.testing.http_server import Faults, RangeServer
+from penstock.types import MIB
+
+STALL_S = 4.0
+SLACK_S = 8.0
+"""For processes that share two cores with others: joining, and looks at who is silent."""
+ONE_CHUNK = {"penstock.fleet.line.CHUNK_BYTES": 4 * MIB}
+SLOW_BYTES_PER_S = 400e3
+"""A chunk of 2 MiB takes five seconds, longer than a stall; a compressed block of 1 MiB, which counts once it is whole,
+takes less."""
+
+
+@pytest.fixture(scope="module")
+def one_chunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2 MiB in one file, of one chunk."""
+    directory = tmp_path_factory.mktemp("one") / "m"
+    write_llama(directory, total_bytes=2 * MIB, shards=1, fp8=False)
+    return directory
+
+
+@pytest.fixture
+def slow_storage(one_chunk: Path) -> Iterator[RangeServer]:
+    with RangeServer(one_chunk.parent, faults=Faults(total_bytes_per_s=int(SLOW_BYTES_PER_S))) as server:
+        yield server
+
+
+def start_holders(host: Host, source: Path, count: int, bytes_per_s: float, **task: Any) -> None:
+    """Holders that fill each other by shared memory, and whose data ports give so many bytes a second."""
+    truth = by_safetensors(source)
+    for _ in range(count):
+        check(host.start(fallback=str(source), data_bytes_per_s=bytes_per_s, **task), truth)
+
+
+def start_reader(host: Host, **task: Any) -> Worker:
+    """A reader that can take from holders by their data ports alone."""
+    return host.start(join={"transports": ["http"]}, environ={"PENSTOCK_STALL_S": str(STALL_S)}, **task)
+
+
+@pytest.mark.parametrize(("num_holders", "bytes_per_s"), [(1, 0), (3, 0), (2, 1)], ids=["1", "3", "2-dripping"])
+def test_a_fetch_from_holders_that_give_nothing_ends_within_a_stall_for_each(
+    num_holders: int, bytes_per_s: float, host: Host, made: Path
+) -> None:
+    start_holders(host, made, num_holders, bytes_per_s)
+    reader = start_reader(host)
+    reader.say_until("joined")
+    begun = time.monotonic()
+    said = reader.say_until("failed", timeout_s=120.0)
+    assert time.monotonic() - begun < (num_holders + 1) * STALL_S + SLACK_S
+    assert said["error"] == "SourceStalled" and not said["num_tensors"]
+    assert reader.process.wait(20) == 3
+
+
+def test_holders_that_give_nothing_send_a_fetch_to_storage_soon(host: Host, made: Path, truth) -> None:
+    start_holders(host, made, 3, 0)
+    reader = start_reader(host, fallback=str(made))
+    reader.say_until("joined")
+    begun = time.monotonic()
+    report = check(reader, truth)
+    assert time.monotonic() - begun < 2 * STALL_S + SLACK_S
+    assert report["storage_bytes"] == report["nbytes"] and report["faults"]
+
+
+def test_a_slow_holder_is_waited_for_although_a_chunk_takes_longer_than_a_stall(host: Host, one_chunk: Path) -> None:
+    start_holders(host, one_chunk, 1, SLOW_BYTES_PER_S, constants=ONE_CHUNK)
+    report = check(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
+    assert report["storage_bytes"] == 0 and not report["faults"]
+
+
+def test_who_waits_for_slow_storage_neither_fails_nor_reads_it_again(
+    host: Host, one_chunk: Path, slow_storage: RangeServer
+) -> None:
+    truth, uri = by_safetensors(one_chunk), f"{slow_storage.url}/m"
+    stall = {"PENSTOCK_STALL_S": str(STALL_S)}
+    constants = {**ONE_CHUNK, "penstock.fleet.claims.CLAIM_STALL_S": STALL_S}
+    first = host.start(constants, fallback=uri, environ=stall)
+    host.wait_for(lambda held: any(one.claims for one in held))
+    others = [host.start(constants, fallback=where, environ=stall) for where in (uri, None)]
+    reports = [check(worker, truth) for worker in (first, *others)]
+    assert [report["storage_bytes"] > 0 for report in reports] == [True, False, False]
+    assert not any(report["faults"] for report in reports)
