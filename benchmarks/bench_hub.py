@@ -2,25 +2,33 @@
 
     python -m benchmarks.bench_hub                       1,000 members, 20 s of each phase
     python -m benchmarks.bench_hub --redis unix:///path  the hub's state in Redis
+    python -m benchmarks.bench_hub --attackers 10000     only `beats`, while so many connections are held against it
 
 Phases: `beats`, every member holds a whole model and beats when the hub asks it to; `cold start`, all come within
 `--spread-s` with nothing, read storage by claims, ask for upstreams and fill, as `fleet.fetch` does; `one instant`, the
 same, but all ask their first three questions in the same instant; `full`, 32 that ask without a pause. The members are
 one asyncio process beside the hub, so its own time is in the latencies; `cores` is what the hub itself used.
+
+With `--attackers`, `beats` runs three times: with nobody else, with attackers at 40 other addresses of loopback, and
+with attackers at the members' own address, as behind one NAT; `hub_attackers` says what they send. The members come
+when the attack is under way: to join is part of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -48,30 +56,45 @@ PER_HOST = 8
 class Asker:
     """One member's connection."""
 
-    def __init__(self, host: str, port: int, taken: dict[str, list[float]]) -> None:
+    def __init__(self, host: str, port: int, taken: dict[str, list[float]], token: str) -> None:
         self._host, self._port, self._taken, self.life = host, port, taken, secrets.token_hex(16)
+        self._token, self.num_again = token, 0
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, name: str, method: str, path: str, body: object, gives: type | None = None):
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, self._port)
-        reader, writer = self._streams
         content = msgspec.json.encode(body)
         head = f"{method} {path} HTTP/1.1\r\nhost: hub\r\n{LIFE_HEADER}: {self.life}\r\n"
-        head += f"content-length: {len(content)}\r\n\r\n"
+        head += f"authorization: Bearer {self._token}\r\ncontent-length: {len(content)}\r\n\r\n"
         start = time.perf_counter()
-        writer.write(head.encode() + content)
-        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
-        length = next((int(line[15:]) for line in answer.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0)
-        got = await reader.readexactly(length)
+        while True:
+            try:
+                answer, got = await asyncio.wait_for(self._exchange(head.encode() + content), 30)
+                break
+            except (OSError, asyncio.IncompleteReadError):
+                # As `fleet.client` does: a connection that was refused or has ended is made anew, within 10 s.
+                self.close()
+                self.num_again += 1
+                if time.perf_counter() - start > 10:
+                    raise
+                await asyncio.sleep(0.1)
         self._taken[name].append(time.perf_counter() - start)
         if not answer.startswith(b"HTTP/1.1 2"):
             raise RuntimeError(f"{name}: {answer[:40]!r} {got[:200]!r}")
         return None if gives is None else msgspec.json.decode(got, type=gives)
 
+    async def _exchange(self, request: bytes) -> tuple[bytes, bytes]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._streams
+        writer.write(request)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = next((int(line[15:]) for line in answer.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0)
+        return answer, await reader.readexactly(length)
+
     def close(self) -> None:
         if self._streams is not None:
             self._streams[1].close()
+            self._streams = None
 
 
 class Member:
@@ -79,7 +102,7 @@ class Member:
 
     def __init__(self, number: int, asker: Asker, num_chunks: int) -> None:
         self.id = member_of(asker.life)
-        self.hello = Hello(member=self.id, host=f"host-{number // PER_HOST}", doors=(f"http://10.0.0.1:{number}",))
+        self.hello = Hello(member=self.id, host=f"host-{number // PER_HOST}", doors=(f"http://10.0.0.1:{number + 1}",))
         self.asker, self.num_chunks = asker, num_chunks
         self.have, self.parent = 0, ""
         self.claims: tuple[tuple[int, int], ...] = ()
@@ -172,10 +195,36 @@ def row(phase: str, taken: dict[str, list[float]], seconds: float, cores: float)
     return rows
 
 
-async def phase(name: str, address: tuple[str, int], pid: int, args: argparse.Namespace) -> list[dict[str, object]]:
+@contextlib.contextmanager
+def attack(address: tuple[str, int], count: int, sources: str, told: dict[str, object]) -> Iterator[None]:
+    """Connections held against the hub by a process of their own while the block runs; then what became of them."""
+    command = [sys.executable, "-m", "benchmarks.hub_attackers", address[0], str(address[1])]
+    command += ["--count", str(count), "--sources", sources]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(8.0)  # longer than they take to come: the members join under attack
+        yield
+    finally:
+        process.stdin.close()
+        line = process.stdout.readline()
+        process.wait(60)
+        process.stdout.close()
+    told.update(json.loads(line))
+
+
+def memory_mb(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1_000_000
+
+
+async def phase(
+    name: str, address: tuple[str, int], pid: int, args: argparse.Namespace, token: str
+) -> list[dict[str, object]]:
     """Run one phase with members of its own."""
     taken: dict[str, list[float]] = defaultdict(list)
-    members = [Member(i, Asker(*address, taken), args.chunks) for i in range(args.members)]
+    members = [Member(i, Asker(*address, taken, token), args.chunks) for i in range(args.members)]
     for member in members:
         await member.join()
     joined = dict(taken)
@@ -206,6 +255,7 @@ async def phase(name: str, address: tuple[str, int], pid: int, args: argparse.Na
             await asyncio.gather(*(on(member) for member in members[:32]))
     seconds = time.monotonic() - start
     rows = row(name, taken, seconds, (cpu_s(pid) - used) / seconds)
+    rows[-1] |= {"again": sum(member.asker.num_again for member in members), "hub_mb": memory_mb(pid)}
     taken.clear()
     taken.update(joined)
     for member in members:
@@ -221,21 +271,36 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
     parser.add_argument("--spread-s", type=float, default=2.0, help="members of `cold start` come within this")
     parser.add_argument("--redis")
+    parser.add_argument("--attackers", type=int, default=0, help="connections held against the hub meanwhile")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     command = [sys.executable, "-m", "penstock.cli.main", "hub", "--listen", "127.0.0.1:0"]
     command += ["--redis", args.redis] if args.redis else []
+    token = secrets.token_hex(16)
+    directory = tempfile.TemporaryDirectory(prefix="penstock-bench-")
+    (Path(directory.name) / "tokens").write_text(token)
+    command += ["--token-file", f"{directory.name}/tokens"]
     hub = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     rows = []
     try:
         assert hub.stdout is not None
         host, _, port = hub.stdout.readline().strip().removeprefix("http://").rpartition(":")
-        for name in ("beats", "cold start", "one instant", "full"):
-            rows += asyncio.run(phase(name, (host, int(port)), hub.pid, args))
+        address = host, int(port)
+        if args.attackers:
+            rows += asyncio.run(phase("beats", address, hub.pid, args, token))
+            for sources in ("127.0.1.1:40", "127.0.0.1"):
+                told: dict[str, object] = {"attack": f"{args.attackers} from {sources}"}
+                with attack(address, args.attackers, sources, told):
+                    attacked = asyncio.run(phase("beats", address, hub.pid, args, token))
+                rows += [one | told for one in attacked]
+        else:
+            for name in ("beats", "cold start", "one instant", "full"):
+                rows += asyncio.run(phase(name, address, hub.pid, args, token))
     finally:
         hub.send_signal(signal.SIGTERM)
         hub.wait(20)
         hub.stdout.close()
+        directory.cleanup()
     if args.json:
         print(json.dumps(rows))
     else:
@@ -247,6 +312,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
                 f"{one['phase']:<11} {one['question']:<9} {one['count']:>7} {one['per_s']:>8} {one['p50_ms']:>8}"
                 f" {one['p99_ms']:>8} {one['max_ms']:>8} {one['cores']}"
             )
+            if "attack" in one and one["question"] == "all":
+                keys = ("attack", "made", "cut", "refused", "held_median", "held_most", "again", "hub_mb")
+                print("            " + ", ".join(f"{key} {one.get(key, 0)}" for key in keys))
     return rows
 
 

@@ -94,6 +94,7 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
 def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
         (["--listen", "0.0.0.0:0"], "strangers"),
+        (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
         (["--cert", "c.pem"], "come together"),
         (["--token-file", str(tmp_path / "none")], "cannot be read"),

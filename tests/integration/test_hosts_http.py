@@ -26,6 +26,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.net.limits import ConnectionLimits
 from penstock.testing.transport_suite import sample, segments
 from penstock.transport import http_server
 from penstock.transport.descriptor import Descriptor, decode
@@ -287,7 +288,8 @@ def test_chunks_that_lie_are_an_error(chunk: bytes) -> None:
 
     threading.Thread(target=lie, daemon=True).start()
     with reading(1000) as (_, handle, _), reading(1000, compress=True) as (transport, into, here):
-        payload = msgspec.msgpack.decode(handle.descriptor.payload) | {"port": server.getsockname()[1]}
+        port = server.getsockname()[1]
+        payload = msgspec.msgpack.decode(handle.descriptor.payload) | {"host": "127.0.0.1", "port": port, "path": ""}
         lying = msgspec.structs.replace(handle.descriptor, payload=msgspec.msgpack.encode(payload))
         with pytest.raises(FormatError) as caught:
             transport.wait(transport.post_read(into, lying, whole(1000)), stall_s=20)
@@ -417,10 +419,20 @@ def request(source: Descriptor, rows, **change) -> bytes:
     return msgspec.msgpack.encode(ReadRequest(**given))
 
 
+def connected(source: Descriptor) -> socket.socket:
+    """A connection to the data port that a descriptor names."""
+    found = msgspec.msgpack.decode(source.payload)
+    if found["path"]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(20)
+        sock.connect(found["path"])
+        return sock
+    return socket.create_connection((found["host"], found["port"]), timeout=20)
+
+
 def ask(source: Descriptor, raw: bytes) -> bytes:
     """The answer as far as its head says it goes, or until the server closes."""
-    found = msgspec.msgpack.decode(source.payload)
-    with socket.create_connection((found["host"], found["port"]), timeout=20) as sock:
+    with connected(source) as sock:
         answer, nbytes = b"", 1 << 30
         with contextlib.suppress(ConnectionError):
             sock.sendall(raw)
@@ -486,12 +498,11 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
     """A head that drips, a body that does not come, and a reader that takes nothing: each costs a while."""
     for name in ("HEAD_S", "SEND_S", "IDLE_S"):
         monkeypatch.setattr(http_server, name, 0.4)
+    monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(head_s=0.4, idle_s=0.4, answer_s=0.4))
     with reading(50_000_000) as (transport, handle, _):
         source = handle.descriptor
-        found = msgspec.msgpack.decode(source.payload)
         body = request(source, [(0, 50_000_000)])
-        where = (found["host"], found["port"])
-        idle, half, greedy, drip = (socket.create_connection(where, timeout=20) for _ in range(4))
+        idle, half, greedy, drip = (connected(source) for _ in range(4))
         half.sendall(head(source, 100) + b"x")
         greedy.sendall(head(source, len(body)) + body)
 
@@ -508,7 +519,7 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
             with contextlib.suppress(ConnectionError):
                 while sock.recv(1 << 16):
                     pass
-        while transport.server._num_open:
+        while transport.server._listener.admission.num_open:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for sock in (idle, half, greedy, drip):
@@ -517,10 +528,9 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
 
 
 def test_a_full_server_is_asked_again(monkeypatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(total=1))
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
-        found = msgspec.msgpack.decode(handle.descriptor.payload)
-        other = socket.create_connection((found["host"], found["port"]), timeout=20)
+        other = connected(handle.descriptor)
         other.sendall(b"POST")
         time.sleep(0.1)
         pending = transport.post_read(into, handle.descriptor, whole(1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from penstock.testing.hubs import IDENTITY, holding
 
 TOKEN = "all-models-0123456789"
 LLAMA = "llama-only-0123456789"
+AUTHORIZED = {"authorization": f"Bearer {TOKEN}"}
 
 
 def hello(member: str) -> Hello:
@@ -36,11 +38,12 @@ def hello(member: str) -> Hello:
 
 
 @pytest.fixture
-def serve():
+def serve(guarded):
     running = []
 
-    def start(listen: str = "127.0.0.1:0", auth: Auth | None = None) -> str:
-        hub = HubThread(Directory(MemoryStore(), fresh=True), bind(listen, auth or Auth()), auth)
+    def start(listen: str = "", auth: Auth | None = None) -> str:
+        auth = auth or guarded
+        hub = HubThread(Directory(MemoryStore(), fresh=True), bind(listen or "127.0.0.1:0", auth), auth)
         running.append(hub)
         hub.start()
         return hub.url
@@ -62,7 +65,7 @@ def test_every_question(serve, tmp_path, listen) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
-    with HubClient.connect(url) as w, HubClient.connect(url) as hub:
+    with HubClient.connect(url, TOKEN) as w, HubClient.connect(url, TOKEN) as hub:
         a = hub.member
         welcome = w.hello(hello(w.member))
         assert len(welcome.grant_key) == 32 and 1.5 <= welcome.beat_s <= 2.0
@@ -141,7 +144,7 @@ def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
         assert hub.status("llama").members
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1:0", "[::1]:0", "localhost:0"])
 def test_open_to_strangers_only_with_a_guard(listen, guarded) -> None:
     with pytest.raises(ConfigError, match="strangers"):
         bind(listen, Auth())
@@ -150,9 +153,9 @@ def test_open_to_strangers_only_with_a_guard(listen, guarded) -> None:
 
 
 @pytest.mark.parametrize("listen", ["here", "127.0.0.1", ":1", "127.0.0.1:99999", "no.such.host.invalid:1"])
-def test_addresses_that_are_none(listen) -> None:
-    with pytest.raises(ConfigError):
-        bind(listen, Auth())
+def test_addresses_that_are_none(listen, guarded) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        bind(listen, guarded)
 
 
 def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
@@ -170,7 +173,7 @@ def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
 
 def test_bodies_have_a_bound_and_a_schema(serve) -> None:
     url = serve()
-    with httpx.Client(base_url=url, timeout=20) as http:
+    with httpx.Client(base_url=url, timeout=20, headers=AUTHORIZED) as http:
         big = http.post("/v1/hello", content=b" " * (MAX_BODY_BYTES + 1))
         assert big.status_code == 413 and "bytes" in big.json()["error"]
         for body in (
@@ -196,7 +199,8 @@ def test_bodies_have_a_bound_and_a_schema(serve) -> None:
 
 def test_metrics_count_what_happened(serve) -> None:
     url = serve()
-    with HubClient.connect(url) as w, HubClient.connect(url) as a, HubClient.connect(url) as x:
+    clients = [HubClient.connect(url, TOKEN) for _ in range(3)]
+    with clients[0] as w, clients[1] as a, clients[2] as x:
         for hub in (w, a):
             hub.hello(hello(hub.member))
         w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
@@ -204,7 +208,7 @@ def test_metrics_count_what_happened(serve) -> None:
         with pytest.raises(UnknownMember):
             x.beat(x.member, Beat())
     assert httpx.get(f"{url}/readyz", timeout=5).text == "ok\n"
-    page = httpx.get(f"{url}/metrics", timeout=5).text.splitlines()
+    page = httpx.get(f"{url}/metrics", timeout=5, headers=AUTHORIZED).text.splitlines()
     assert "penstock_hub_members 2.0" in page
     assert 'penstock_hub_holdings{model="llama",state="whole"} 1.0' in page
     assert 'penstock_hub_claims{model="llama"} 2.0' in page
@@ -225,7 +229,7 @@ def test_a_hub_that_is_not_there_or_is_none(serve, tmp_path) -> None:
             hub.status()
 
 
-def test_mutual_tls(serve, tmp_path, monkeypatch) -> None:
+def test_mutual_tls(serve, guarded, tmp_path, monkeypatch) -> None:
     authority = Authority(tmp_path)
     ca_file, certificate, key = authority.ca_file, *authority.sign("hub")
     member, stranger = authority.sign("member"), authority.stranger("stranger")
@@ -249,7 +253,7 @@ def test_mutual_tls(serve, tmp_path, monkeypatch) -> None:
     with HubClient.connect(url, certificate=member, timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
         hub.hello(hello(hub.member))
     with pytest.raises(ConfigError, match="certificate"):
-        serve(auth=Auth(certificate=ca_file, private_key=key))
+        serve(auth=replace(guarded, certificate=ca_file, private_key=key))
 
 
 _schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Directory(MemoryStore(), fresh=True)))

@@ -58,7 +58,7 @@ def hub(
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
     if not auth.guards:
-        note("penstock hub: nobody is asked who they are, so only this host can reach it (--token-file, --client-ca)")
+        note("penstock hub: nobody is asked who they are, so only processes of this user can reach it")
 
     def ready(url: str) -> None:
         sys.stdout.write(f"{url}\n")
@@ -111,9 +111,10 @@ def _log(audit: bool, audit_file: Path | None) -> None:
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    hub = logging.getLogger("penstock.hub")
-    hub.addHandler(handler)
-    hub.setLevel(logging.WARNING)
+    for name in ("penstock.hub", "penstock.net"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
     audited = logging.getLogger("penstock.audit")
     for path in ([None] if audit else []) + ([audit_file] if audit_file is not None else []):
         audited.addHandler(audit_to(path))

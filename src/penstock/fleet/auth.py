@@ -60,7 +60,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auth:
-    """How callers show who they are; the default asks nothing, and then the hub listens on this host only.
+    """How callers show who they are; the default asks nothing, and then the hub listens on a Unix socket.
 
     Attributes:
         token_file: the bearer tokens that are taken; None: none are asked for.

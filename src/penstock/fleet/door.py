@@ -16,7 +16,6 @@ Not here: weight bytes (`transport`), sockets (`door_server`), asking (`peer`), 
 from __future__ import annotations
 
 import secrets
-import socketserver
 import ssl
 import threading
 import time
@@ -38,11 +37,12 @@ from penstock.errors import (
     PlanError,
     StaleDescriptor,
 )
-from penstock.fleet.door_server import RequestHandler, TcpServer, UnixServer
+from penstock.fleet.door_server import RequestHandler, listen_tcp, listen_unix
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest
 from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
+from penstock.net.listener import ThreadedListener
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 MAX_BODY_BYTES = 64 << 10
@@ -111,13 +111,13 @@ class Door:
         self._leases: dict[str, _Leased] = {}
         self._draining: set[str] = set()
         self._lock = threading.Lock()
-        self._servers: list[socketserver.BaseServer] = []
+        self._servers: list[ThreadedListener] = []
         self.addresses: list[str] = []
         self.rooms: dict[str, Room] = {}
         self.recall: Recall = lambda key: nullcontext("")
         self.doubt: Callable[[Holding, int], bool] = lambda holding, chunk: False
         try:
-            self._open(str(path), lambda: UnixServer(str(path), _handler(self)))
+            self._open(str(path), lambda: listen_unix(str(path), _handler(self)))
             self.addresses.append(f"unix://{path}")
             if listen is not None:
                 self._listen(listen, tls)
@@ -130,18 +130,17 @@ class Door:
         if host in EVERYWHERE:
             message = f"a door at {listen} has no address that others can be told"
             raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
-        server = self._open(listen, lambda: TcpServer(host, port, _handler(self), tls))
+        server = self._open(listen, lambda: listen_tcp(host, port, _handler(self), tls))
         where = f"[{host}]" if ":" in host else host
-        self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.server_address[1]}")
+        self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.address[1]}")
 
-    def _open(self, where: str, bind: Callable[[], socketserver.TCPServer]) -> socketserver.TCPServer:
+    def _open(self, where: str, bind: Callable[[], ThreadedListener]) -> ThreadedListener:
         try:
             server = bind()
         except (OSError, OverflowError) as error:
             hint = "an address of this host; port 0 takes a free one"
             raise ConfigError(f"the door cannot be opened at {where}: {error}", hint=hint) from error
         self._servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.1,), name="penstock-door", daemon=True).start()
         return server
 
     def show(self, holding: Holding) -> None:
@@ -191,8 +190,7 @@ class Door:
         """Stop serving. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
-            server.shutdown()
-            server.server_close()
+            server.close()
 
     # What the handler asks.
 
@@ -340,10 +338,14 @@ class _Handler(RequestHandler):
         except PenstockError as error:
             self._send(503, Fault(error=error.message, hint=error.hint or ""))
         else:
+            if url.path != "/v1/alive":
+                # It showed a grant, a lease or a session: `alive` is the one question that asks for nothing.
+                self.place.prove(self.peer)
             self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
 
     def _send(self, code: int, value: object) -> None:
         body = msgspec.msgpack.encode(value) if value is not None else b""
+        self.taking(len(body))
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import stat
 import threading
 import time
@@ -206,14 +205,12 @@ class _Hosting:
         self._path.unlink(missing_ok=True)
         store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
-        bound = bind(f"unix://{draft}", Auth())
+        self._hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
         try:
-            _CLOSED_IN_CHILDREN.add(bound)
-            self._hub = HubThread(logic, bound)
             self._hub.start()
             draft.rename(self._path)
         except BaseException:
-            bound.close()
+            self._hub.stop()
             raise
         _sweep(directory, number)
 
@@ -246,8 +243,8 @@ class _File(Closing):
             self._fd = -1
 
 
-_CLOSED_IN_CHILDREN: weakref.WeakSet[_File | socket.socket] = let_go_in_children(lambda held: held.close())
-"""A child of a fork that lived on would keep the locks and the socket of a hub that died."""
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda held: held.close())
+"""A child of a fork that lived on would keep the locks of a hub that died."""
 
 
 def _private(directory: Path) -> Path:

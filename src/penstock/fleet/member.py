@@ -33,7 +33,6 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.door import Door
 from penstock.fleet.grants import GrantChecker
 from penstock.fleet.holding import Holding
-from penstock.fleet.home import Home
 from penstock.fleet.messages import (
     Beat,
     ClaimReply,
@@ -52,6 +51,7 @@ from penstock.fleet.peer import Peer
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
 from penstock.fleet.tls import MemberTls
 from penstock.fleet.upstream import Following
+from penstock.net.home import Home
 from penstock.transport.choose import Links, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.transport.page import here

@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.fleet.auth import Auth
 from penstock.fleet.directory import Directory
+from penstock.fork import let_go_in_children
+from penstock.net.admission import Admission
+from penstock.net.limits import ConnectionLimits, descriptor_limit, raise_descriptor_limit
+from penstock.net.listener import BACKLOG, SWEEP_S, GuardedListener
 
 if TYPE_CHECKING:
     import uvicorn
@@ -31,7 +35,10 @@ if TYPE_CHECKING:
 START_S = 20.0
 """Importing FastAPI on a busy machine takes some seconds."""
 STOP_S = 5.0
-_BACKLOG = 2048
+_ACCEPTS_A_TURN = 32
+"""Connections that the loop accepts before it serves those it has: a flood of 2,048 at once would hold it 0.3 s."""
+_TICK_S = 0.1
+"""Between two calls of uvicorn's `on_tick`. Source: uvicorn/server.py, `main_loop`."""
 GC_THRESHOLD = (100_000, 50, 100)
 """Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
 _KEEP_ALIVE_S = 75
@@ -44,7 +51,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
 
     Args:
         listen: `unix:///path`, `host:port`, `[v6]:port`; port 0 takes any that is free.
-        auth: an address beyond this host needs one that keeps strangers out.
+        auth: an address that is no Unix socket needs one that keeps strangers out.
 
     Raises:
         ConfigError: the address does not parse, is taken, or is open to strangers.
@@ -60,10 +67,11 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
     family, _, _, _, address = found[0]
-    if not auth.guards and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+    if not auth.guards:
+        # Loopback, too: every user of this host can connect to it.
         raise ConfigError(
-            f"{listen} is open to strangers: nobody is asked who they are",
-            hint="give --token-file or --client-ca, or listen on 127.0.0.1 or unix:///path",
+            f"{listen} is open to strangers, other users of this host among them: nobody is asked who they are",
+            hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
         )
     if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
         _log.warning("tokens cross the network unencrypted on %s: --cert and --key encrypt them", listen)
@@ -71,7 +79,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(_BACKLOG)
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         hint = "an address of this host; port 0 takes a free one"
@@ -89,7 +97,7 @@ def _bind_unix(path: Path) -> socket.socket:
             path.unlink()
         os.fchmod(bound.fileno(), 0o600)  # the mode of the path that bind makes
         bound.bind(os.fspath(path))
-        bound.listen(_BACKLOG)
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen on unix://{path}: {error}") from error
@@ -120,15 +128,34 @@ def url_of(bound: socket.socket, auth: Auth) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _server(directory: Directory, auth: Auth) -> uvicorn.Server:
+def _refusal(auth: Auth) -> bytes:
+    """Return what is said to a connection that finds no place; members ask again after it."""
+    if auth.certificate is not None:
+        return b""
+    return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvicorn.Server:
     try:
         import uvicorn
     except ImportError as error:
         raise MissingExtra("the hub needs uvicorn", hint="pip install 'penstock[hub]'") from error
     from penstock.fleet.hub import create_app
+    from penstock.fleet.hub_protocol import protocol_for
+
+    class Server(uvicorn.Server):
+        """uvicorn's, which also looks at deadlines."""
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % round(SWEEP_S / _TICK_S) == 0:
+                listener.admission.sweep()
+            return await super().on_tick(counter)
 
     config = uvicorn.Config(
         create_app(directory, auth),
+        # Not uvloop, where it is installed: it accepts by itself, past the listener's limits.
+        loop="asyncio",
+        http=protocol_for(listener, auth),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -137,7 +164,7 @@ def _server(directory: Directory, auth: Auth) -> uvicorn.Server:
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
-        backlog=_BACKLOG,
+        backlog=_ACCEPTS_A_TURN,
         ssl_certfile=auth.certificate,
         ssl_keyfile=auth.private_key,
         ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
@@ -147,7 +174,7 @@ def _server(directory: Directory, auth: Auth) -> uvicorn.Server:
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the hub's certificate cannot be used: {error}") from error
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
@@ -165,8 +192,15 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
     """
     auth = auth or Auth()
-    server = _server(directory, auth)
     bound = bind(listen, auth)
+    limits = ConnectionLimits.for_descriptors(raise_descriptor_limit(), idle_s=_KEEP_ALIVE_S)
+    url = url_of(bound, auth)
+    listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
+    try:
+        server = _server(directory, auth, listener)
+    except BaseException:
+        listener.close()
+        raise
     # What a hub keeps are values without cycles, made anew with each beat: looking through them for cycles finds none.
     # With these the slowest beat of 1,000 members fell from 58 to 5 ms. Source: benchmarks/results/cpu2_202611/hub.md.
     gc.freeze()
@@ -183,33 +217,53 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        ready(url_of(bound, auth))
-        server.run(sockets=[bound])
+        ready(url)
+        server.run(sockets=[listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        bound.close()
+        listener.close()
         if listen.startswith("unix://"):
             Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
+
+
+_CLOSED_IN_CHILDREN = let_go_in_children(GuardedListener.close)
+"""A child of a fork that lived on would keep the socket of a hub that died."""
 
 
 class HubThread:
     """A hub in a thread of this process, on a socket that already listens.
 
     Ownership: takes the socket. The thread ends with the process.
+
+    Args:
+        directory: answers.
+        bound: see `bind`.
+        auth: who may ask.
+        limits: of its connections; None: by the descriptors that this process may open.
     """
 
-    def __init__(self, directory: Directory, bound: socket.socket, auth: Auth | None = None) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        bound: socket.socket,
+        auth: Auth | None = None,
+        *,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
-        self._bound = bound
+        # Half of the descriptors: the rest of this process needs some, too.
+        limits = limits or ConnectionLimits.for_descriptors(descriptor_limit() // 2, idle_s=_KEEP_ALIVE_S)
+        self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
+        _CLOSED_IN_CHILDREN.add(self._listener)
         try:
-            self._server = _server(directory, auth)
+            self._server = _server(directory, auth, self._listener)
         except BaseException:
-            bound.close()
+            self._listener.close()
             raise
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [bound]}, name="penstock-hub", daemon=True
+            target=self._server.run, kwargs={"sockets": [self._listener]}, name="penstock-hub", daemon=True
         )
 
     def start(self) -> None:
@@ -230,4 +284,4 @@ class HubThread:
         self._server.should_exit = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
-        self._bound.close()
+        self._listener.close()

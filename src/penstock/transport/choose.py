@@ -194,7 +194,7 @@ def open_links(
     Args:
         only: names allowed; None: all that work here.
         listen: address where other hosts reach this one; None: this host only, and no transport that crosses hosts
-            but `http` on loopback.
+            but `http` on a Unix socket.
         tls: what `http` serves by; None: plain.
         trust: how readers over `http` check a peer's certificate, and what they show.
 

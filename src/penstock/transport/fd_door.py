@@ -1,4 +1,4 @@
-"""Hands file descriptors of device memory to processes of the same user: a Unix socket with a thread behind it.
+"""Hands file descriptors of device memory to processes of the same user: a Unix socket with threads behind it.
 
 In: who is asked for which generation. Out: descriptors, in order, some at a time.
 Not here: what they are descriptors of (`cuda_ipc`).
@@ -8,6 +8,7 @@ Abstract addresses, so nothing is left in a file system. Both ends look at the o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -16,13 +17,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.net.peercred import is_same_user, peer_credentials
+from penstock.net.admission import Admission, Connection
+from penstock.net.limits import ConnectionLimits
+from penstock.net.listener import ThreadedListener
+from penstock.net.peercred import peer_credentials
 
 _PER_MESSAGE = 64
 """Descriptors a message; the kernel allows 253 (SCM_MAX_FD)."""
 
 TIMEOUT_S = 10.0
 """For one message. Exporting 64 pieces of memory takes a few milliseconds."""
+
+_LIMITS = ConnectionLimits(total=64, unproven=32, unproven_per_address=32, per_principal=48)
+"""Readers of one host that ask at the same time: its devices, a few times over."""
 
 _ASK = struct.Struct("<Q")
 
@@ -36,38 +43,31 @@ class FdDoor:
     def __init__(self, name: str, export: Export) -> None:
         self.name = f"penstock-{name}"
         self._export = export
+        # One at a time: descriptors of device memory are made by calls of the driver, which take turns anyway.
+        self._exporting = threading.Lock()
 
     def open(self) -> None:
         """Start to listen. DestinationError if the address cannot be had."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.bind(f"\0{self.name}")
-            self._socket.listen(64)
+            bound.bind(f"\0{self.name}")
         except OSError as error:
-            self._socket.close()
+            bound.close()
             raise DestinationError(f"cannot listen at {self.name}: {error}") from error
-        threading.Thread(target=self._serve, name=self.name, daemon=True).start()
+        self._listener = ThreadedListener(bound, Admission(_LIMITS, name=self.name), self._serve, name=self.name)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with closing(peer):
-                try:
-                    self._answer(peer)
-                except (OSError, PenstockError):
-                    continue  # the asker, who sees the connection end, or is gone, is told by its own side
+    def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
+        place.begin(place.limits.total * TIMEOUT_S)  # all others may be answered first
+        with contextlib.suppress(PenstockError):  # the asker sees the connection end, and is told by its own side
+            self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
-        if not is_same_user(peer):
-            return  # not waited for: others' questions would wait, too
         peer.settimeout(TIMEOUT_S)
         asked = peer.recv(_ASK.size)
         if len(asked) != _ASK.size:
             return
         held: list[int] = []
+        self._exporting.acquire()
         try:
             for fd in self._export(_ASK.unpack(asked)[0]):
                 held.append(fd)
@@ -78,15 +78,11 @@ class FdDoor:
         finally:
             for fd in held:
                 os.close(fd)
+            self._exporting.release()
 
     def close(self) -> None:
         """Listen no more. Idempotent."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-        except OSError:
-            return
-        finally:
-            self._socket.close()
+        self._listener.close()
 
 
 def _send(peer: socket.socket, fds: list[int]) -> None:

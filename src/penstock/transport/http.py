@@ -27,6 +27,7 @@ import msgspec
 
 from penstock.errors import Cancelled, ConfigError
 from penstock.fork import let_go_in_children
+from penstock.net.home import Home
 from penstock.transport.coding import Choice
 from penstock.transport.descriptor import Descriptor, decode, decode_payload
 from penstock.transport.http_peer import Peer
@@ -132,7 +133,8 @@ class HttpTransport:
     """See `Transport`. Host memory only; starts its server when made.
 
     Args:
-        listen: `host:port` (port 0 chooses), or `unix:/path`; None: `127.0.0.1:0`, for readers on this host.
+        listen: `host:port` (port 0 chooses), or `unix:/path`; None: a Unix socket in a directory of this process, for
+            readers of this user on this host. Every user of the host could connect to a port of loopback.
         tls: server side context with a certificate; None: plain.
         trust: how readers here check a peer's certificate (and show one); None: as the system does.
         advertise: host that others reach `listen` by; needed where it is every address of this host.
@@ -157,7 +159,14 @@ class HttpTransport:
     ) -> None:
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
-        listener, self.address = _listen(listen or "127.0.0.1:0", advertise, tls is not None)
+        self._home = Home() if listen is None else None
+        try:
+            where = listen if self._home is None else f"unix:{self._home.path}/data.sock"
+            assert where is not None
+            listener, self.address = _listen(where, advertise, tls is not None)
+        except BaseException:
+            self._leave_home()
+            raise
         self.endpoint, self.is_mine = secrets.token_hex(8), True
         self.changing, self.handles = threading.RLock(), set[HttpHandle]()
         self._trust, self._num_connections, self._compress = trust, num_connections, compress
@@ -228,6 +237,11 @@ class HttpTransport:
         self.server.close()
         if self.address.path:
             Path(self.address.path).unlink(missing_ok=True)
+        self._leave_home()
+
+    def _leave_home(self) -> None:
+        if self._home is not None:
+            self._home.close()
 
     def forget(self) -> None:
         """In a forked child: closed, without a word to anybody."""
@@ -250,7 +264,7 @@ class HttpTransport:
 
 
 def _listen(listen: str, advertise: str | None, is_tls: bool) -> tuple[socket.socket, Address]:
-    """A bound and listening socket, and where others find it. ConfigError."""
+    """A bound socket, and where others find it. ConfigError."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -280,7 +294,6 @@ def host_and_port(listen: str) -> tuple[str, int]:
 def _bound(sock: socket.socket, where: object, listen: str) -> socket.socket:
     try:
         sock.bind(where)  # type: ignore[arg-type]
-        sock.listen(128)
     except (OSError, OverflowError) as error:
         with contextlib.suppress(OSError):
             sock.close()

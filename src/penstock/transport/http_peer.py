@@ -7,6 +7,7 @@ Not here: how a read is cut (`http_reader`), whether it is asked for coded (`cod
 from __future__ import annotations
 
 import collections
+import contextlib
 import ssl
 import threading
 import time
@@ -161,7 +162,9 @@ class _Carrier:
         head = f"POST /v1/regions/{read.generation} HTTP/1.1\r\n{fixed}Content-Length: {len(body)}\r\n\r\n"
         try:
             wire.set_pace(SILENCE_S)
-            wire.send_all(head.encode("latin-1") + body)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                # A full server answers before it is asked, and closes; its answer says so.
+                wire.send_all(head.encode("latin-1") + body)
             reply, behind = wire.head(SILENCE_S)
             if not reply:
                 return False

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, SourceStalled
+from penstock.net.peercred import connect_unix
 from penstock.transport.http_wire import MAX_RUNS, ReadRequest, Wire, advance
 from penstock.transport.protocol import Segments, gathered
 from penstock.types import MIB
@@ -46,14 +47,7 @@ class Address:
     def connect(self, trust: ssl.SSLContext | None) -> socket.socket:
         """A connection. OSError if there is none to be had."""
         if self.path:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(CONNECT_S)
-                sock.connect(self.path)
-            except BaseException:
-                sock.close()
-                raise
-            return sock
+            return connect_unix(self.path, CONNECT_S)
         sock = socket.create_connection((self.host, self.port), timeout=CONNECT_S)
         if not self.is_tls:
             return sock

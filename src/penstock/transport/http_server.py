@@ -3,13 +3,13 @@
 In: regions shown, requests for runs of them. Out: their bytes, straight from memory, or a refusal.
 Not here: what a message looks like (`http_wire`), reading (`http`).
 
-A thread a connection. Nothing a client sends or fails to send holds more than a thread, for longer than a deadline:
-heads and bodies are short and timed, runs are checked before a byte is sent, a client that takes nothing is cut off.
+A thread a connection, within the limits of `net.limits`. Nothing a client sends or fails to send holds more than a
+thread, for longer than a deadline: heads and bodies are short and timed, runs are checked before a byte is sent, a
+client that takes nothing is cut off.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import itertools
 import secrets
@@ -22,6 +22,9 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError
+from penstock.net.admission import Admission, Connection
+from penstock.net.limits import MIN_BYTES_PER_S, ConnectionLimits
+from penstock.net.listener import ThreadedListener
 from penstock.transport.http_wire import (
     CODING,
     MAX_BODY_BYTES,
@@ -44,8 +47,8 @@ IDLE_S = 60.0
 """A connection that asks for nothing for this long is closed. Readers drop theirs after less (`http`)."""
 SEND_S = 30.0
 """A client that takes no byte for this long is cut off."""
-MAX_CONNECTIONS = 512
-"""At once; more are told to come again. Reason: far above readers times connections of one holder."""
+LIMITS = ConnectionLimits(head_s=HEAD_S, idle_s=IDLE_S, answer_s=SEND_S)
+"""Of the port: far above readers times connections of one holder. Who finds no place is told to come again."""
 MAX_ANSWER_BYTES = 1 << 30
 """Of one request. Reason: bounds what one costs; a reader of ours asks for 64 MiB at most."""
 
@@ -76,18 +79,24 @@ class Server:
     """Regions and the threads that serve them. Started by the constructor.
 
     Args:
-        listener: bound and listening; owned by the server from here on.
+        bound: a bound socket; owned by the server from here on.
         endpoint: what requests must name.
         tls: context of the server side; None: plain.
     """
 
-    def __init__(self, listener: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
-        self.endpoint, self._tls, self._listener = endpoint, tls, listener
+    def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
+        self.endpoint = endpoint
         self._regions: dict[int, Region] = {}
         self._wires: set[Wire] = set()
-        self._num_open = 0
         self._lock, self._generations, self._is_open = threading.Lock(), itertools.count(1), True
-        threading.Thread(target=self._accept, name="penstock-http", daemon=True).start()
+        self._listener = ThreadedListener(
+            bound,
+            Admission(LIMITS, name="data port"),
+            self._connection,
+            name="penstock-http",
+            tls=tls,
+            refusal=_answer(503) if tls is None else b"",
+        )
 
     def show(self, view: memoryview, owner: object) -> Region:
         """Begin a generation of this memory."""
@@ -124,8 +133,6 @@ class Server:
             self._is_open = False
             self._regions.clear()
             wires = list(self._wires)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for wire in wires:
             wire.cut()
@@ -133,66 +140,33 @@ class Server:
     def forget(self) -> None:
         """In a forked child: close our copies of the parent's sockets without a word to anybody."""
         self._lock, self._is_open = threading.Lock(), False
-        self._listener.close()
+        self._listener.forget()
         for wire in list(self._wires):
             wire.close()
 
-    def _accept(self) -> None:
-        while self._is_open:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if not self._is_open:
-                    return
-                threading.Event().wait(0.05)  # out of descriptors: those in use end some time
-                continue
-            with self._lock:
-                self._num_open += 1
-                is_welcome = self._num_open <= MAX_CONNECTIONS and self._is_open
-            if not is_welcome:
-                self._turn_away(sock)
-                continue
-            threading.Thread(target=self._connection, args=(sock,), name="penstock-http", daemon=True).start()
-
-    def _turn_away(self, sock: socket.socket) -> None:
+    def _connection(self, sock: socket.socket, place: Connection, peer: str) -> None:
+        wire = Wire(sock, pace_s=HEAD_S)
         with self._lock:
-            self._num_open -= 1
-        with contextlib.suppress(OSError), sock:
-            sock.setblocking(False)
-            if self._tls is None:
-                sock.send(_answer(503))
-
-    def _connection(self, sock: socket.socket) -> None:
-        wire = None
+            if not self._is_open:
+                return
+            self._wires.add(wire)
         try:
-            if self._tls is not None:
-                sock.settimeout(HEAD_S)
-                sock = self._tls.wrap_socket(sock, server_side=True)
-            wire = Wire(sock, pace_s=HEAD_S)
-            with self._lock:
-                if not self._is_open:
-                    return
-                self._wires.add(wire)
-            self._serve(wire)
-        except (OSError, ssl.SSLError):
-            return  # the connection broke: the reader's business, and it knows
+            self._serve(wire, place, peer)
         finally:
             with self._lock:
-                self._num_open -= 1
-                if wire is not None:
-                    self._wires.discard(wire)
-            sock.close()
+                self._wires.discard(wire)
 
-    def _serve(self, wire: Wire) -> None:
+    def _serve(self, wire: Wire, place: Connection, peer: str) -> None:
         behind, planes = b"", None
         while True:
             try:
-                head, behind = wire.head(HEAD_S, behind, first_s=IDLE_S)
+                head, behind = wire.head(HEAD_S, behind, first_s=IDLE_S if place.is_proven else HEAD_S)
                 if not head:
                     return
                 generation, request, is_coded, behind = self._request(wire, head, behind)
                 planes = planes or Planes() if is_coded else None
-                self._answer(wire, generation, request, planes)
+                self._answer(wire, generation, request, planes, place, peer)
+                place.end()
             except _Refused as refused:
                 wire.set_pace(HEAD_S)
                 wire.send_all(_answer(refused.status))
@@ -222,7 +196,15 @@ class Server:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError("a malformed request") from error
 
-    def _answer(self, wire: Wire, generation: int, request: ReadRequest, planes: Planes | None) -> None:
+    def _answer(
+        self,
+        wire: Wire,
+        generation: int,
+        request: ReadRequest,
+        planes: Planes | None,
+        place: Connection,
+        peer: str,
+    ) -> None:
         src, length = request.runs()
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
@@ -232,6 +214,10 @@ class Server:
             if region is None or not self._is_given(region, request):
                 raise _Refused(410)
             region.under_way[wire] = request.key
+        # It has the region's key, which comes with a lease.
+        place.prove(peer or "unix")
+        # A call of `send` has SEND_S; all of them together have this, or a byte now and then would hold the thread.
+        place.begin(SEND_S + total / MIN_BYTES_PER_S)
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
             wire.set_pace(SEND_S)

@@ -25,6 +25,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.line import described
 from penstock.fleet.messages import LeaseRequest, Upstream
 from penstock.fleet.peer import Peer
+from penstock.net.limits import ConnectionLimits
 from penstock.transport.choose import Links
 from penstock.transport.loopback import LoopbackTransport
 
@@ -204,7 +205,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
 def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr("penstock.fleet.door_server.REQUEST_S", 1.0)
+    monkeypatch.setattr("penstock.fleet.door_server.LIMITS", ConnectionLimits(head_s=1.0))
     door = Door(tmp_path / "door.sock", allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
@@ -257,7 +258,7 @@ def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Pat
 
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.door_server.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("penstock.fleet.door_server.LIMITS", ConnectionLimits(total=1))
     door = Door(tmp_path / "door.sock", allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
@@ -267,7 +268,7 @@ def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.M
             one.connect(str(tmp_path / "door.sock"))
         first.sendall(ask)
         assert b"204" in first.recv(999)
-        assert more.recv(999) == b""
+        assert more.recv(999).startswith(b"HTTP/1.1 429")
         first.close()
         deadline = time.monotonic() + 20.0
         found = b""

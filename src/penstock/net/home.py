@@ -1,6 +1,6 @@
-"""A member's own directory: private to the user, and swept by a later member when its owner died without leaving.
+"""A directory of one process: private to the user, and swept by a later process when its owner died without leaving.
 
-In: nothing. Out: a directory for the door's socket.
+In: nothing. Out: a directory for the sockets of a door and of a data port.
 Not here: the hub's files of one host (`local`).
 """
 

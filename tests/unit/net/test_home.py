@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.fleet.home import Home
+from penstock.net.home import Home
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_a_home_is_private_and_gone_when_closed() -> None:
 
 
 def test_homes_of_the_dead_are_swept_and_of_the_living_are_not(somewhere: Path) -> None:
-    code = "from penstock.fleet.home import Home; import time; h = Home(); print(h.path, flush=True); time.sleep(60)"
+    code = "from penstock.net.home import Home; import time; h = Home(); print(h.path, flush=True); time.sleep(60)"
     environ = {**os.environ, "TMPDIR": str(somewhere)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as other:
         assert other.stdout is not None

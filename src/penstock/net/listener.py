@@ -1,0 +1,241 @@
+"""Listening sockets: who is let in, and a loop that goes on when descriptors or threads run out.
+
+In: a bound socket, an `Admission`. Out: admitted sockets, for asyncio's loop or for a thread each.
+Not here: how many may be open (`admission`), requests and answers (each server).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from penstock.net.admission import Admission, Connection
+from penstock.net.peercred import is_same_user, peer_uid
+
+BACKLOG = 2048
+"""Connections that the kernel holds for us: a thousand members may come in one instant. Cut to net.core.somaxconn."""
+SWEEP_S = 1.0
+"""How often deadlines are looked at."""
+_REFUSED_A_TURN = 64
+"""Connections turned away before the caller's loop gets its turn again; each costs about 20 microseconds."""
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class AdmittedSocket(socket.socket):
+    """An accepted socket and its place in the admission, which is free again once the socket is closed.
+
+    Attributes:
+        connection: its place.
+        peer: the peer's host; empty for a Unix socket.
+    """
+
+    connection: Connection
+    peer: str
+
+    def close(self) -> None:
+        """Close the socket and free its place."""
+        super().close()
+        self.connection.release()
+
+    def cut(self) -> None:
+        """End the connection, whoever reads from it or writes to it; from any thread, at once."""
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+
+class GuardedListener(socket.socket):
+    """A listening socket that accepts only whom `Admission` has a place for, and on Unix sockets only its own user.
+
+    Ownership: takes the file descriptor of the bound socket. Never blocks in `accept`.
+
+    Args:
+        bound: bound; stream sockets and Unix sockets of packets.
+        admission: how many, and for how long.
+        refusal: sent to those that find no place before they are closed.
+    """
+
+    def __init__(self, bound: socket.socket, admission: Admission, *, refusal: bytes = b"") -> None:
+        family, kind, proto = bound.family, bound.type, bound.proto
+        super().__init__(family, kind, proto, fileno=bound.detach())
+        self.setblocking(False)
+        self.admission, self._refusal = admission, refusal
+        self._by_descriptor: WeakValueDictionary[int, Connection] = WeakValueDictionary()
+        # Closed to accept, and drop, one connection when no descriptor is left: it would stay in the backlog and wake
+        # the loop again and again.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def listen(self, backlog: int = BACKLOG) -> None:
+        """Listen with our own backlog: asyncio passes the number of connections that it accepts in one turn."""
+        super().listen(BACKLOG)
+
+    def accept(self) -> tuple[AdmittedSocket, Any]:
+        """Accept the next connection that is let in.
+
+        Raises:
+            BlockingIOError: there is none now. OSError: the listener is closed.
+        """
+        for _ in range(_REFUSED_A_TURN):
+            try:
+                descriptor, address = self._accept()  # type: ignore[attr-defined]
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                self.admission.make_room()
+                self._drop_one()
+                continue
+            sock = AdmittedSocket(self.family, self.type, self.proto, fileno=descriptor)
+            connection = self._admit(sock, address)
+            if connection is not None:
+                self._by_descriptor[descriptor] = connection
+                return sock, address
+            if self._refusal:
+                with contextlib.suppress(OSError):
+                    sock.setblocking(False)
+                    sock.send(self._refusal)
+            socket.socket.close(sock)
+        raise BlockingIOError(errno.EAGAIN, "enough connections were turned away in this turn")
+
+    def _admit(self, sock: AdmittedSocket, address: Any) -> Connection | None:
+        if sock.family == socket.AF_UNIX:
+            if not is_same_user(sock):
+                self.admission.tell(f"a connection of user {peer_uid(sock)} was refused: this socket is one user's")
+                return None
+            sock.peer = ""
+        else:
+            sock.peer = str(address[0])
+        connection = self.admission.admit(sock.peer or "unix", sock.cut)
+        if connection is not None:
+            sock.connection = connection
+            if sock.family == socket.AF_UNIX and not connection.prove("unix"):
+                connection.release()
+                return None
+        return connection
+
+    def _drop_one(self) -> None:
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            descriptor, _ = self._accept()  # type: ignore[attr-defined]
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def connection_of(self, descriptor: int) -> Connection:
+        """Return the place of an accepted socket that is open, by its file descriptor."""
+        return self._by_descriptor[descriptor]
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self.fileno() >= 0:
+            super().close()
+            with contextlib.suppress(OSError):
+                os.close(self._spare)
+
+
+Serve = Callable[[socket.socket, Connection, str], None]
+"""Serves one connection until it ends: its socket (of TLS where there is a context), its place, the peer's host."""
+
+
+class ThreadedListener:
+    """Serves each connection in a thread of its own. Started by the constructor.
+
+    Args:
+        bound: a bound socket; owned by this from here on.
+        admission: how many, and for how long.
+        serve: called in the connection's thread; the socket is closed when it returns. OSErrors that it raises are the
+            peer's business.
+        name: of the threads.
+        tls: context of the server side; None: plain.
+        refusal: see `GuardedListener`.
+    """
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        admission: Admission,
+        serve: Serve,
+        *,
+        name: str,
+        tls: ssl.SSLContext | None = None,
+        refusal: bytes = b"",
+    ) -> None:
+        self._listener, self.admission = GuardedListener(bound, admission, refusal=refusal), admission
+        self._serve, self._name, self._tls, self._is_open = serve, name, tls, True
+        self.address: Any = self._listener.getsockname()
+        self._listener.listen()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        swept_at = time.monotonic()
+        while self._is_open:
+            poll.poll(SWEEP_S * 1000 if self.admission.num_open else None)
+            if time.monotonic() - swept_at >= SWEEP_S:
+                swept_at = time.monotonic()
+                self.admission.sweep()
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                continue
+            except OSError:
+                if not self._is_open:
+                    return
+                time.sleep(0.05)  # a connection that ended before it was accepted, or a kernel short of memory
+                continue
+            self._start(sock)
+
+    def _start(self, sock: AdmittedSocket) -> None:
+        sock.setblocking(True)
+        thread = threading.Thread(target=self._connection, args=(sock,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started (RLIMIT_NPROC, cgroup pids.max)
+            self.admission.tell("a connection was refused: no thread can be started for it")
+            sock.close()
+
+    def _connection(self, sock: AdmittedSocket) -> None:
+        connection, peer = sock.connection, sock.peer
+        served: socket.socket = sock
+        try:
+            if self._tls is not None:
+                sock.settimeout(self.admission.limits.head_s)
+                # Wrapped before the handshake, so that the deadline finds the socket that has the descriptor.
+                served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                connection.cut = lambda: cut(served)
+                served.do_handshake()
+            self._serve(served, connection, peer)
+        except OSError:
+            return  # the connection broke, or was cut: the peer knows
+        finally:
+            served.close()
+            connection.release()
+
+    def close(self) -> None:
+        """Accept nothing more. Idempotent; connections go on."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def forget(self) -> None:
+        """In a forked child: close our copy of the parent's socket without a word to anybody."""
+        self._is_open = False
+        self._listener.close()
+
+
+def cut(sock: socket.socket) -> None:
+    """End a connection, whoever is sending or receiving by it; from any thread, at once."""
+    with contextlib.suppress(OSError):
+        # Not SSLSocket's own, which makes a receiver in another thread take ciphertext for the bytes.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,124 @@
+"""How many connections a listener holds, whose, and for how long."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from penstock.net.admission import Admission, Connection, network_of
+from penstock.net.limits import ConnectionLimits
+
+LIMITS = ConnectionLimits(total=8, unproven=4, unproven_per_address=2, per_principal=3, grace_s=0.0, head_s=60.0)
+
+
+class Cuts:
+    """Which connections were cut, by name; a cut connection is released, as its server would."""
+
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
+        self.admission, self.names = Admission(limits, name="test"), list[str]()
+
+    def come(self, name: str, address: str) -> Connection | None:
+        found: list[Connection] = []
+
+        def cut() -> None:
+            self.names.append(name)
+            found[0].release()
+
+        connection = self.admission.admit(address, cut)
+        if connection is not None:
+            found.append(connection)
+        return connection
+
+
+def test_the_oldest_stranger_of_an_address_makes_room_for_its_next() -> None:
+    cuts = Cuts()
+    for name in "abc":
+        cuts.come(name, "10.0.0.1")
+    cuts.come("other", "10.0.0.2")
+    assert cuts.names == ["a"] and cuts.admission.num_open == 3
+
+
+def test_the_oldest_stranger_of_all_makes_room_where_there_are_too_many() -> None:
+    cuts = Cuts()
+    for number in range(6):
+        cuts.come(str(number), f"10.0.0.{number}")
+    assert cuts.names == ["0", "1"]
+
+
+def test_a_proven_connection_is_never_cut_for_a_stranger() -> None:
+    cuts = Cuts()
+    for number in range(8):
+        member = cuts.come(f"member {number}", "10.0.0.1")
+        assert member is not None and member.prove(f"token {number % 4}")
+    assert cuts.come("stranger", "10.0.0.2") is None
+    assert not cuts.names and cuts.admission.num_open == 8
+
+
+def test_a_member_is_served_behind_the_address_of_many_strangers() -> None:
+    cuts = Cuts()
+    for number in range(50):
+        cuts.come(f"stranger {number}", "10.0.0.1")
+    member = cuts.come("member", "10.0.0.1")
+    assert member is not None and member.prove("token")
+    for number in range(50):
+        cuts.come(f"stranger {number}", "10.0.0.1")
+    assert "member" not in cuts.names
+
+
+def test_new_ones_are_refused_while_the_older_are_young() -> None:
+    cuts = Cuts(ConnectionLimits(total=8, unproven=4, unproven_per_address=2, grace_s=60.0))
+    assert [cuts.come(name, "10.0.0.1") is not None for name in "abcd"] == [True, True, False, False]
+    assert not cuts.names
+
+
+def test_one_principal_has_its_share_and_its_longest_unused_connection_ends() -> None:
+    cuts = Cuts()
+    connections = []
+    for number in range(3):
+        connections.append(cuts.come(str(number), "10.0.0.1"))
+        assert connections[-1] is not None and connections[-1].prove("token")
+    for connection in connections[1:] + connections[:1]:
+        assert connection is not None
+        connection.begin(10.0)
+        connection.end()
+    last = cuts.come("3", "10.0.0.1")
+    assert last is not None and last.prove("token")
+    assert cuts.names == ["1"]
+    for connection in (connections[0], connections[2], last):
+        assert connection is not None
+        connection.begin(10.0)
+    extra = cuts.come("4", "10.0.0.1")
+    assert extra is not None and not extra.prove("token"), "all of them are answered right now"
+
+
+def test_what_is_late_is_cut_once() -> None:
+    cuts = Cuts()
+    late, waiting = cuts.come("late", "10.0.0.1"), cuts.come("waiting", "10.0.0.1")
+    assert late is not None and waiting is not None
+    late.expect(-1.0)
+    cuts.admission.sweep()
+    cuts.admission.sweep()
+    assert cuts.names == ["late"] and cuts.admission.num_open == 1
+
+
+def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    cuts = Cuts()
+    with caplog.at_level(logging.WARNING, "penstock.net"):
+        for number in range(1000):
+            cuts.come(str(number), "10.0.0.1")
+    assert len(caplog.records) == 1
+
+
+def test_a_whole_network_of_ipv6_is_one_address() -> None:
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("fe80::1%eth0") == "fe80::/64"
+
+
+@pytest.mark.parametrize("num_descriptors", [64, 256, 1024, 20_000, 1 << 20])
+def test_limits_fit_into_the_descriptors_there_are(num_descriptors: int) -> None:
+    limits = ConnectionLimits.for_descriptors(num_descriptors)
+    assert limits.total <= max(16, num_descriptors - 128)
+    assert limits.unproven_per_address <= limits.unproven < limits.total
+    assert limits.per_principal < limits.total
