@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -46,10 +46,12 @@ class Caller:
         models: patterns of model names it may ask about; None: all.
         name: what it authenticated with, which says nothing secret: `token:` and the beginning of a digest,
             `certificate:` and the names in it; `anybody`, where the hub asks for neither.
+        certificate: the names in the certificate that it showed; empty: the hub asks for none.
     """
 
     models: tuple[str, ...] | None = None
     name: str = "anybody"
+    certificate: str = ""
 
     def may_ask(self, models: Iterable[str]) -> bool:
         """Whether every one of these models is among its own."""
@@ -109,17 +111,22 @@ class Auth:
         """Bearer tokens that are good now, with their callers."""
         return () if self.token_file is None else self.token_file.tokens()
 
-    def caller(self, authorization: str) -> Caller | None:
-        """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token."""
+    def caller(self, authorization: str, certificate: str = "") -> Caller | None:
+        """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token.
+
+        Args:
+            authorization: the header.
+            certificate: the names in the certificate that was shown, and checked, where `client_ca` asks for one.
+        """
         if self.token_file is None:
-            return Caller()
+            return Caller(name=f"certificate:{certificate}", certificate=certificate) if certificate else Caller()
         scheme, _, given = authorization.partition(" ")
         found: Caller | None = None
         shown = given.strip().encode("utf-8", "replace")
         for token, caller in self.tokens:
             if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
                 found = caller
-        return found
+        return None if found is None else replace(found, certificate=certificate)
 
 
 class TokenFile:

@@ -164,11 +164,26 @@ class Directory:
             raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
         if known is None:
             self.counts["hellos"] += 1
-            by = (caller or Caller()).name
-            self.store.write(name, _encode(Known(hello, now, now, caller=by)), ttl_s=self.ttl_s, expected=ABSENT)
+            caller = caller or Caller()
+            by = caller.name, caller.certificate
+            self.store.write(name, _encode(Known(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(anew=True)
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
+
+    def check_certificate(self, member: str, certificate: str) -> None:
+        """Check that a member is spoken for by the certificate that it said hello with; nothing if it is not known.
+
+        Raises:
+            PermissionDenied: the certificate has other names.
+        """
+        entry = self.store.read(f"member/{member}")
+        if entry is None:
+            return
+        theirs = KNOWN.decode(entry.value).certificate
+        if theirs != certificate:
+            audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
+            raise PermissionDenied(f"member {member} is another certificate's", hint="a new process takes a new id")
 
     def beat(self, member: str, beat: Beat) -> None:
         """Renew the lease; what the beat does not name is held no more.
@@ -186,7 +201,9 @@ class Directory:
         kept = tuple(key for key in known.keys if key not in keys and self._still_asked(key, member, now))
         for holding in beat.holdings:
             self._hold(known, holding)
-        sync_directory.note(self.store, known.hello, known.since, now, self.ttl_s, beat.syncs)
+        sync_directory.note(
+            self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
+        )
         if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + kept)):
             self._renew(member, *self._seen(member, now, keys))
 
@@ -238,6 +255,7 @@ class Directory:
                     state=held.holding.state,
                     num_have=held.num_have,
                     grant=grant,
+                    certificate=held.certificate,
                 )
             )
         self.counts["grants"] += len(upstreams)
@@ -406,7 +424,7 @@ class Directory:
             if entry is not None:
                 before = HELD.decode(entry.value)
                 asked, reads_storage = before.asked, before.reads_storage
-        held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage))
+        held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage), known.certificate)
         self.store.write(name, _encode(held), ttl_s=self.ttl_s)
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:

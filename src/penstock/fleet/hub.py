@@ -50,6 +50,7 @@ from penstock.fleet.messages import (
 from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
 from penstock.fleet.store import MemoryStore
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
+from penstock.fleet.tls import CERTIFICATE
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -258,12 +259,16 @@ def _endpoint(
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, said)
-            if operation.speaker is not None:
-                _check_life(request, operation.speaker(parameter, said))
-            if blocking:
-                found = await run_in_threadpool(operation.answer, directory, parameter, said, caller)
-            else:
-                found = operation.answer(directory, parameter, said, caller)
+            speaker = None if operation.speaker is None else operation.speaker(parameter, said)
+            if speaker is not None:
+                _check_life(request, speaker)
+
+            def answer() -> Any:
+                if speaker is not None and caller.certificate:
+                    directory.check_certificate(speaker, caller.certificate)
+                return operation.answer(directory, parameter, said, caller)
+
+            found = await run_in_threadpool(answer) if blocking else answer()
             if operation.gives is None:
                 return Response(status_code=204)
             return Response(encoder.encode(found), media_type="application/json")
@@ -280,7 +285,8 @@ def _check_version(announced: Announced) -> None:
 
 def check_caller(request: Request, auth: Auth) -> Caller:
     """Who asks; an answer of 401 if nobody we know."""
-    caller = auth.caller(request.headers.get("authorization", ""))
+    certificate = request.scope.get(CERTIFICATE, "") if auth.client_ca is not None else ""
+    caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(STRANGER if caller is None else caller.name)
     if caller is None:
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))

@@ -17,6 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.fleet.auth import Auth
+from penstock.fleet.tls import CERTIFICATE, certificate_names
 from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
 
@@ -50,8 +51,10 @@ class HubProtocol(HttpToolsProtocol):
         self._place: Connection = self.listener.connection_of(transport.get_extra_info("socket").fileno())
         self._place.cut = transport.abort
         self._is_in_head, self._head_bytes, self._message_bytes = True, 0, 0
+        self._certificate = ""
         if self.auth.client_ca is not None:
-            self._prove(str(transport.get_extra_info("peercert", {}).get("subject", "")))
+            self._certificate = certificate_names(transport.get_extra_info("peercert") or {})
+            self._prove(self._certificate)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio. A head gets a deadline with its first byte, and no other with later ones."""
@@ -87,6 +90,7 @@ class HubProtocol(HttpToolsProtocol):
                 self._prove(hashlib.sha256(shown.encode()).hexdigest())
         if self.transport.is_closing():
             return
+        self.scope[CERTIFICATE] = self._certificate  # type: ignore[literal-required]
         super().on_headers_complete()
         self._place.begin(REQUEST_S)
         if not self._place.is_proven:

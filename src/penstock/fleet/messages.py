@@ -26,6 +26,8 @@ NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
+Certificate = Annotated[str, Meta(max_length=1024)]
+"""The names in the certificate that a member showed the hub; its door must show the same. Empty: none was asked for."""
 Door = Annotated[str, Meta(pattern=DOOR_PATTERN, max_length=280)]
 """Where a member's door is: `unix:///path`, `http://host:port` or `https://host:port`, without anything behind it."""
 Doors = Annotated[tuple[Door, ...], Meta(min_length=1, max_length=8)]
@@ -163,6 +165,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     num_have: Count
     grant: bytes
     """For this reader, this key and this source, once; see `grants`."""
+    certificate: Certificate = ""
 
 
 class FlightReply(msgspec.Struct, frozen=True, kw_only=True):

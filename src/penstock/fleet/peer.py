@@ -31,6 +31,7 @@ from penstock.fleet.address import DoorAddress, connect_unix_door, parse_door, p
 from penstock.fleet.line import TableMessage
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
 from penstock.fleet.protocol import UPGRADE_HINT, version_fault
+from penstock.fleet.tls import certificate_names
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")
@@ -46,6 +47,22 @@ class _UnixConnection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = connect_unix_door(self._path, self._timeout_s)
+
+
+class _TlsConnection(http.client.HTTPSConnection):
+    """To a door that must show the certificate by which the hub knows its member, where it knows one."""
+
+    def __init__(self, host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None, names: str) -> None:
+        super().__init__(host, port, timeout=timeout_s, context=trust)
+        self._names = names
+
+    def connect(self) -> None:
+        super().connect()
+        assert isinstance(self.sock, ssl.SSLSocket)
+        shown = certificate_names(self.sock.getpeercert() or {})
+        if self._names and shown != self._names:
+            self.close()
+            raise PermissionError(f"it shows the certificate of {shown}, and the hub knows it by {self._names}")
 
 
 class Peer(Closing):
@@ -96,9 +113,8 @@ class Peer(Closing):
                 if address.path:
                     return _UnixConnection(address.path, self._stall_s)
                 if address.is_tls:
-                    return http.client.HTTPSConnection(
-                        address.host, address.port, timeout=self._stall_s, context=self._trust
-                    )
+                    names = self.upstream.certificate
+                    return _TlsConnection(address.host, address.port, self._stall_s, self._trust, names)
                 return http.client.HTTPConnection(address.host, address.port, timeout=self._stall_s)
         raise PeerLost(f"it has no door to be reached from here: {'; '.join(why)}", uri=self._uri())
 

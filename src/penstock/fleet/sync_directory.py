@@ -25,15 +25,24 @@ class Synced(msgspec.Struct, frozen=True, array_like=True):
     since: float
     seen: float
     state: SyncState
+    certificate: str = ""
 
 
 _SYNCED = msgspec.msgpack.Decoder(Synced)
 
 
-def note(store: Store, hello: Hello, since: float, now: float, ttl_s: float, states: Iterable[SyncState]) -> None:
+def note(
+    store: Store,
+    hello: Hello,
+    since: float,
+    now: float,
+    ttl_s: float,
+    states: Iterable[SyncState],
+    certificate: str = "",
+) -> None:
     """Keep what a member said of its syncs in a beat."""
     for state in states:
-        entry = msgspec.msgpack.encode(Synced(hello, since, now, state))
+        entry = msgspec.msgpack.encode(Synced(hello, since, now, state, certificate))
         store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
 
 
@@ -64,6 +73,7 @@ def members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncRepl
                 seen=synced.seen,
                 state=synced.state,
                 grant=grant,
+                certificate=synced.certificate,
             )
         )
     found.sort(key=lambda one: (one.since, one.member))

@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
-from penstock.fleet.messages import Count, Doors, Key, MemberId, SyncState, Version, Word, prepare
+from penstock.fleet.messages import Certificate, Count, Doors, Key, MemberId, SyncState, Version, Word, prepare
 from penstock.fleet.protocol import PROTOCOL, ProtocolVersion
 
 
@@ -47,6 +47,7 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     state: SyncState
     grant: bytes = b""
     """For the asker, if it asked for one."""
+    certificate: Certificate = ""
 
 
 class SyncReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,8 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     asked: float = 0.0
     """When it last asked for upstreams or claims, by the hub's clock."""
     reads_storage: bool = False
+    certificate: str = ""
+    """See `Known`."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +50,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     keys: tuple[str, ...] = ()
     caller: str = ""
     """What it authenticated with when it said hello."""
+    certificate: str = ""
+    """The names in the certificate that it showed then."""
 
 
 class Complained(msgspec.Struct, frozen=True, array_like=True):

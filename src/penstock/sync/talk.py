@@ -70,6 +70,7 @@ class Talk(Peer):
             state="whole",
             num_have=0,
             grant=other.grant,
+            certificate=other.certificate,
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
         self.same_host, self._room = same_host, room

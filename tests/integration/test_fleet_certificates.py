@@ -1,0 +1,91 @@
+"""Mutual TLS: a member is who its certificate says, to the hub and at its door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.errors import PermissionDenied
+from penstock.fleet.auth import Auth
+from penstock.fleet.client import HubClient
+from penstock.fleet.directory import Directory
+from penstock.fleet.messages import Beat, Hello
+from penstock.fleet.serve import HubThread, bind
+from penstock.fleet.store import MemoryStore
+from penstock.testing.authority import Authority
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("PENSTOCK_STALL_S", "10")
+    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def hub(authority: Authority) -> Iterator[str]:
+    certificate, key = authority.sign("hub")
+    auth = Auth.of(certificate=certificate, private_key=key, client_ca=authority.ca_file)
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
+    running.start()
+    yield running.url
+    running.stop()
+
+
+def show(monkeypatch: pytest.MonkeyPatch, authority: Authority, name: str) -> None:
+    certificate, key = authority.sign(name)
+    monkeypatch.setenv("PENSTOCK_CA_FILE", str(authority.ca_file))
+    monkeypatch.setenv("PENSTOCK_CERT_FILE", str(certificate))
+    monkeypatch.setenv("PENSTOCK_KEY_FILE", str(key))
+
+
+def test_no_other_certificate_speaks_for_a_member(hub: str, authority: Authority) -> None:
+    first, other, renewed = (authority.sign(name) for name in ("first", "other", "first"))
+    ca_file, life = authority.ca_file, "0123456789abcdef"
+    with HubClient.connect(hub, ca_file=ca_file, certificate=first, life=life) as member:
+        member.hello(Hello(member=member.member, host="h", doors=("unix:///d",)))
+        member.beat(member.member, Beat())
+        with HubClient.connect(hub, ca_file=ca_file, certificate=other, life=life) as thief:
+            for speak in (
+                lambda: thief.beat(member.member, Beat()),
+                lambda: thief.hello(Hello(member=member.member, host="h", doors=("unix:///d",))),
+                lambda: thief.leave(member.member),
+            ):
+                with pytest.raises(PermissionDenied, match="another certificate's"):
+                    speak()
+        with HubClient.connect(hub, ca_file=ca_file, certificate=renewed, life=life) as same:
+            same.beat(member.member, Beat())
+
+
+def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
+    hub: str, authority: Authority, made: Path, truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, torch.Tensor] = {}
+    show(monkeypatch, authority, "holder")
+    with ps.join("m", hub=hub, listen="127.0.0.1:0", transports=["http"]) as holder:
+        holder.fetch({}, fallback=made)
+        (door,) = [one for one in holder.member.door.addresses if one.startswith("https")]
+        show(monkeypatch, authority, "reader")
+        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
+        with ps.join("m", hub=hub, transports=["http"]) as reader:
+            report = reader.fetch(found, wait_s=20.0)
+        assert_same(found, truth)
+        assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
+        # One whose doors lead to another member: it would be shown grants, and answer for it.
+        liar = HubClient.connect(hub, ca_file=authority.ca_file, certificate=authority.sign("liar"))
+        liar.hello(Hello(member=liar.member, host="elsewhere", doors=(door,)))
+        liar.beat(liar.member, Beat(holdings=(holder.member.holdings[0].status(),)))
+        holder.member.hub.leave(holder.member.id)
+        with liar, ps.join("m", hub=hub, transports=["http"]) as reader:
+            report = reader.fetch(found, fallback=made)
+        assert any("it shows the certificate of" in fault for fault in report.faults), report.faults
