@@ -105,6 +105,7 @@ BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
         ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
+        ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         ("jobs/worker.py", "operating"),  # an operation, perhaps a user's function; raised again as OperationFailed
         ("storage/exchange.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }

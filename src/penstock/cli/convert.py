@@ -205,6 +205,8 @@ def write_report(report: ConvertReport, format: Format) -> None:
             "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
         }
     )
+    for path in report.left_out:
+        note(f"left out {path}: it is not of the weight set beside it")
     rows = [
         [one.worker, one.device, one.num_tasks, *(f"{one.busy_s.get(name, 0.0):.2f}" for name in _EXECUTORS), one.end]
         for one in report.workers

@@ -94,8 +94,8 @@ def _beside(uri: str, name: str, settings: Settings, options: Options) -> bytes 
 def _json(raw: bytes, uri: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"a configuration that is not JSON: {error}", uri=uri) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"a configuration that is no object of JSON: {error}", uri=uri) from error
 
 
 def _heads(config: dict[str, Any]) -> list[int]:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
-from penstock.errors import ConfigError, IntegrityError, SourceChanged, SourceTruncated
+from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
 from penstock.jobs.asked import Asked, ask
 from penstock.jobs.beside import beside, small_from
 from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
@@ -38,6 +38,7 @@ from penstock.jobs.result import (
     STAMP,
     check_repeated,
     check_unchanged,
+    config_of,
     forget_what_did_not_last,
     manifest_of,
     published,
@@ -52,6 +53,7 @@ from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.manifest import Uris
 from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
+from penstock.storage.place import left_out
 from penstock.storage.upload import publish_remote, require_none
 
 Progress = Callable[[int, int], None]
@@ -152,6 +154,8 @@ class _Grown(Asked):
     into: str
     out: OutputSet
     journal: Journal
+    config: bytes | None
+    """The result's configuration, if it has one and is to be published as files."""
 
 
 _Ran = tuple[Coordinator, Predicted]
@@ -167,13 +171,15 @@ def _grow(asked: Asked, into: str, spool: str | os.PathLike[str] | None, stack: 
             "a keeper is no directory", uri=into, hint="give Keeper.into(MODEL), or use `penstock convert`"
         )
     job = asked.job
+    of_config = asked.opened[small_from(job)].uri
+    config = config_of(of_config, job.operation, asked.settings, asked.words.storage_options)
     growing = _growing(job, into, spool)
     journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
     stack.callback(journal.close)
     out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     stack.push(partial(_leave, journal, out))
-    return _grown(asked, msgspec.structs.replace(asked.words, directory=str(growing)), into, out, journal)
+    return _grown(asked, msgspec.structs.replace(asked.words, directory=str(growing)), into, out, journal, config)
 
 
 def _begin(grown: _Grown) -> str | None:
@@ -262,9 +268,8 @@ def _publish(grown: _Grown) -> str:
     for one in grown.opened:
         check_unchanged(one)
     manifest = manifest_of(job, grown.journal, out)
-    small = beside(
-        job, manifest, small_files(grown.opened[small_from(job)].uri, job.operation.config, settings, options)
-    )
+    of_small = grown.opened[small_from(job)].uri
+    small = beside(job, manifest, small_files(of_small, grown.config, settings, options))
     small |= {STAMP: stamp(job, manifest.revision)}
     if is_remote(into):
         publish_remote(out, into, small, settings=settings, storage_options=options)
@@ -289,9 +294,18 @@ def _fill(asked: Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
     return found[0][0], revision, found[0][1]
 
 
-def _grown(asked: Asked, words: Words, into: str, out: OutputSet, journal: Journal) -> _Grown:
+def _grown(
+    asked: Asked, words: Words, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
+) -> _Grown:
     return _Grown(
-        settings=asked.settings, opened=asked.opened, job=asked.job, words=words, into=into, out=out, journal=journal
+        settings=asked.settings,
+        opened=asked.opened,
+        job=asked.job,
+        words=words,
+        into=into,
+        out=out,
+        journal=journal,
+        config=config,
     )
 
 
@@ -309,9 +323,15 @@ def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
     """Leave nothing behind that no later call can go on with: nothing was done, or the sources must be others first."""
-    if kind is not None and (not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError)):
+    if kind is None:
+        return
+    if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):
         out.remove()
         journal.remove()
+    elif isinstance(error, PenstockError):
+        kept = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
+        first = "make room, then run it again" if isinstance(error, DiskFull) else None
+        error.hint = "; ".join(part for part in (error.hint, first, kept) if part)
 
 
 def _crew(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Crew:
@@ -360,5 +380,8 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, began: float) -> Con
         workers=stats,
         peak_bytes=max((one.peak_bytes for one in stats), default=0),
         verified=all(job.held_to),
+        left_out=tuple(
+            path for one in grown.opened for path in left_out(one.uri, [f.name for f in one.manifest.files])
+        ),
         why=how_verified(grown.opened, verify=grown.words.verify),
     )

@@ -58,6 +58,8 @@ class Journal:
             try:
                 self._read(key)
             except BaseException:
+                if not os.fstat(self._fd).st_size:  # no room even for its first line: nobody can go on with it
+                    self.remove()
                 os.close(self._fd)
                 raise
 

@@ -56,6 +56,8 @@ class ConvertReport:
     """Most host memory that any worker's tasks held at once."""
     verified: bool
     """All that was read of the sources, in this run and those before, was held to digests."""
+    left_out: tuple[str, ...]
+    """Files of safetensors in the sources' directories that are not of their weight sets, and were not read."""
     why: str
     """How it was verified, or why not. The result's own digests are always of the bytes as they were made."""
 

@@ -7,7 +7,8 @@ Not here: the run (`run`), publishing (`convert`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import numpy.typing as npt
 
 from penstock.config import Settings
 from penstock.digest.leaf import leaf_digests, num_leaves, revision
-from penstock.errors import FormatError, IntegrityError, OperationFailed
+from penstock.errors import FormatError, IntegrityError, OperationFailed, PenstockError
 from penstock.jobs.job import Job
 from penstock.jobs.journal import Journal
+from penstock.jobs.operation import Operation
 from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import WeightSet
@@ -33,7 +35,12 @@ STAMP = "penstock.job"
 """Beside a result: which job made it. The same call, made again, then finds its own result and is done."""
 METADATA = {"format": "pt"}
 """Of every file: what transformers asks for."""
-_SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_CONFIG = "config.json"
+_SMALL = re.compile(
+    r"\.(json|txt|model|jinja|tiktoken|py|bpe|vocab|spm|yaml)$|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
+    r"(?!.*(safetensors|bin|pt|pth|gguf|onnx)$)"
+)
+"""What is copied along: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, model code."""
 _MAX_SMALL_BYTES = 64 * MIB
 """Longest configuration or tokenizer that is copied along."""
 
@@ -187,22 +194,46 @@ def check_unchanged(weights: WeightSet) -> None:
             source.check_unchanged()
 
 
+def config_of(
+    uri: str, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
+) -> bytes | None:
+    """The result's `config.json`: that of a source as the operation changes it; None where the source has none.
+
+    Order: before anything else is read, so that what is wrong with it does not cost a conversion.
+
+    Raises:
+        FormatError: the source's is no object of JSON. OperationFailed: the operation's `config` raised, or gave none.
+    """
+    listed = list_uris(uri, settings=settings, storage_options=storage_options)
+    at = next((one for one in listed if one.rpartition("/")[2] == _CONFIG), None)
+    raw = None if at is None else read_small(at, settings=settings, storage_options=storage_options)
+    if raw is None:
+        return None
+    try:
+        config = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"it is not an object of JSON: {error}"
+        raise FormatError(message, uri=at, hint="repair it, or convert a directory without it") from error
+    try:
+        made = msgspec.json.encode(dict(operation.config(config)))
+    except PenstockError:
+        raise
+    except Exception as error:
+        message = f"{operation.name}: its config() failed on {_CONFIG}: {type(error).__name__}: {error}"
+        raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
+    return msgspec.json.format(made, indent=2)
+
+
 def small_files(
-    uri: str,
-    config: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    settings: Settings,
-    storage_options: Mapping[str, str] | None,
+    uri: str, config: bytes | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> dict[str, bytes]:
-    """Configuration and tokenizer of a source, with the configuration as the operation changes it."""
-    found: dict[str, bytes] = {}
+    """Tokenizer and other small files of a source, and the configuration that `config_of` gave."""
+    found: dict[str, bytes] = {} if config is None else {_CONFIG: config}
     for one in list_uris(uri, settings=settings, storage_options=storage_options):
         name = one.rpartition("/")[2]
-        if not name.endswith(_SMALL_SUFFIXES) or name.endswith(".safetensors.index.json"):
+        if name == _CONFIG or not _SMALL.search(name) or name.endswith(".safetensors.index.json"):
             continue
         raw = read_small(one, settings=settings, storage_options=storage_options)
-        if raw is None or len(raw) > _MAX_SMALL_BYTES:
-            continue
-        if name == "config.json":
-            raw = msgspec.json.format(msgspec.json.encode(config(msgspec.json.decode(raw))), indent=2)
-        found[name] = raw
+        if raw is not None and len(raw) <= _MAX_SMALL_BYTES:
+            found[name] = raw
     return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -24,6 +25,10 @@ SIDECAR = "penstock.manifest"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX = f"model{INDEX_SUFFIX}"
+_MODEL = re.compile(r"(^|/)model(-\d+-of-\d+)?\.safetensors$")
+_CONSOLIDATED = re.compile(r"(^|/)consolidated([.-][^/]*)?\.safetensors$")
+"""Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
+Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later."""
 _ONLY = "name a file, or a directory or prefix that has files of safetensors itself; other formats are not read"
 
 Uri = str | os.PathLike[str]
@@ -52,7 +57,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     """Find the files of a weight set; bodies and headers are not read.
 
     A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
-    `*.safetensors` count, not those of directories below.
+    `*.safetensors` count, not those of directories below, nor `consolidated*` beside `model*`.
 
     Raises:
         NotFound: no such place, or no safetensors file in it.
@@ -224,7 +229,18 @@ def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
     files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, prefix)]
     if not files:
         raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
+    if prefix is not None and any(_MODEL.search(name) for name in files):
+        return [name for name in files if not _CONSOLIDATED.search(name)]
     return files
+
+
+def left_out(uri: str, taken: Collection[str]) -> list[str]:
+    """Paths of a local directory's files of safetensors that its weight set has not; none of other places."""
+    path = local_path(uri) if not is_remote(uri) else ""
+    if not os.path.isdir(path):
+        return []
+    found = list_uris(path, settings=Settings.read())
+    return [one for one in found if one.endswith(SUFFIX) and os.path.basename(one) not in taken]
 
 
 def _choose_index(prefix: str, found: Sequence[str]) -> str | None:

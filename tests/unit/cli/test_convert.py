@@ -21,7 +21,14 @@ from penstock.types import MIB
 
 def report(**more: Any) -> ConvertReport:
     told: dict[str, Any] = dict.fromkeys(ConvertReport.__dataclass_fields__, 0)
-    told |= {"uri": "out", "revision": "w1-", "operation": "copy", "busy_s": {"fetch": 2.0}, "workers": ()}
+    told |= {
+        "uri": "out",
+        "revision": "w1-",
+        "operation": "copy",
+        "busy_s": {"fetch": 2.0},
+        "workers": (),
+        "left_out": (),
+    }
     told |= {"verified": False, "why": "no manifest at m", "read_bytes": 3_000_000, "verified_bytes": 1_000_000}
     told |= {
         "wall_s": 16.0,
