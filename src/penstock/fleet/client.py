@@ -79,7 +79,13 @@ _ERRORS: dict[int, type[PenstockError]] = {
 
 
 class Line(Protocol):
-    """How the hub is reached now; it may be elsewhere after a failure."""
+    """How the hub is reached now; it may be elsewhere after a failure.
+
+    Attributes:
+        is_busy: it did not answer in time, and its process is known to run: it will.
+    """
+
+    is_busy: bool
 
     def reach(self, within_s: float) -> str:
         """Its URL: `unix:///path`, `http://host:port`, `https://...`.
@@ -100,6 +106,8 @@ class Line(Protocol):
 
 class FixedLine:
     """A hub at one address."""
+
+    is_busy = False
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -155,6 +163,11 @@ class HubClient(Closing):
         self._http: tuple[str, httpx.Client] | None = None
         self._closed, self.is_local = False, False
         self._took_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the hub is late and not away; see `Line`."""
+        return self._line.is_busy
 
     @property
     def rest_s(self) -> float:

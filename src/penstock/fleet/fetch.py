@@ -307,8 +307,12 @@ class Fetch(Closing):
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        """Whether storage is read, bytes are verified, or all we can do is wait for members that read storage."""
-        if self._part.is_busy() or self._compute.is_busy():
+        """Whether storage is read, bytes are verified, or all we can do is wait for members that read storage.
+
+        Or for a hub that is late: on a host of two cores 64 starters keep it from answering for longer than a stall's
+        half, and those that then read storage without its word made it later still.
+        """
+        if self._part.is_busy() or self._compute.is_busy() or (self._storage is not None and self._member.hub.is_busy):
             return True
         return time.monotonic() < self._others_read_until and not self._gave_nothing and self._is_idle()
 

@@ -37,7 +37,7 @@ LOOK_S = 0.2
 """For the connection by which the kernel says whose a hub is; it accepts for a process that is stopped, too."""
 TTL_S = 5.0
 """A process that loads may keep the interpreter for a second; ten beats are longer."""
-HUNG_S = 20.0
+HUNG_S = 30.0
 """A hub whose process runs and answers nobody for so long is passed over too. Before that it is busy: 32 processes that
 copy on two cores kept one from answering for 5 s, and its successors, who knew nothing, had storage read again."""
 _MAX_PATH_BYTES = 107
@@ -63,6 +63,7 @@ class LocalLine:
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None
+        self.is_busy = False
 
     @property
     def hosts(self) -> bool:
@@ -105,7 +106,7 @@ class LocalLine:
 
     def reached(self) -> None:
         """Remembered by the kernel while this process lives: a later hub waits for what we hold."""
-        self._silent_since = None
+        self._silent_since, self.is_busy = None, False
         if not self._is_member:
             with self._lock:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
@@ -114,7 +115,8 @@ class LocalLine:
         """Pass over a hub whose process is stopped or hung; one that is gone is hosted anew by who reaches first."""
         with self._lock:
             self._doubted = True
-            if not silent or self._hosting is not None or self._is_busy(url):
+            self.is_busy = silent and self._runs_still(url)
+            if not silent or self._hosting is not None or self.is_busy:
                 return
             with _File(self._directory / "generation.lock") as guard:
                 number = _generation(self._directory)
@@ -123,7 +125,7 @@ class LocalLine:
                     new.write_text(f"{number + 1}\n", encoding="ascii")
                     new.replace(self._directory / "generation")
 
-    def _is_busy(self, url: str) -> bool:
+    def _runs_still(self, url: str) -> bool:
         """Whether a silent hub's process runs, and has not been silent for `HUNG_S`: it will answer."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since

@@ -22,6 +22,8 @@ def test_a_certificate_of_the_environment_is_used(name: str, monkeypatch, tmp_pa
 class _Told:
     """A line that remembers what it is told."""
 
+    is_busy = False
+
     def __init__(self) -> None:
         self.silent: list[bool] = []
 
