@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,12 +117,29 @@ def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstoc
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_hub_that_is_told_to_stop_leaves_no_socket_behind(tmp_path, number: signal.Signals) -> None:
-    socket = tmp_path / "hub.sock"
-    command = [*PENSTOCK, "hub", "--listen", f"unix://{socket}"]
+    path = tmp_path / "hub.sock"
+    command = [*PENSTOCK, "hub", "--listen", f"unix://{path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().strip() == f"unix://{socket}"
-        assert socket.exists()
+        assert process.stdout.readline().strip() == f"unix://{path}"
+        assert path.exists()
         process.send_signal(number)
         assert process.wait(20) == 0
-    assert not socket.exists()
+    assert not path.exists()
+
+
+def test_a_hub_that_stops_in_the_middle_of_a_request_logs_no_traceback(tmp_path) -> None:
+    path = tmp_path / "hub.sock"
+    command = [*PENSTOCK, "hub", "--listen", f"unix://{path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().strip() == f"unix://{path}"
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+            caller.sendall(b"POST /v1/hello HTTP/1.1\r\nHost: hub\r\nExpect: 100-continue\r\n")
+            caller.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            caller.settimeout(20)
+            assert caller.recv(99).startswith(b"HTTP/1.1 100")  # it waits for the body now
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()

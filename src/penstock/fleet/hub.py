@@ -244,7 +244,7 @@ def _endpoint(
     encoder = msgspec.json.Encoder()
     blocking = not isinstance(directory.store, MemoryStore)
 
-    async def endpoint(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = check_caller(request, auth)
             parameter = _parameter(operation, request)
@@ -272,6 +272,13 @@ def _endpoint(
             if operation.gives is None:
                 return Response(status_code=204)
             return Response(encoder.encode(found), media_type="application/json")
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except asyncio.CancelledError:
+            # The hub ends, and this caller took too long: uvicorn would log a traceback for it.
+            return Response(status_code=503)
 
     return endpoint
 
