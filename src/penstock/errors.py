@@ -87,6 +87,18 @@ class PenstockError(Exception):
         return "; ".join(parts)
 
 
+def without_frames(error: PenstockError) -> PenstockError:
+    """Drop the frames of an error that is kept, and of its causes: they keep alive all that was on the stack."""
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.append(one.with_traceback(None))
+            left += [one.__cause__, one.__context__]
+    return error
+
+
 class ConfigError(PenstockError):
     """An argument, option or environment variable is wrong; nothing was started."""
 

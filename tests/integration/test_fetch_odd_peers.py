@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +27,7 @@ from penstock.fleet.holding import Holding
 from penstock.fleet.line import line_of_tensors
 from penstock.fleet.member import Member
 from penstock.fleet.messages import Beat, FlightReply, Hello, HoldingMap, LogReply
+from penstock.memory.memfd import shared_at
 from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
@@ -62,6 +65,29 @@ def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_st
     assert_same(found, truth)
     assert report.storage_bytes == report.nbytes
     assert any(hub.member[:8] in fault and "door" in fault for fault in report.faults), report.faults
+
+
+def test_a_dead_member_keeps_no_memory_of_a_fetch_that_is_over(made: Path) -> None:
+    """Memory is given back with the last tensor, not when Python's collector comes by."""
+    with HubClient.connect(None) as hub:
+        with ps.join("m") as first:
+            first.fetch({}, fallback=str(made))
+            held = whole(first).status()
+        hub.hello(Hello(member=hub.member, host="elsewhere", doors=("unix:///none",)))
+        hub.beat(hub.member, Beat(holdings=(held,)))
+        gc.collect()
+        gc.disable()
+        try:
+            found: dict[str, torch.Tensor] = {}
+            with ps.join("m") as second:
+                report = second.fetch(found, fallback=str(made))
+                memory = weakref.ref(shared_at(whole(second).place.regions[0].address, 1))
+            assert report.faults and memory() is not None
+            del second
+            found.clear()
+            assert memory() is None
+        finally:
+            gc.enable()
 
 
 Lie = Callable[[HoldingMap], HoldingMap]

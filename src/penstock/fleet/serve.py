@@ -39,7 +39,7 @@ _ACCEPTS_A_TURN = 32
 """Connections that the loop accepts before it serves those it has: a flood of 2,048 at once would hold it 0.3 s."""
 _TICK_S = 0.1
 """Between two calls of uvicorn's `on_tick`. Source: uvicorn/server.py, `main_loop`."""
-GC_THRESHOLD = (100_000, 50, 100)
+GC_THRESHOLD = (20_000, 50, 100)
 """Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
 _KEEP_ALIVE_S = 75
 """Several beats: a member's connection stays."""
@@ -202,7 +202,9 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         listener.close()
         raise
     # What a hub keeps are values without cycles, made anew with each beat: looking through them for cycles finds none.
-    # With these the slowest beat of 1,000 members fell from 58 to 5 ms. Source: benchmarks/results/cpu2_202611/hub.md.
+    # With a threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms
+    # (benchmarks/results/cpu2_202611/hub.md). Connections that ended leave cycles, 2 KB a member's life: 20,000 objects
+    # of them are about 2 MB.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
 

@@ -14,7 +14,15 @@ import numpy as np
 
 from penstock.engine.executors import guarded
 from penstock.engine.ticket import Silence, Ticket
-from penstock.errors import FormatError, IntegrityError, PenstockError, PlanError, SourceStalled, StaleDescriptor
+from penstock.errors import (
+    FormatError,
+    IntegrityError,
+    PenstockError,
+    PlanError,
+    SourceStalled,
+    StaleDescriptor,
+    without_frames,
+)
 from penstock.fleet.holding import Holding, column, located
 from penstock.fleet.messages import HoldingMap
 from penstock.fleet.peer import Peer
@@ -204,9 +212,13 @@ class Following:
         self._doubted = chunk
 
     def fail(self, error: PenstockError) -> None:
-        """Use it no more; the first error stays."""
+        """Use it no more; the first error stays, without the frames it came through.
+
+        They refer to this, and this to the memory that is filled: one dead upstream would keep all weights of a fetch
+        that is long over, until Python's collector comes by.
+        """
         if self.error is None:
-            self.error = error
+            self.error = without_frames(error)
         self._closing.set()
         self._hurry.set()
         self._ticket.wake()
