@@ -91,6 +91,24 @@ def test_ranks_are_weight_sets_and_make_the_whole_again(model, tmp_path):
     assert back.revision == penstock.verify(tmp_path / "copy").revision
 
 
+def test_ranks_in_another_order_twice_or_too_few_are_refused(model, tmp_path):
+    base = write(tmp_path / "base", model, config=CONFIG)
+    one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2})
+    first, second = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
+    for sources, why in (
+        ([second, first], "is rank 1"),
+        ([first, first], "is rank 0"),
+        ([first, second, second], "rank"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            one_by_one(sources, tmp_path / "out", {"op": "reshard", "to": 1})
+    for name, path in (("a", first), ("b", first)):
+        shutil.copytree(path, tmp_path / name)
+    with pytest.raises(PlanError, match="same bytes"):
+        one_by_one([tmp_path / "a", tmp_path / "b"], tmp_path / "out", {"op": "reshard", "to": 1})
+    assert not (tmp_path / "out").exists()
+
+
 def test_ranks_as_vllm_looks_for_them(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     into = tmp_path / "out"

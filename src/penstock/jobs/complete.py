@@ -7,6 +7,7 @@ Not here: words of a command line (`cli.convert`), operations made of words (`wo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,9 @@ def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Set
     if op == "lora-merge" and "tied" not in first and sources:
         raw = _beside(sources[0].uri, "config.json", settings, options)
         first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
-    elif op == "reshard" and "heads" not in first and sources:
+    if op == "reshard" and len(sources) > 1:
+        _check_ranks(sources)
+    if op == "reshard" and "heads" not in first and sources:
         raw = _beside(sources[0].uri, "config.json", settings, options)
         first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
     elif op in {"delta", "delta-apply"}:
@@ -96,6 +99,30 @@ def _json(raw: bytes, uri: str) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"a configuration that is no object of JSON: {error}", uri=uri) from error
+
+
+_RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
+
+
+def _check_ranks(sources: Sequence[WeightSet]) -> None:
+    """PlanError where sources are surely not the ranks in order: by the numbers in their names, or one is there twice.
+
+    Names without a number say nothing: then the order is the caller's word.
+    """
+    found = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
+    for rank, (source, numbers) in enumerate(zip(sources, found, strict=True)):
+        number, count = numbers[-1] if numbers else ("", "")
+        if all(found) and int(number) != rank:
+            hint = "give every rank once, in order: rank 0 first"
+            raise PlanError(f"reshard: source {rank} is rank {int(number)} by its name: {source.uri}", hint=hint)
+        if count and int(count) != len(sources) and len(sources) > 1:
+            raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, and {len(sources)} sources are given")
+    seen: dict[str, str] = {}
+    for source in sources:
+        revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
+        if revision in seen:
+            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="give each rank once")
+        seen[revision] = source.uri
 
 
 def _heads(config: dict[str, Any]) -> list[int]:

@@ -131,7 +131,9 @@ class Reshard(Unchanged):
                 hint = "give heads=Q,KV, or a rule with parts"
                 raise PlanError("heads are not known, so neither is what is fused in it", tensor=name, hint=hint)
             queries, keys = self.heads or (1, 1)
-            return Rule(int(dim), (queries, keys, keys))
+            # In lowest terms: a rank has some of the heads, and its rows need not divide by the number of all of them.
+            shared = math.gcd(queries, keys) or 1
+            return Rule(int(dim), (queries // shared, keys // shared, keys // shared))
         try:
             rule = Rule(int(dim), tuple(int(part) for part in parts.split(",")) if parts else (1,))
         except ValueError as error:

@@ -94,6 +94,17 @@ def test_any_number_of_ranks_to_any(have, want, layout):
     equal(found, model() if want == 1 and layout == "directories" else by_hand(want, layout))
 
 
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_fused_heads_are_shared_out_to_any_number_that_divides_them_and_rejoined(count):
+    heads, head_dim = (12, 6), 5
+    whole = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn((12 + 6 + 6) * head_dim, 8)}
+    parts = made(Reshard(count, heads=heads), whole)
+    queries, keys, values = next(iter(whole.values())).split([12 * head_dim, 6 * head_dim, 6 * head_dim])
+    for rank, part in enumerate(parts.values()):
+        assert torch.equal(part, torch.cat([one.chunk(count)[rank] for one in (queries, keys, values)]))
+    equal(check_rows(Reshard(1, heads=heads), *[dict.fromkeys(whole, part) for part in parts.values()]), whole)
+
+
 def test_each_byte_is_read_once():
     for recipe in Reshard(4, heads=HEADS).recipes([table_of(one) for one in ranks(2)]):
         taken, given = recipe.nbytes(0, recipe.num_rows)
