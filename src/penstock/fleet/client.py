@@ -347,24 +347,24 @@ class HubClient(Closing):
     def _open(self, url: str) -> httpx.Client:
         import httpx
 
-        if url.startswith("unix://"):
-            from penstock.fleet.unix_http import UnixTransport
+        from penstock.fleet.hub_transport import HubTransport
 
-            transport = UnixTransport(url.removeprefix("unix://"), max_connections=_MAX_CONNECTIONS)
+        if url.startswith("unix://"):
+            transport = HubTransport(url.removeprefix("unix://"), max_connections=_MAX_CONNECTIONS)
             return httpx.Client(transport=transport, base_url="http://hub", trust_env=False)
-        verify: ssl.SSLContext | bool = True
+        trust: ssl.SSLContext | None = None
         if url.startswith("https://"):
             try:
-                verify = ssl.create_default_context()
+                trust = ssl.create_default_context()
                 if self._ca_file is not None:
-                    verify.load_verify_locations(self._ca_file)
+                    trust.load_verify_locations(self._ca_file)
                 if self._certificate is not None:
-                    verify.load_cert_chain(*self._certificate)
+                    trust.load_cert_chain(*self._certificate)
             except OSError as error:
                 hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
                 raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
-        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=30.0)
-        return httpx.Client(base_url=url, verify=verify, limits=limits, trust_env=False)
+        transport = HubTransport(None, max_connections=_MAX_CONNECTIONS, trust=trust)
+        return httpx.Client(transport=transport, base_url=url, trust_env=False)
 
     def _drop(self, http: httpx.Client) -> None:
         """Connect anew next time; a thread that failed by an earlier client does not close the one made since."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import socket
 import ssl
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,12 +33,24 @@ from penstock.fleet.line import TableMessage
 from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
 from penstock.fleet.protocol import UPGRADE_HINT, version_fault
 from penstock.fleet.tls import certificate_names
+from penstock.net.timed import TimedReader
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")
 
 MAX_REPLY_BYTES = 256 << 20
 """Longest answer that is read: the table of four million tensors."""
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer under one deadline, from its first wait to its last byte; longer only for the bytes that came."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        seconds = sock.gettimeout()
+        assert seconds is not None
+        self.fp.close()
+        self.fp = io.BufferedReader(TimedReader(sock, seconds))
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -202,9 +215,15 @@ class Peer(Closing):
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if self._connection is None:
             self._connection = self._connect()
+        connection = self._connection
         try:
-            self._connection.request(verb, path, body)
-            response = self._connection.getresponse()
+            connection.response_class = _Answer
+            if connection.sock is not None:
+                connection.sock.settimeout(self._stall_s)  # the last answer's deadline left a shorter one
+            with contextlib.suppress(BrokenPipeError):
+                # A full door answers before it is asked, and closes; its answer says so.
+                connection.request(verb, path, body)
+            response = connection.getresponse()
             raw = response.read(MAX_REPLY_BYTES)
             return response.status, raw
         except TimeoutError as error:
@@ -252,6 +271,8 @@ class Peer(Closing):
     def _release(self, connection: http.client.HTTPConnection, lease: Lease) -> bool:
         """Whether there is no use in asking again."""
         try:
+            if connection.sock is not None:
+                connection.sock.settimeout(self._stall_s)
             connection.request("DELETE", f"/v1/leases/{lease.lease}")
             connection.getresponse().read()
         except TimeoutError:

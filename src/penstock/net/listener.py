@@ -97,7 +97,7 @@ class GuardedListener(socket.socket):
             if connection is not None:
                 self._by_descriptor[descriptor] = connection
                 return sock, address
-            if self._refusal:
+            if self._refusal and (sock.family != socket.AF_UNIX or is_same_user(sock)):
                 with contextlib.suppress(OSError):
                     sock.setblocking(False)
                     sock.send(self._refusal)

@@ -45,7 +45,7 @@ IMPORTS = (
     "penstock.fleet.metrics",
     "penstock.fleet.openapi",
     "penstock.fleet.store_redis",
-    "penstock.fleet.unix_http",
+    "penstock.fleet.hub_transport",
     *crew.IMPORTS,
     "penstock.jobs.function",
     "penstock.sync.publish",
