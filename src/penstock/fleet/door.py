@@ -187,10 +187,12 @@ class Door:
         return left
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Stop serving, also those who are connected. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
+            # A peer that is stopped leaves its connection open, whose thread would keep the holdings' memory.
+            server.admission.cut_all()
 
     # What the handler asks.
 

@@ -159,6 +159,16 @@ class Admission:
         if any(not one.is_proven for one in late):
             self.tell("a connection sent no whole request in time")
 
+    def cut_all(self) -> None:
+        """Cut every connection: what they are about is over."""
+        with self._lock:
+            victims = [one for one in self._open if not one._is_cut]
+            for one in victims:
+                one._is_cut = True
+                self._forget_unproven(one)
+        for one in victims:
+            one.cut()
+
     def make_room(self) -> None:
         """Cut some of the oldest unproven connections: the process has no descriptor left."""
         with self._lock:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -255,6 +257,24 @@ def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Pat
         Door(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot be opened"):
         Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
+
+
+def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path) -> None:
+    door = Door(tmp_path / "door.sock", allow)
+    with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
+        stopped.settimeout(20.0)
+        stopped.connect(str(tmp_path / "door.sock"))
+        stopped.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")
+        assert b"204" in stopped.recv(999)
+        door.close()
+        assert stopped.recv(999) == b""
+        gone = weakref.ref(door)
+        del door
+        deadline = time.monotonic() + 20.0
+        while gone() is not None:
+            assert time.monotonic() < deadline, "a thread keeps the door"
+            gc.collect()
+            time.sleep(0.01)
 
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
