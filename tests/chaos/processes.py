@@ -365,17 +365,3 @@ def _looks_into(pid: int) -> list[str]:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "rb"):
         found.append(f"opened the memory of process {pid}")
     return found
-
-
-def mute_member(told: dict[str, Any]) -> int:
-    """Be a member whose data port takes requests and gives no byte, while its door answers and its beats go on."""
-    from penstock.testing.fleet import work
-    from penstock.transport.http_server import Server
-
-    def request(self: Server, *_: object) -> Any:
-        threading.Event().wait()
-
-    assert hasattr(Server, "_request")
-    vars(Server)  # patched on the class: every data port of this process
-    Server._request = request  # type: ignore[method-assign]
-    return work(told)
