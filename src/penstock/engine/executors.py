@@ -9,13 +9,16 @@ Not here: which steps there are (`run`).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+import resource
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from penstock.engine.ticket import Ticket
@@ -128,8 +131,9 @@ class Executor:
                 index = len(self._threads)
                 name = f"penstock-{self.name}-{index}"
                 thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+                if not start_thread(thread, is_needed=not self._threads):
+                    break  # those that run do the work, more slowly
                 self._threads.append(thread)
-                thread.start()
             self._state.notify(len(steps))
 
     def close(self) -> None:
@@ -208,6 +212,36 @@ class Executor:
         else:
             step.abandon()
         return True
+
+
+def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
+    """Start a thread; False if the system allows no more of them and this one is not needed.
+
+    Raises:
+        DestinationError: it is needed; names the limits that there are.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if not is_needed:
+            return False
+        raise DestinationError(
+            f"no thread can be started ({_thread_limits()})",
+            hint="raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user",
+        ) from error
+    return True
+
+
+def _thread_limits() -> str:
+    """What limits the threads of this process, for a message."""
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
+    with contextlib.suppress(OSError, IndexError):
+        own = Path("/proc/self/cgroup").read_bytes().decode().strip().rpartition("::")[2].lstrip("/")
+        group = Path("/sys/fs/cgroup") / own
+        now, most = (group.joinpath(f"pids.{name}").read_bytes().decode().strip() for name in ("current", "max"))
+        limits.append(f"cgroup pids {now} of {most}")
+    return ", ".join(limits)
 
 
 class HostedExecutor:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded
+from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded, start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
 from penstock.storage.local import typed_error
@@ -97,8 +97,9 @@ class RingFetch:
             for step in steps:
                 heapq.heappush(self._heap, (step.priority, next(self._sequence), step))
             if self._thread is None and steps:
-                self._thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
+                start_thread(thread)
+                self._thread = thread
             self._state.notify()
 
     def close(self) -> None:

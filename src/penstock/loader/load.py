@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     """`(name, tensor)` in file order, each complete and verified when it is yielded, and the caller's own.
 
     A context manager. Leaving it early, or dropping it, drains what is under way and frees everything not yielded.
+    Several threads may read one stream: each tensor goes to one of them, and a `close` ends all of them (Cancelled).
 
     Attributes:
         manifest: of the tensors asked for.
@@ -66,6 +68,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         self._session = session
         self._report: Report | None = None
         self._is_closed = False
+        self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
         self._num_tensors = self._nbytes = 0
@@ -78,6 +81,10 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
+        with self._turn:
+            return self._next()
+
+    def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
         except StopIteration:
@@ -104,8 +111,11 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     def close(self) -> None:
         """Drain and free; iterating further raises Cancelled. Idempotent."""
         self._is_closed = True
-        self._tensors.close()
-        self._session.close()
+        if (run := self._session.run) is not None and not run.ticket.done:
+            run.ticket.cancel()  # so that a thread that waits for a tensor gives up its turn
+        with self._turn:
+            self._tensors.close()
+            self._session.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_session"):

@@ -96,6 +96,7 @@ class CachedSource:
         self.identity = source.identity
         self.stats = CacheStats()
         self.why: str | None = None
+        self._is_refused = False
         self._source = source
         self._directory = directory
         name = f"{source.uri}\n{source.identity}\n{source.nbytes}\n{CACHE_CHUNK_BYTES}"
@@ -104,6 +105,9 @@ class CachedSource:
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * OTHERS_SHARE
         self._lock = threading.Lock()
+        if refusal := directory.refusal():
+            self._is_refused = True
+            self._give_up(refusal)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. `cache` when every byte came from the cache, else the source's own word."""
@@ -125,10 +129,12 @@ class CachedSource:
     @property
     def shared_as(self) -> str:
         """What processes have in common that use this cache; see `CacheDirectory.name`."""
-        return self._directory.name
+        return "" if self._is_refused else self._directory.name
 
     def held(self) -> frozenset[int]:
         """The chunks that are here now, by number; not read, so perhaps not sound."""
+        if self._is_refused:
+            return frozenset()
         try:
             return frozenset(int(name) for name in os.listdir(self._place) if name.isdecimal())
         except OSError:
@@ -187,6 +193,8 @@ class CachedSource:
     def _hit(self, file: Path, views: list[memoryview]) -> bool:
         """Read a chunk file into `views`. False when it is absent, rotten (it is then removed) or cannot be read."""
         nbytes = sum(view.nbytes for view in views)
+        if self._is_refused:
+            return False
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

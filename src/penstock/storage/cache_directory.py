@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ IOV = 512
 
 _FOLDER = "penstock-chunks"
 """Everything the cache writes lies below this in the user's directory; nothing else there is ever touched."""
+
+_MODE = 0o700
+"""Of every directory of the cache."""
 
 _OURS = re.compile(r"\d{8}|\.\d{8}-\d+-[0-9a-f]{8}")
 
@@ -66,11 +70,39 @@ class CacheDirectory:
     def name(self) -> str:
         """The same in all processes that share the directory, and in no others; empty: it cannot be told, or made."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make(self.path)
             found, boot = os.stat(self.path), _boot()
         except OSError:
             return ""
         return f"{boot}/{found.st_dev}/{found.st_ino}"
+
+    def refusal(self) -> str:
+        """Make the directory, for this user alone, and say why it must not be used; "" where it may.
+
+        Chunks are weights, so others must not read them; and their digests show damage, not who wrote them, so others
+        must not write them. A directory that this user made wider than that is narrowed.
+        """
+        try:
+            self._make(self.path)
+            found = os.lstat(self.path)
+            if not stat.S_ISDIR(found.st_mode):
+                return "is not a directory"
+            if found.st_uid not in {os.geteuid(), 0}:
+                return "belongs to another user"
+            if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != _MODE:
+                os.chmod(self.path, _MODE)
+            elif found.st_uid == 0 and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
+                return "may be written to by others"
+        except OSError:
+            return ""  # whoever reads or writes finds out, and says so
+        return ""
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder of the cache, and what is missing above it; what is ours is for this user alone."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for level in (self.path, *reversed(folder.relative_to(self.path).parents[:-1]), folder.relative_to(self.path)):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path / level, _MODE)
 
     @contextlib.contextmanager
     def flight(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
@@ -112,9 +144,9 @@ class CacheDirectory:
             self._publish(file, views)
 
     def _publish(self, file: Path, views: list[memoryview]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        self._make(file.parent)
         temporary = file.with_name(f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             try:
                 _drain(descriptor, views)
