@@ -7,9 +7,10 @@ client that joins, fetches, leaves, attaches and lets go in a loop. Beside them 
 born, use those, and leave or are killed, by a seed. Every few seconds memory, descriptors and threads of the long-lived
 ones are read from /proc.
 
-Memory must be flat: a line fitted to the samples of the last two thirds rises less than `RSS_PER_MINUTE`. Descriptors
-and threads must be flat by the same fit, and at rest (nobody else there) as many as at rest after the first third.
-Bytes are compared with the checkpoint's at each step; an error that no kill explains counts.
+Memory must be flat: a line fitted to the samples of the last two thirds rises less than `RSS_PER_MINUTE`, less two
+standard errors of the fit. Descriptors and threads must be flat by the same fit, and at rest (nobody else there) as
+many as at rest after the first third. Bytes are compared with the checkpoint's at each step; an error that no kill
+explains counts.
 
 In: minutes, a seed. Out: samples as JSON lines and a page, `benchmarks/results/MACHINE/soak.*`; exit code 1 where it is
 not flat. Not here: single faults and what comes of them (`tests.chaos`).
@@ -402,10 +403,14 @@ def _turn(told: dict[str, Any]) -> None:
 # -- what comes of it
 
 
-def slope_per_minute(samples: Sequence[Sample], of: str) -> float:
-    """The rise of a fitted line over these samples."""
+def slope_per_minute(samples: Sequence[Sample], of: str) -> tuple[float, float]:
+    """Return the rise of a fitted line over these samples, and the standard error of that."""
     minutes = np.array([one.at_s for one in samples]) / 60
-    return float(np.polyfit(minutes, [getattr(one, of) for one in samples], 1)[0])
+    values = np.array([getattr(one, of) for one in samples], float)
+    slope, start = np.polyfit(minutes, values, 1)
+    spread = minutes - minutes.mean()
+    error = np.sqrt(((values - start - slope * minutes) ** 2).sum() / max(1, len(minutes) - 2) / (spread**2).sum())
+    return float(slope), float(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,16 +435,19 @@ class Row:
 def judge(name: str, samples: Sequence[Sample], before: Sample, after: Sample, *, is_fitted: bool) -> Row:
     """Hold one process to the bounds; `is_fitted`: the samples are enough for slopes to mean something."""
     mib = float(1 << 20)
-    slopes = {of: slope_per_minute(samples, of) for of in ("rss", "private", "pss", "fds", "threads")}
+    fits = {of: slope_per_minute(samples, of) for of in ("rss", "private", "pss", "fds", "threads")}
+    slopes = {of: slope for of, (slope, _) in fits.items()}
+    # What is under way at a sample comes and goes: a rise counts from two standard errors below it.
+    least = {of: slope - 2 * error for of, (slope, error) in fits.items()}
     faults = []
     if is_fitted:
         faults += [
             f"{of} grows by {slopes[of] / mib:.2f} MiB a minute"
             for of in ("rss", "private")
-            if slopes[of] > RSS_PER_MINUTE
+            if least[of] > RSS_PER_MINUTE
         ]
         faults += [
-            f"{of} grow by {slopes[of]:.2f} a minute" for of in ("fds", "threads") if slopes[of] > COUNT_PER_MINUTE
+            f"{of} grow by {slopes[of]:.2f} a minute" for of in ("fds", "threads") if least[of] > COUNT_PER_MINUTE
         ]
     faults += [
         f"{getattr(after, of)} {of} at rest, {getattr(before, of)} before"
@@ -485,7 +493,8 @@ class Outcome:
             + ", ".join(f"{number:,} {what}" for what, number in sorted(self.counts.items())),
             "",
             "Slopes are of a line fitted to the last two thirds, a minute. Bounds: "
-            f"{RSS_PER_MINUTE / (1 << 20):.1f} MiB, {COUNT_PER_MINUTE} descriptors or threads; at rest {SPARE} more.",
+            f"{RSS_PER_MINUTE / (1 << 20):.1f} MiB, {COUNT_PER_MINUTE} descriptors or threads, above two standard "
+            f"errors of the fit; at rest {SPARE} descriptors or threads more.",
             "",
             "| process | RSS, MiB | slope | private, MiB | slope | PSS slope | descriptors | slope | threads | slope |",
             "|---|---|---|---|---|---|---|---|---|---|",

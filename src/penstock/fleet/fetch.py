@@ -504,3 +504,5 @@ class Fetch(Closing):
             one.close()
             if one.error is not None and not isinstance(one.error, SourceBusy):
                 self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")
+        # A circle would keep the memory that was filled until Python's collector comes by, whoever drops the tensors.
+        self.ticket.is_busy, self.ticket.received = bool, None
