@@ -53,6 +53,15 @@ def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, ma
     assert "below the floor" in alone["message"] and not alone["num_tensors"]
 
 
+def test_the_only_holder_is_held_to_the_floor_too(host: Host, made: Path, truth) -> None:
+    capped = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
+    check(capped, truth)
+    reader = host.start(join={"min_gb_per_s": 0.05}, environ={"PENSTOCK_STALL_S": "3"}).say_until("failed")
+    assert "below the floor" in reader["message"] and not reader["num_tensors"]
+    report = check(host.start(fallback=str(made), join={"min_gb_per_s": 0.05}), truth)
+    assert report["storage_bytes"] == report["nbytes"], report["paths"]
+
+
 def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> None:
     holder = host.start(
         {"penstock.fleet.door.LEASE_TTL_S": 2.0},

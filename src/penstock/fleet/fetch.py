@@ -218,7 +218,7 @@ class Fetch(Closing):
                     self.outcome.full[who] = str(one.error)
                     continue
                 wait_s = min(2 * self._forgive.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
-                self._forgive[who] = (now + wait_s, wait_s)
+                self._forgive[who] = (float("inf") if one.is_too_slow else now + wait_s, wait_s)
                 self.outcome.faults.append(f"{who[:8]}: {one.fault}")
         for one in failed:
             assert one.error is not None

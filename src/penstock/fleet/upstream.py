@@ -72,11 +72,13 @@ class Following:
         has: chunks that can be read from it.
         num_flying: reads under way.
         fault: why it is no longer used; "" while it is.
+        is_too_slow: whether that is its pace.
         path: transport and member, for reports.
         why: path -> why no nearer transport, and why it is compressed or not.
 
     Args:
-        min_bytes_per_s: one that gives less while it is read, uncapped, is used no more; 0: any pace will do.
+        min_bytes_per_s: an upstream that gives less while it is read, or caps its readers below it, is used no more by
+            this fetch; 0: any pace will do.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Following:
         self.step_chunks = 1
         self.not_before = 0.0
         self.error: PenstockError | None = None
+        self.is_too_slow = False
         self.path = self._why_no_nearer = ""
         self.why: dict[str, str] = {}
         self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
@@ -175,8 +178,8 @@ class Following:
         self._gives.add(now, nbytes)
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
-        if self._min_bytes_per_s and not self._cap and self._read_s > JUDGED_AFTER_S:
-            self._judge()
+        if self._read_s > JUDGED_AFTER_S:
+            self._judge(self.moved_bytes / self._read_s, "gives")
         if seconds < STEP_S:
             is_full = 2 * nbytes >= self.step_chunks * self._holding.line.chunks.chunk_bytes
             more = 8 if is_full and seconds < STEP_S / 8 else 2
@@ -198,11 +201,22 @@ class Following:
             return False
         return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
-    def _judge(self) -> None:
-        pace, floor = self.moved_bytes / self._read_s, self._min_bytes_per_s
-        if pace < floor:
-            message = f"{self.path} gives {pace / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
+    def _judge(self, bytes_per_s: float, how: str) -> None:
+        """Stop using the upstream if it gives less than the caller's floor.
+
+        The only holder is held to the floor too: the fetch then reads storage, or fails.
+        """
+        floor = self._min_bytes_per_s
+        if bytes_per_s < floor:
+            self.is_too_slow = True
+            message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
             self.fail(SourceStalled(message, hint="see why no nearer transport was taken, or lower min_gb_per_s"))
+
+    def _heed_cap(self, max_bytes_per_s: int) -> None:
+        """Keep to what the holder lets this reader take a second; 0: no cap."""
+        self._cap = max_bytes_per_s
+        if max_bytes_per_s:
+            self._judge(max_bytes_per_s, "gives at most")
 
     def gave_wrong(self, chunk: int) -> None:
         """Have the holder digest this chunk again, once it is no longer read from: it gives up what is damaged.
@@ -238,7 +252,7 @@ class Following:
         try:
             with self.peer as peer:
                 lease = peer.lease()
-                self._cap = lease.max_bytes_per_s
+                self._heed_cap(lease.max_bytes_per_s)
                 self._connect(peer.map())
                 self._alive_at = time.monotonic()
                 try:
@@ -281,7 +295,7 @@ class Following:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
-            self._cap = reply.max_bytes_per_s
+            self._heed_cap(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = column(reply.chunks, "<u4")
