@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.conftest import Host
 from tests.truth import assert_same
 
 import penstock as ps
 from penstock.testing import redis_server
+from penstock.testing.zygote import Zygote
 
 SHIFTED = """
 import pathlib, sys, time
@@ -100,3 +102,26 @@ def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Pat
     assert_same(found, truth)
     assert report.faults == ()
     assert report.storage_bytes == 0, report.nbytes_by_path
+
+
+def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
+    zygote: Zygote, host: Host, truth: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    listen = f"unix://{host.directory}/own.sock"
+    values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
+    with zygote.fork("penstock.testing.fleet:hub", values) as hub:
+        assert b"ready" in hub.stdout.readline()
+        with ps.join("m", hub=listen) as holder:
+            holder.offer(truth)
+            holder.member.tell()
+            hub.send_signal(signal.SIGKILL)
+            hub.wait()
+            with zygote.fork("penstock.testing.fleet:hub", values) as again:
+                assert b"ready" in again.stdout.readline()
+                # The question is made before the new hub's key is known, and asked again after.
+                holder.member.flight(holder.member.holdings[0], can_read_storage=False)
+                with ps.join("m", hub=listen) as reader:
+                    found: dict[str, torch.Tensor] = {}
+                    reader.fetch(found, wait_s=10.0)
+                assert_same(found, truth)
+    assert "event=refused" not in caplog.text

@@ -168,7 +168,11 @@ class Member:
         welcome = self._hub.hello(self._hello)
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
-            self._grants = GrantChecker(welcome.grant_key, self.id)
+            if self._grants is None:
+                self._grants = GrantChecker(welcome.grant_key, self.id)
+            else:
+                # Another thread may be telling the new hub of the present epoch at this moment.
+                self._grants.trust(welcome.grant_key)
         return welcome
 
     def check_grant(self, request: LeaseRequest) -> None:
