@@ -24,9 +24,9 @@ from typing import Any
 
 from penstock.testing.fleet import digests, say, set_constants
 
-SETTLE_S = 10.0
-"""Seconds that threads and descriptors are given to end once the work is over. Reason: one that reads from a member
-that fell silent waits for the stall deadline of 6 s."""
+SETTLE_S = 4.0
+"""Seconds on top of the stall deadline that threads and descriptors are given to end once the work is over: one that
+waits for an answer of a member that fell silent waits that long."""
 GROWTH_BYTES = 128 << 20
 """Resident memory that a process may gain by work on 8 MiB: libraries loaded and threads' stacks, not copies kept."""
 _before: dict[str, Any] = {}
@@ -112,9 +112,9 @@ def run(told: dict[str, Any]) -> int:
     function = getattr(importlib.import_module(module), name)
     mark()
     code = int(function(told["argument"]) or 0)
-    begun = time.monotonic()
+    begun, settle_s = time.monotonic(), SETTLE_S + float(os.environ["PENSTOCK_STALL_S"])
     gc.collect()
-    while (found := leaks(_before, census())) and time.monotonic() < begun + SETTLE_S:
+    while (found := leaks(_before, census())) and time.monotonic() < begun + settle_s:
         time.sleep(0.05)
         gc.collect()
     if found:

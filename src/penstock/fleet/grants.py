@@ -118,7 +118,7 @@ class GrantChecker:
         """Those whose grants are taken, oldest first; the last is the present one."""
 
     def trust(self, grant_key: bytes) -> None:
-        """Take the grants of a new hub, and of no other; epochs go on, for the new hub may have been told one already."""
+        """Take the grants of a new hub, and of no other; epochs go on: the new hub may have been told one already."""
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
