@@ -206,7 +206,8 @@ def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tm
 def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
     words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
     subprocess.run(words, check=True, timeout=120)
-    assert read(tmp_path / "out").keys() == read(source).keys()
+    # What is stored as codes and scales is merged by its values, so the result has no scales.
+    assert read(tmp_path / "out").keys() == {name for name in read(source) if not name.endswith("_scale_inv")}
 
 
 PROGRAM = """
