@@ -139,6 +139,29 @@ def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, chi
             assert {member.member for member in a.status().members} == {a.member, late.member}
 
 
+_STOPPED_AT_ONCE = """
+import os, signal
+from penstock.fleet import local
+def start(self):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    raise SystemExit
+local.HubThread.start = start
+local.LocalLine().reach(20.0)
+"""
+
+
+def test_one_that_is_stopped_before_it_listens_is_passed_over(place) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _STOPPED_AT_ONCE], env=dict(os.environ))
+    try:
+        os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock now, and nobody can connect to it
+        with HubClient.connect(None) as hub:
+            hello(hub)
+            assert line_of(hub).hosts
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_a_question_does_not_wait_longer_than_it_may_for_one_that_begins_to_host(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")

@@ -52,9 +52,11 @@ def test_of_a_fleet(tmp_path: Path) -> None:
     with RangeServer({"v1/status": b"[]"}) as other:
         assert "penstock version" in hint_of(lambda: status(other.url))
     assert "openssl rand" in hint_of(lambda: first_token(tmp_path / "none"))
+    tokens = tmp_path / "tokens"
+    tokens.write_text("t" * 16)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert "port 0" in hint_of(lambda: bind(listen, Auth()))
+        assert "port 0" in hint_of(lambda: bind(listen, Auth.of(token_file=tokens)))
         assert "port 0" in hint_of(lambda: Door(tmp_path / "door", lambda _: None, listen=listen))
     (tmp_path / "bad.pem").write_text("no")
     with pytest.MonkeyPatch.context() as patched:

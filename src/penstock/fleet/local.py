@@ -40,6 +40,9 @@ TTL_S = 5.0
 HUNG_S = 30.0
 """A hub whose process runs and answers nobody for so long is passed over too. Before that it is busy: 32 processes that
 copy on two cores kept one from answering for 5 s, and its successors, who knew nothing, had storage read again."""
+PASS_S = 5.0
+"""A process that holds the lock, was stopped before it listened and stays so is passed over after this, as one that was
+stopped later is (`client.ATTEMPT_S`)."""
 _MAX_PATH_BYTES = 107
 """Source: unix(7)."""
 
@@ -76,7 +79,8 @@ class LocalLine:
         Raises:
             HubUnavailable: somebody holds the lock and does not listen, in this process or in another.
         """
-        deadline = time.monotonic() + within_s
+        began = time.monotonic()
+        deadline = began + within_s
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 path = self._look()
@@ -86,6 +90,8 @@ class LocalLine:
                 return f"unix://{path}"
             if time.monotonic() > deadline:
                 break
+            if time.monotonic() - began > PASS_S:
+                self._pass_over_stopped()
             time.sleep(0.01)
         where = self._directory / f"hub-{_generation(self._directory)}.sock"
         raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{where}")
@@ -116,14 +122,29 @@ class LocalLine:
         with self._lock:
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
-            if not silent or self._hosting is not None or self.is_busy:
-                return
-            with _File(self._directory / "generation.lock") as guard:
-                number = _generation(self._directory)
-                if url.endswith(f"/hub-{number}.sock") and guard.lock(fcntl.LOCK_EX):
-                    new = self._directory / f".generation-{os.getpid()}"
-                    new.write_text(f"{number + 1}\n", encoding="ascii")
-                    new.replace(self._directory / "generation")
+            number = _generation(self._directory)
+            if silent and self._hosting is None and not self.is_busy and url.endswith(f"/hub-{number}.sock"):
+                self._pass_over(number)
+
+    def _pass_over(self, number: int) -> None:
+        """Let the next generation begin, if `number` is still the one in force."""
+        with _File(self._directory / "generation.lock") as guard:
+            if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
+                new = self._directory / f".generation-{os.getpid()}"
+                new.write_text(f"{number + 1}\n", encoding="ascii")
+                new.replace(self._directory / "generation")
+
+    def _pass_over_stopped(self) -> None:
+        """Pass over a process that took the lock and was stopped before it listened: nobody can ask it anything."""
+        with self._lock:
+            number = _generation(self._directory)
+            if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
+                try:
+                    pid = int((self._directory / f"hub-{number}.lock").read_text(encoding="ascii"))
+                except (OSError, ValueError):
+                    return  # not written yet
+                if _state_of(pid) in {"T", "t"}:
+                    self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
         """Whether a silent hub's process runs, and has not been silent for `HUNG_S`: it will answer."""
@@ -149,6 +170,7 @@ class LocalLine:
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
+            lock.write(f"{os.getpid()}\n")
             # Nobody else ever reached a hub: there is nothing to wait for.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
@@ -163,10 +185,18 @@ def _runs(path: str) -> bool:
     try:
         with connect_unix(path, LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    except OSError:
         return False
-    return state not in "TtZX"
+    return _state_of(pid) not in {"", "T", "t", "Z", "X"}
+
+
+def _state_of(pid: int) -> str:
+    """The letter of proc(5) for what a process does, T for a stopped one; "" where that is not seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _generation(directory: Path) -> int:
@@ -237,6 +267,11 @@ class _File(Closing):
         except BlockingIOError:
             return False
         return True
+
+    def write(self, text: str) -> None:
+        """Replace what the file says."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(), 0)
 
     def close(self) -> None:
         """Let go; idempotent."""

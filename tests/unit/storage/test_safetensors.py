@@ -101,7 +101,9 @@ def test_any_valid_file_reads_as_the_library_reads_it(
     header: dict[str, object] = {}
     at = 0
     for name, (dtype, shape) in kinds.items():
-        if math.prod(shape) * dtype.bits % 8 == 0:
+        # Every reader holds two F4 as one element: with an odd last dim there is none.
+        halved = dtype is DType.F4 and bool(shape) and shape[-1] % 2 == 1
+        if math.prod(shape) * dtype.bits % 8 == 0 and not halved:
             nbytes = math.prod(shape) * dtype.bits // 8
             header[name] = entry(dtype.value, list(shape), at, at + nbytes)
             at += nbytes
