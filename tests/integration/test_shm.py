@@ -168,10 +168,11 @@ def test_hostile_payloads(reader, holder) -> None:
             forged(fd=0),
             forged(inode=1),
             forged(offset=4096),
+            forged(more=1),  # a field that this version does not know is passed over, but the seal is of another text
         ):
             with pytest.raises((PeerLost, StaleDescriptor)):
                 read(reader, lie)
-        for lie in (forged(fd=-1), forged(fd="0"), forged(more=1), forged(page={"slot": 10**6})):
+        for lie in (forged(fd=-1), forged(fd="0"), forged(page={"slot": 10**6})):
             with pytest.raises(FormatError):
                 read(reader, lie)
         with pytest.raises(FormatError):

@@ -124,7 +124,7 @@ class StoreTests:
         with self.store() as (store, at):
             before = self.num_names(store)
             for number in range(2_000):
-                store.write(f"{at}gone/{number}", b"1", ttl_s=0.2)
+                store.write(f"{at}gone/{number}", b"1", ttl_s=3.0)
             assert self.num_names(store) >= before + 1_000
             deadline = time.monotonic() + 30
             while self.num_names(store) > before + 1 and time.monotonic() < deadline:
