@@ -23,7 +23,8 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.messages import Beat, Complaint, Hello, MemberStatus
 
 FLEET, LIAR, OTHER = "fleet-token-0123456789", "liar-token-0123456789", "other-token-0123456789"
-TOKENS = f"{FLEET} m\n{LIAR} m\n{OTHER} other*\n"
+SECOND = "second-token-0123456789"
+TOKENS = f"{FLEET} m\n{LIAR} m\n{SECOND} m\n{OTHER} other*\n"
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,34 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
         assert_same(found, truth)
         assert report.storage_bytes == 0, report.nbytes_by_path
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
+
+
+def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_it(
+    hub: GuardedHub, sealed: Path, truth
+) -> None:
+    theirs = {name: tensor.clone() for name, tensor in truth.items()}
+    theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
+    with ExitStack() as stack:
+        first = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        key = first.fetch({}, fallback=sealed).key
+        revision = first.member.holdings[0].identity.revision
+        bad = stack.enter_context(ps.join("m", hub=hub.url, token=SECOND))
+        assert bad.offer(theirs, revision=revision) == key
+        first.leave()
+        reader = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        found: dict[str, torch.Tensor] = {}
+        report = reader.fetch(found, fallback=sealed)
+        assert_same(found, truth)
+        assert any("are not the manifest's" in fault for fault in report.faults), report.faults
+        lines = reader.member.hub.why(_why()).lines
+        assert any(bad.member.id in line and "it signed digests that are not the revision's" in line for line in lines)
+        late = stack.enter_context(ps.join("m", hub=hub.url, token=LIAR))
+        weights: dict[str, torch.Tensor] = {}
+        late.fetch(weights)
+        assert_same(weights, truth)
+    lines = hub.audit.read_text().splitlines()
+    assert any(f"event=proven member={reader.member.id} of={bad.member.id} key={key}" in line for line in lines)
+    assert not any("event=unproven" in line for line in lines)
 
 
 def _why():

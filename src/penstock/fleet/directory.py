@@ -39,6 +39,7 @@ from penstock.fleet.messages import (
     Why,
     WhyRequest,
 )
+from penstock.fleet.proof import proof_fault
 from penstock.fleet.rate import RateLimit
 from penstock.fleet.store import ABSENT, Entry, Store
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
@@ -68,6 +69,8 @@ REFUSED_TTL_S = 3.0
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
 """Of one caller: 1,000 members of one token that lose the same two holders complain within a second; no more is honest
 for long. A complaint is kept for up to 600 s in some 300 bytes, so one caller has the hub keep at most 4 MB."""
+PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
+"""Of one caller: the largest takes a hub some 20 ms. The first that holds is enough for all."""
 _GONE_TTL_S = 60.0
 """A member that left cannot come back by a request of its own that was on its way: a client gives a question up after
 10 s (`client.TIMEOUT_S`), and the hub takes at most 20 s for a body (`hub.BODY_S`). Its id is the digest of a secret
@@ -115,8 +118,9 @@ class Directory:
         self.beat_s = beat_s
         self.ttl_s = ttl_s
         self.counts: Counter[str] = Counter()
-        """Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves."""
+        """Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves."""
         self._complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
+        self._proofs = RateLimit(PROOFS_PER_S, PROOFS_AT_ONCE, clock=timer)
         self._fresh = fresh
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
@@ -297,7 +301,8 @@ class Directory:
         """Note that a reader could not use a source, which becomes the last choice for that reader.
 
         It becomes the last choice for all once `plan.relay.DISTRUST` callers say so, each counted once by what it
-        authenticated with: one token speaks for any number of members. A reader that found wrong bytes says so at the
+        authenticated with: one token speaks for any number of members. Wrong bytes are another thing: without a proof
+        they move the reader alone, with one everybody at once. A reader that found wrong bytes says so at the
         holder's door as well; the holder digests the chunk itself, and gives the holding up for all if it is wrong.
 
         Raises:
@@ -310,7 +315,8 @@ class Directory:
         entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
         if entry is None:
             return  # it holds nothing of the key by now: nobody is sent there
-        model = HELD.decode(entry.value).holding.identity.model
+        held = HELD.decode(entry.value)
+        model = held.holding.identity.model
         if not caller.may_ask((model,)):
             raise PermissionDenied(
                 f"this token is not for {model}", hint="only readers of a model complain of its holders"
@@ -321,13 +327,25 @@ class Directory:
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         before = self.store.read(name)
-        if (
-            complaint.fault != "wrong bytes"
-            and before is not None
-            and COMPLAINED.decode(before.value).complaint.fault == "wrong bytes"
-        ):
+        is_proven = self._is_proven(complaint, held, caller)
+        noted = Complained(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
+        if before is not None and _weight(noted) < _weight(COMPLAINED.decode(before.value)):
             return  # what it said before weighs more, and lasts longer
-        self.store.write(name, _encode(Complained(complaint, caller.name)), ttl_s=ttl_s)
+        self.store.write(name, _encode(noted), ttl_s=ttl_s)
+
+    def _is_proven(self, complaint: Complaint, held: Held, caller: Caller) -> bool:
+        """Whether it comes with a proof that holds; one that does not leaves a complaint like any other."""
+        if complaint.fault != "wrong bytes" or complaint.proof is None:
+            return False
+        fault = "too many proofs of one caller"
+        if self._proofs.allow(caller.name):
+            fault = proof_fault(complaint.proof, complaint.of, held.hello.digest_key, held.holding)
+        if fault:
+            audit.warning("event=unproven member=%s of=%s why=%r", complaint.member, complaint.of, fault)
+            return False
+        self.counts["proofs"] += 1
+        audit.warning("event=proven member=%s of=%s key=%s", complaint.member, complaint.of, complaint.key)
+        return True
 
     def expel(self, callers: Collection[str]) -> int:
         """Remove the members of callers that are no longer known, as if they had fallen silent; how many there were.
@@ -491,6 +509,11 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return look.at(self._timer, self._look_share, again=again)
+
+
+def _weight(complained: Complained) -> int:
+    """How much a complaint counts: the graver one of a reader is kept."""
+    return 2 if complained.is_proven else int(complained.complaint.fault == "wrong bytes")
 
 
 def _pause(least_s: float, num_asking: int) -> float:

@@ -40,7 +40,7 @@ from penstock.errors import (
 from penstock.fleet.door_server import RequestHandler, listen_tcp, listen_unix
 from penstock.fleet.holding import Holding
 from penstock.fleet.line import describe
-from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest
+from penstock.fleet.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply
 from penstock.fleet.protocol import UPGRADE_HINT, Announced, version_fault
 from penstock.net.listener import ThreadedListener
 from penstock.transport.http import EVERYWHERE, host_and_port
@@ -116,6 +116,7 @@ class Door:
         self.rooms: dict[str, Room] = {}
         self.recall: Recall = lambda key: nullcontext("")
         self.doubt: Callable[[Holding, int], bool] = lambda holding, chunk: False
+        self.sign: Callable[[Holding, LogReply], LogReply] = lambda holding, reply: reply
         try:
             self._open(str(path), lambda: listen_unix(str(path), _handler(self)))
             self.addresses.append(f"unix://{path}")
@@ -368,7 +369,7 @@ class _Handler(RequestHandler):
             after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
             if after < 0 or wait_ms < 0:
                 raise FormatError("after and wait_ms are not negative")
-            reply = holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
+            reply = self.door.sign(holding, holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
             return msgspec.structs.replace(reply, max_bytes_per_s=self.door.share())
         raise NotFound("no such thing here")
 

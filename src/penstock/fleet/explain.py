@@ -41,7 +41,8 @@ def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
             yield f"nobody waits for {request.model}"
         for key, view in sorted(views.items()):
             for name, held in sorted(view.held.items()):
-                yield f"{name} {_has(held)} under key {key[:8]}{_came(held)}"
+                demoted = f"; {words}" if (words := _demoted(view, name)) else ""
+                yield f"{name} {_has(held)} under key {key[:8]}{_came(held)}{demoted}"
         yield from _between_keys(views)
         return
     for key, name, held in askers:
@@ -70,8 +71,8 @@ def _between(name: str, held: Held, other: str, theirs: Held, view: View, order:
         for complaint in view.complaints
         if complaint.of == other
     ]
-    if view.demoted(other):
-        facts.append("demoted for everyone")
+    if words := _demoted(view, other):
+        facts.append(words)
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
         facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
     if other in order:
@@ -112,6 +113,14 @@ def _came(held: Held) -> str:
     holding = held.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
+
+
+def _demoted(view: View, name: str) -> str:
+    """That nobody is sent to a member first, and why; empty: it is like any other."""
+    if not view.demoted(name):
+        return ""
+    why = ": it signed digests that are not the revision's" if name in view.proven else ""
+    return f"demoted for everyone{why}"
 
 
 def _has(held: Held) -> str:

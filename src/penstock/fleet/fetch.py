@@ -223,7 +223,7 @@ class Fetch(Closing):
         for one in failed:
             assert one.error is not None
             if not isinstance(one.error, SourceBusy):
-                self._member.complain(one.upstream.member, self._holding.key, one.error)
+                self._member.complain(one.upstream.member, self._holding.key, one.error, one.proof)
             one.close()
 
     def _ask_for_claims(self) -> None:

@@ -43,11 +43,14 @@ from penstock.fleet.messages import (
     Hello,
     HoldingState,
     LeaseRequest,
+    LogReply,
+    Proof,
     SyncState,
     Upstream,
     Welcome,
 )
 from penstock.fleet.peer import Peer
+from penstock.fleet.proof import PROVABLE, DigestSigner
 from penstock.fleet.sync_messages import SyncReply, SyncRequest
 from penstock.fleet.tls import MemberTls
 from penstock.fleet.upstream import Following
@@ -137,7 +140,8 @@ class Member:
                 tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
-            self.door.doubt = self.doubt
+            self.door.doubt, self.door.sign = self.doubt, self._sign
+            self._signer = DigestSigner(self.id, self._epoch)
             self._hello = Hello(
                 member=self.id,
                 host=self.host,
@@ -145,6 +149,7 @@ class Member:
                 rack=rack,
                 name=f"{socket.gethostname()}:{os.getpid()}",
                 num_links=host_links(),
+                digest_key=self._signer.public_key,
             )
             self.welcome = self._join(stall_s)
         except BaseException:
@@ -179,6 +184,12 @@ class Member:
         """GrantRefused unless the hub signed that the asker may read the key of us; passes once."""
         assert self._grants is not None
         self._grants.check(request.grant, key=request.key, reader=request.member)
+
+    def _sign(self, holding: Holding, reply: LogReply) -> LogReply:
+        """Sign what a log says of digests, where a hub could tell that they are wrong."""
+        if not reply.chunks or not holding.identity.revision.startswith(PROVABLE):
+            return reply
+        return self._signer.sign(reply, holding.key, holding.line.chunks)
 
     # -- holdings
 
@@ -327,7 +338,7 @@ class Member:
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
         return self._told(lambda: self._hub.sync(request))
 
-    def complain(self, of: str, key: str, error: PenstockError) -> None:
+    def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> None:
         """Tell the hub that a source could not be used; lost where the hub is away, or does not take it.
 
         Not for a source that is merely full (`SourceBusy`): the hub would no longer count what it has.
@@ -337,7 +348,8 @@ class Member:
             if isinstance(error, kind):
                 fault = word
                 break
-        complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=error.message[:1024])  # type: ignore[arg-type]
+        detail = error.message[:1024]
+        complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
             self._told(lambda: self._hub.complain(complaint))
 

@@ -59,6 +59,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """For people: host name, pid, rank."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
+    digest_key: Annotated[bytes, Meta(max_length=32)] = b""
+    """Raw Ed25519 public key of what it says of digests, see `proof`; empty: it signs nothing."""
     protocol: ProtocolVersion = PROTOCOL
 
 
@@ -198,8 +200,30 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What shows that a holder said other digests than the revision's; see `proof`. Columns are little endian."""
+
+    epoch: Count
+    """Of the holder, when it signed."""
+    signature: Annotated[bytes, Meta(max_length=64)]
+    leaf_bytes: Count
+    spans: bytes
+    """int64 pairs: leaves `[begin, stop)` of the chunks it spoke of, in its order."""
+    at: bytes
+    """int64: which of those leaves differ, counted in that order."""
+    said: bytes
+    """uint64: their digests, as it said."""
+    table: bytes
+    """`digest.leaf.canonical` of the line."""
+    leaves: bytes
+    """uint64: every leaf's digest, of which the revision is the root."""
+
+
 class Complaint(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader could not use a source, and is sent elsewhere at once; others are once several complain."""
+    """A reader could not use a source, and is sent elsewhere at once; others are once several complain.
+
+    Of wrong bytes the others are only with a proof, and then at once.
+    """
 
     member: MemberId
     """Who complains."""
@@ -207,6 +231,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     fault: Literal["unreachable", "stalled", "wrong bytes", "stale", "refused"]
     detail: Annotated[str, Meta(max_length=1024)] = ""
+    proof: Proof | None = None
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,6 +331,10 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""
     max_bytes_per_s: Count = 0
     """See `Lease`: the share now, which shrinks and grows with the number of readers."""
+    epoch: Count = 0
+    """The holder's, when it signed."""
+    signature: bytes = b""
+    """Of chunks and leaves, see `proof`; empty: no hub could check it."""
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:

@@ -30,6 +30,7 @@ _COUNTS = {
     "grants": "Grants issued.",
     "claimed_chunks": "Chunks given out to be read from storage.",
     "complaints": "Complaints about sources.",
+    "proofs": "Complaints that proved a source to say wrong digests.",
 }
 
 

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = "2.0"
-"""Ours. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch."""
+PROTOCOL = "2.1"
+"""Ours. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1
+signs what logs say of digests."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 
 

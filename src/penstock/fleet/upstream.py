@@ -24,8 +24,9 @@ from penstock.errors import (
     without_frames,
 )
 from penstock.fleet.holding import Holding, column, located
-from penstock.fleet.messages import HoldingMap
+from penstock.fleet.messages import HoldingMap, LogReply, Proof
 from penstock.fleet.peer import Peer
+from penstock.fleet.proof import prove
 from penstock.transport.choose import Links, Reaching
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.protocol import Coding, Handle, Segments, Transport
@@ -73,6 +74,7 @@ class Following:
         num_flying: reads under way.
         fault: why it is no longer used; "" while it is.
         is_too_slow: whether that is its pace.
+        proof: that it said wrong digests, where that is its fault and can be shown.
         path: transport and member, for reports.
         why: path -> why no nearer transport, and why it is compressed or not.
 
@@ -111,6 +113,7 @@ class Following:
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._generation = -1
         self._doubted: int | None = None
+        self.proof: Proof | None = None
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
@@ -300,7 +303,7 @@ class Following:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = column(reply.chunks, "<u4")
             if len(chunks):
-                self._learn(chunks, column(reply.leaves, "<u8").view(np.uint64))
+                self._learn(chunks, column(reply.leaves, "<u8").view(np.uint64), reply)
             if reply.state == "whole" or len(chunks):
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
@@ -310,8 +313,8 @@ class Following:
                 self._rest()
             serial = reply.serial
 
-    def _learn(self, chunks: I64, leaves: U64) -> None:
-        table = self._holding.line.chunks
+    def _learn(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
+        line, table = self._holding.line, self._holding.line.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
         at = table.leaves_of(chunks)
@@ -319,6 +322,7 @@ class Following:
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
         clash = self._holding.contradicts(chunks, leaves)
         if len(clash):
+            self.proof = prove(reply, line.table, table, self._holding.leaves)
             message = f"its digests of chunk {int(clash[0])} are not the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
         try:

@@ -60,6 +60,8 @@ class Complained(msgspec.Struct, frozen=True, array_like=True):
     complaint: Complaint
     caller: str
     """What the complainer authenticated with: `Caller.name`."""
+    is_proven: bool = False
+    """Whether it came with a proof that holds."""
 
 
 HELD = msgspec.msgpack.Decoder(Held)
@@ -103,12 +105,25 @@ class View:
         return {member: frozenset(names) for member, names in found.items()}
 
     @cached_property
+    def proven(self) -> frozenset[str]:
+        """Members of which it is proven that they say wrong digests."""
+        return frozenset(one.complaint.of for one in self._complained if one.is_proven)
+
+    @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
-        """Member -> the callers that complain of it, each once, however many members it speaks for."""
+        """Member -> the callers whose complaints count for all, each once, however many members it speaks for.
+
+        Not those of wrong bytes: they count for all where they are proven, and else for their reader alone.
+        """
         found: dict[str, set[str]] = {}
         for one in self._complained:
-            found.setdefault(one.complaint.of, set()).add(one.caller)
+            if one.complaint.fault != "wrong bytes":
+                found.setdefault(one.complaint.of, set()).add(one.caller)
         return {member: frozenset(names) for member, names in found.items()}
+
+    def num_complaining(self, member: str) -> int:
+        """Callers that complain of it; a proof counts as many as it takes."""
+        return DISTRUST if member in self.proven else len(self.callers.get(member, ()))
 
     @cached_property
     def num_sharing(self) -> int:
@@ -127,7 +142,7 @@ class View:
 
     def demoted(self, member: str) -> bool:
         """Nobody is sent there first, and what it has does not count."""
-        return len(self.callers.get(member, ())) >= DISTRUST
+        return self.num_complaining(member) >= DISTRUST
 
     def out_of_reach(self, reader: str) -> list[str]:
         """Members that this one cannot take from: it says so, or they are demoted."""
@@ -184,7 +199,7 @@ class View:
             max_readers=holding.max_readers,
             num_links=held.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
-            num_complaining=len(self.callers.get(name, ())),
+            num_complaining=self.num_complaining(name),
             parent=holding.parent or self._parents.get(name, ""),
         )
 

@@ -5,15 +5,26 @@ from __future__ import annotations
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
+from penstock.digest.leaf import canonical, root
 from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.fleet.auth import Caller
-from penstock.fleet.directory import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, WRONG_BYTES_TTL_S, Directory
+from penstock.fleet.directory import (
+    COMPLAINT_TTL_S,
+    COMPLAINTS_AT_ONCE,
+    PROOFS_AT_ONCE,
+    WRONG_BYTES_TTL_S,
+    Directory,
+)
 from penstock.fleet.grants import GrantChecker
-from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.fleet.line import Line, tabulate
+from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello, LogReply, WhyRequest
+from penstock.fleet.proof import DigestSigner, prove
 from penstock.fleet.store import MemoryStore
 from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
+from penstock.types import DType
 
 WHOLE = ((0, 100),)
 
@@ -306,7 +317,7 @@ def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
     assert [member.member for member in hub.status("llama").members] == ["w"]
 
 
-@pytest.mark.parametrize("fault", ["unreachable", "wrong bytes"])
+@pytest.mark.parametrize("fault", ["unreachable", "stalled"])
 def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
     bench.beat(hub, "w", holding(WHOLE))
@@ -327,13 +338,88 @@ def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) ->
     assert hub.status().members[-1].complaints == 2
 
 
+def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) -> None:
+    bench.join(hub, "w", "v", "honest", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    for liar in "ab":
+        complain(hub, liar, "w", "wrong bytes")
+    asks = [("honest", holding(max_readers=1)), ("a", holding(max_readers=1))]
+    assert bench.parents(hub, asks)["honest"] == ("w",)
+    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "a", holding()).ranges
+
+
+class Stated:
+    """A line of 300 digests, and a member that signs some of them wrong."""
+
+    def __init__(self, member: str) -> None:
+        counts = np.full(3, 100 * 256, np.int64)
+        table = tabulate(tuple("abc"), (DType.U8,) * 3, tuple((count * 1024,) for count in counts.tolist()))
+        self.line = Line.of(table)
+        self.leaves = np.arange(len(self.line.chunks.leaf_row), dtype=np.uint64)
+        body = canonical(self.line.table, range(3))
+        revision = root(body, self.line.chunks.leaf_bytes, self.leaves)
+        self.identity = msgspec.structs.replace(IDENTITY, revision=revision)
+        self.signer = DigestSigner(member, lambda: 7)
+        self.whole = holding(
+            ((0, self.line.chunks.num_chunks),),
+            identity=self.identity,
+            num_chunks=self.line.chunks.num_chunks,
+            grant_epoch=7,
+        )
+
+    def complaint(self, member: str, of: str, *, wrong: int) -> Complaint:
+        said = self.leaves.copy()
+        said[:wrong] += np.uint64(1)
+        chunks = np.arange(self.line.chunks.num_chunks).astype("<u4").tobytes()
+        reply = LogReply(generation=0, serial=9, state="whole", chunks=chunks, leaves=said.tobytes())
+        signed = self.signer.sign(reply, self.identity.key(), self.line.chunks)
+        proof = prove(signed, self.line.table, self.line.chunks, self.leaves)
+        return Complaint(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
+
+
+def test_one_proof_of_wrong_digests_moves_all_at_once(bench, hub) -> None:
+    stated = Stated("w")
+    bench.join(hub, "v", "a", "b")
+    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
+    bench.beat(hub, "w", stated.whole)
+    empty = msgspec.structs.replace(stated.whole, have=(), state="filling")
+    hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
+    assert not bench.claim(hub, "b", empty).ranges
+    bench.beat(hub, "v", stated.whole)
+    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
+    assert hub.counts["proofs"] == 1
+    assert bench.parents(hub, [("b", empty)])["b"][0] == "v"
+    bench.beat(hub, "v")
+    assert bench.claim(hub, "b", empty).ranges  # what it has counts for nobody
+    assert "demoted for everyone: it signed digests" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    complain_again = msgspec.structs.replace(stated.complaint("a", "w", wrong=0), proof=None)
+    hub.complain(complain_again, Caller(name="token:1"))  # does not take the proof back
+    assert "demoted for everyone" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    entry = bench.store.read(f"complaint/{stated.identity.key()}/w~a")
+    assert entry is not None and len(entry.value) < 500  # the proof itself is not kept
+
+
+def test_proofs_are_looked_at_so_often_of_one_caller(bench, hub) -> None:
+    stated = Stated("w")
+    bench.join(hub, "a", "b")
+    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
+    bench.beat(hub, "w", stated.whole)
+    for _ in range(PROOFS_AT_ONCE):
+        hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
+    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
+    assert hub.counts["proofs"] == 0
+    hub.complain(stated.complaint("b", "w", wrong=1), Caller(name="token:2"))
+    assert hub.counts["proofs"] == 1
+
+
 def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:
     liars = [f"liar{i}" for i in range(20)]
     bench.join(hub, "w", "v", "honest", *liars)
     bench.beat(hub, "w", holding(WHOLE))
     asks = [("honest", holding(max_readers=1))]
     for liar in liars:
-        complain(hub, liar, "w", "wrong bytes", caller="token:of the liar")
+        complain(hub, liar, "w", "unreachable", caller="token:of the liar")
     assert bench.parents(hub, asks) == {"honest": ("w",)}
     assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
 
