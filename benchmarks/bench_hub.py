@@ -51,6 +51,7 @@ from penstock.types import MIB
 IDENTITY = Identity(model="llama-70b", revision="w1-0", dtype="BF16")
 CHUNK_BYTES = 16 * MIB
 PER_HOST = 8
+JOIN_AT_ONCE = 50
 
 
 class Asker:
@@ -196,10 +197,10 @@ def row(phase: str, taken: dict[str, list[float]], seconds: float, cores: float)
 
 
 @contextlib.contextmanager
-def attack(address: tuple[str, int], count: int, sources: str, told: dict[str, object]) -> Iterator[None]:
+def attack(address: tuple[str, int], args: argparse.Namespace, sources: str, told: dict[str, object]) -> Iterator[None]:
     """Connections held against the hub by a process of their own while the block runs; then what became of them."""
     command = [sys.executable, "-m", "benchmarks.hub_attackers", address[0], str(address[1])]
-    command += ["--count", str(count), "--sources", sources]
+    command += ["--count", str(args.attackers), "--sources", sources, "--pause-s", str(args.pause_s)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
@@ -225,8 +226,8 @@ async def phase(
     """Run one phase with members of its own."""
     taken: dict[str, list[float]] = defaultdict(list)
     members = [Member(i, Asker(*address, taken, token), args.chunks) for i in range(args.members)]
-    for member in members:
-        await member.join()
+    for start in range(0, len(members), JOIN_AT_ONCE):
+        await asyncio.gather(*(member.join() for member in members[start : start + JOIN_AT_ONCE]))
     joined = dict(taken)
     taken.clear()
     start, used = time.monotonic(), cpu_s(pid)
@@ -272,6 +273,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--spread-s", type=float, default=2.0, help="members of `cold start` come within this")
     parser.add_argument("--redis")
     parser.add_argument("--attackers", type=int, default=0, help="connections held against the hub meanwhile")
+    parser.add_argument("--pause-s", type=float, default=10.0, help="before an attacker that was cut comes again")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     command = [sys.executable, "-m", "penstock.cli.main", "hub", "--listen", "127.0.0.1:0"]
@@ -290,7 +292,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
             rows += asyncio.run(phase("beats", address, hub.pid, args, token))
             for sources in ("127.0.1.1:40", "127.0.0.1"):
                 told: dict[str, object] = {"attack": f"{args.attackers} from {sources}"}
-                with attack(address, args.attackers, sources, told):
+                with attack(address, args, sources, told):
                     attacked = asyncio.run(phase("beats", address, hub.pid, args, token))
                 rows += [one | told for one in attacked]
         else:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.hub_attackers HOST PORT --count 10000 --sources 127.0.1.1:40
 
-One asyncio process. Each of the connections comes again `--pause-s` after it was cut. Runs until stdin is closed, then
-prints one line of JSON: connections made and cut, how many were open at the median moment, the fewest and the most.
+One asyncio process. Each of the connections comes again about `--pause-s` after it was cut. Runs until stdin is closed,
+then prints one line of JSON: connections made and cut, and how many were open: at the median moment, least, most.
 """
 
 from __future__ import annotations
@@ -14,12 +14,48 @@ import contextlib
 import ipaddress
 import itertools
 import json
+import random
 import resource
+import socket
 import sys
 from collections import Counter
 
-KINDS = ("idle", "half head", "slow head", "endless line", "many headers", "malformed", "slow body", "wrong token")
+HEAD = b"POST /v1/hello HTTP/1.1\r\nhost: hub\r\n"
 DRIP_S = 2.0
+FIRST_BYTES = {
+    "idle": b"",
+    "half head": HEAD,
+    "slow head": HEAD + b"x: ",
+    "endless line": b"GET /" + b"a" * (64 << 10),
+    "many headers": HEAD + b"x: y\r\n" * 8192,
+    "malformed": b"\x00\xff" * 64,
+    "slow body": HEAD + b"content-length: 1000000\r\n\r\n",
+    "wrong token": HEAD + b"authorization: Bearer 0123456789abcdef0123\r\ncontent-length: 0\r\n\r\n",
+}
+"""What each kind of connection sends when it is made. `slow` ones add a byte every `DRIP_S`."""
+
+
+class Attack(asyncio.Protocol):
+    """One connection, from its connect to its end."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._transport.write(FIRST_BYTES[self._kind])
+        if self._kind.startswith("slow"):
+            asyncio.get_running_loop().call_later(DRIP_S, self._drip)
+
+    def _drip(self) -> None:
+        if not self.ended.done():
+            self._transport.write(b"x")
+            asyncio.get_running_loop().call_later(DRIP_S, self._drip)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 class Attackers:
@@ -32,59 +68,33 @@ class Attackers:
 
     async def attack(self, kind: str, delay_s: float) -> None:
         """Hold one connection for ever, made anew whenever it is cut."""
+        loop = asyncio.get_running_loop()
         source = next(self._sources)
         await asyncio.sleep(delay_s)
         while True:
+            sock = socket.socket()
+            sock.setblocking(False)
             try:
-                reader, writer = await asyncio.open_connection(*self._address, local_addr=(source, 0))
+                sock.bind((source, 0))
+                await loop.sock_connect(sock, self._address)
             except OSError:
+                sock.close()
                 self.counts["refused"] += 1
-                await asyncio.sleep(self._pause_s)
-                continue
-            self.counts["made"] += 1
-            self.num_open += 1
-            try:
-                await asyncio.gather(self._send(kind, writer), self._until_cut(reader, writer))
-            except OSError:
+            else:
+                self.counts["made"] += 1
+                self.num_open += 1
+                _, connection = await loop.create_connection(lambda: Attack(kind), sock=sock)
+                await connection.ended
+                self.num_open -= 1
                 self.counts["cut"] += 1
-            self.num_open -= 1
-            writer.transport.abort()
-            await asyncio.sleep(self._pause_s)
-
-    async def _until_cut(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(4096):
-            continue
-        writer.transport.abort()
-        raise ConnectionAbortedError("cut")
-
-    async def _send(self, kind: str, writer: asyncio.StreamWriter) -> None:
-        head = b"POST /v1/hello HTTP/1.1\r\nhost: hub\r\n"
-        if kind == "half head":
-            writer.write(head)
-        elif kind == "slow head":
-            writer.write(head + b"x: ")
-            await self._drip(writer)
-        elif kind == "endless line":
-            writer.write(b"GET /" + b"a" * (64 << 10))
-        elif kind == "many headers":
-            writer.write(head + b"x: y\r\n" * 8192)
-        elif kind == "malformed":
-            writer.write(b"\x00\xff" * 64)
-        elif kind == "slow body":
-            writer.write(head + b"content-length: 1000000\r\n\r\n")
-            await self._drip(writer)
-        elif kind == "wrong token":
-            writer.write(head + b"authorization: Bearer 0123456789abcdef0123\r\ncontent-length: 0\r\n\r\n")
-
-    async def _drip(self, writer: asyncio.StreamWriter) -> None:
-        while not writer.transport.is_closing():
-            await asyncio.sleep(DRIP_S)
-            writer.write(b"x")
+            # Not all in step: attackers do not wait for each other.
+            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))
 
     async def run(self, count: int, spread_s: float) -> None:
         """Attack until stdin is closed."""
+        kinds = tuple(FIRST_BYTES)
         attackers = [
-            asyncio.create_task(self.attack(KINDS[number % len(KINDS)], spread_s * number / count))
+            asyncio.create_task(self.attack(kinds[number % len(kinds)], spread_s * number / count))
             for number in range(count)
         ]
         ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -110,7 +120,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--sources", default="127.0.1.1:40", help="first address, and how many in a row")
-    parser.add_argument("--pause-s", type=float, default=1.0, help="before a connection that was cut comes again")
+    parser.add_argument("--pause-s", type=float, default=10.0, help="before a connection that was cut comes again")
     parser.add_argument("--spread-s", type=float, default=5.0, help="the first ones come within this")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,6 +6,7 @@ Not here: the app (`hub`), who hosts the hub of one host (`local`).
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import ipaddress
 import logging
@@ -19,15 +20,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.fleet.auth import Auth
 from penstock.fleet.directory import Directory
 from penstock.fork import let_go_in_children
+from penstock.net.acceptor import Acceptor
 from penstock.net.admission import Admission
 from penstock.net.limits import ConnectionLimits, descriptor_limit, raise_descriptor_limit
-from penstock.net.listener import BACKLOG, SWEEP_S, GuardedListener
+from penstock.net.listener import BACKLOG, GuardedListener
 
 if TYPE_CHECKING:
     import uvicorn
@@ -35,10 +37,8 @@ if TYPE_CHECKING:
 START_S = 20.0
 """Importing FastAPI on a busy machine takes some seconds."""
 STOP_S = 5.0
-_ACCEPTS_A_TURN = 32
-"""Connections that the loop accepts before it serves those it has: a flood of 2,048 at once would hold it 0.3 s."""
-_TICK_S = 0.1
-"""Between two calls of uvicorn's `on_tick`. Source: uvicorn/server.py, `main_loop`."""
+_CUTS_A_TICK = 100
+"""Connections over their deadline that are cut in one tick of uvicorn (0.1 s): each costs the loop 0.1 ms."""
 GC_THRESHOLD = (20_000, 50, 100)
 """Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
 _KEEP_ALIVE_S = 75
@@ -144,11 +144,30 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
     from penstock.fleet.hub_protocol import protocol_for
 
     class Server(uvicorn.Server):
-        """uvicorn's, which also looks at deadlines."""
+        """uvicorn's, with the listener's limits: accepts at a bounded rate, and cuts what is over its deadline."""
+
+        _acceptor: Acceptor
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=[])
+
+            def make_protocol() -> asyncio.Protocol:
+                protocol: Any = config.http_protocol_class
+                made: asyncio.Protocol = protocol(
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                )
+                return made
+
+            self._acceptor = Acceptor(listener, make_protocol, config.ssl)
+            self._acceptor.start()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self._acceptor.close()
+            listener.close()
+            await super().shutdown(sockets=[])
 
         async def on_tick(self, counter: int) -> bool:
-            if counter % round(SWEEP_S / _TICK_S) == 0:
-                listener.admission.sweep()
+            listener.admission.sweep(most=_CUTS_A_TICK)
             return await super().on_tick(counter)
 
     config = uvicorn.Config(
@@ -164,7 +183,6 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
-        backlog=_ACCEPTS_A_TURN,
         ssl_certfile=auth.certificate,
         ssl_keyfile=auth.private_key,
         ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
@@ -220,7 +238,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         ready(url)
-        server.run(sockets=[listener])
+        server.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -264,9 +282,7 @@ class HubThread:
         except BaseException:
             self._listener.close()
             raise
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._listener]}, name="penstock-hub", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
 
     def start(self) -> None:
         """Return once it answers.

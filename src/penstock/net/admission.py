@@ -21,6 +21,8 @@ from penstock.net.limits import ConnectionLimits
 
 LOG_EVERY_S = 10.0
 """At most one line about refused connections in this time: 1,100 half heads wrote 26 MB of log in 55 s without it."""
+SWEEP_S = 1.0
+"""How often deadlines are looked at."""
 _SWEPT_WITHIN_S = 2.0
 """Between two looks at deadlines, twice what is usual; more means that the process stood still."""
 _log = logging.getLogger("penstock.net")
@@ -101,7 +103,9 @@ class Admission:
         self._by_address: dict[str, OrderedDict[Connection, None]] = {}
         # Longest unused first.
         self._by_principal: dict[str, OrderedDict[Connection, None]] = {}
-        self._swept_at = time.monotonic()
+        self._swept_at = time.monotonic() - SWEEP_S
+        # Over their deadline when they were last looked at; not cut yet.
+        self._late: list[Connection] = []
         self._logged_at, self._num_unlogged = -LOG_EVERY_S, 0
 
     @property
@@ -143,14 +147,24 @@ class Admission:
             return None
         return connection
 
-    def sweep(self) -> None:
-        """Cut every connection whose deadline is over. Call it about once a second."""
+    def sweep(self, most: int | None = None) -> None:
+        """Cut connections whose deadline is over. Call it about once a second, or more often.
+
+        Args:
+            most: cut at most this many; the others at the next call. None: all of them.
+        """
         now = time.monotonic()
-        # A process that got no processor for a while did not read what came meanwhile: that is not the peers' fault.
-        stood_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
-        self._swept_at = now
+        if now - self._swept_at >= SWEEP_S:
+            # A process that got no processor for a while did not read what came meanwhile: that is not the peers'
+            # fault.
+            stood_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
+            self._swept_at = now
+            with self._lock:
+                self._late = [one for one in self._open if one.deadline + stood_s < now and not one._is_cut]
+        late, self._late = self._late[:most], self._late[len(self._late[:most]) :]
         with self._lock:
-            late = [one for one in self._open if one.deadline + stood_s < now and not one._is_cut]
+            # A deadline may have been put off since it was looked at.
+            late = [one for one in late if one.deadline < now and not one._is_cut]
             for one in late:
                 one._is_cut = True
                 self._forget_unproven(one)

@@ -18,13 +18,11 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from penstock.net.admission import Admission, Connection
+from penstock.net.admission import SWEEP_S, Admission, Connection
 from penstock.net.peercred import is_same_user, peer_uid
 
 BACKLOG = 2048
 """Connections that the kernel holds for us: a thousand members may come in one instant. Cut to net.core.somaxconn."""
-SWEEP_S = 1.0
-"""How often deadlines are looked at."""
 _REFUSED_A_TURN = 64
 """Connections turned away before the caller's loop gets its turn again; each costs about 20 microseconds."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -72,10 +70,6 @@ class GuardedListener(socket.socket):
         # Closed to accept, and drop, one connection when no descriptor is left: it would stay in the backlog and wake
         # the loop again and again.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def listen(self, backlog: int = BACKLOG) -> None:
-        """Listen with our own backlog: asyncio passes the number of connections that it accepts in one turn."""
-        super().listen(BACKLOG)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
         """Accept the next connection that is let in.
@@ -170,18 +164,15 @@ class ThreadedListener:
         self._listener, self.admission = GuardedListener(bound, admission, refusal=refusal), admission
         self._serve, self._name, self._tls, self._is_open = serve, name, tls, True
         self.address: Any = self._listener.getsockname()
-        self._listener.listen()
+        self._listener.listen(BACKLOG)
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        swept_at = time.monotonic()
         while self._is_open:
             poll.poll(SWEEP_S * 1000 if self.admission.num_open else None)
-            if time.monotonic() - swept_at >= SWEEP_S:
-                swept_at = time.monotonic()
-                self.admission.sweep()
+            self.admission.sweep()
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
