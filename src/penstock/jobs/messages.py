@@ -9,17 +9,23 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
 from penstock.engine.trace import Span
 from penstock.errors import FormatError, PeerLost
+from penstock.net.admission import Admission
+from penstock.net.limits import ConnectionLimits, descriptor_limit
+from penstock.net.listener import GuardedListener
 
 MAX_FRAME_BYTES = 64 << 20
 """A task's digests are 8 bytes a leaf: this is one of two terabytes."""
 HELLO_BYTES = 4096
 """Of a message of somebody who has not yet said who they are."""
+HELLO_S = 5.0
+"""Within which a connection must say who it is."""
 EXECUTORS = ("fetch", "place", "compute", "send")
 """Of a worker, in the order of a task's way through them."""
 
@@ -211,21 +217,27 @@ class Wire:
         self._socket.close()
 
 
-def listen(host: str | None, name: str) -> tuple[socket.socket, str]:
-    """Where workers connect, and what they are told of it.
+def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
+    """Listen for workers within the limits of every listener; and what workers are told of the address.
 
     Args:
-        host: address of this host; None: they are all here.
+        host: address of this host; None: they are all here, as processes of this user.
         name: unlike that of any other job.
     """
+    # Half of the descriptors: the rest of this process needs some, too.
+    limits = replace(ConnectionLimits.for_descriptors(descriptor_limit() // 2), head_s=HELLO_S)
     if host is not None:
-        listener = socket.create_server((host, 0), backlog=256)
-        return listener, f"tcp:{host}:{listener.getsockname()[1]}"
-    # A name without a file: nothing of it remains, however the coordinator ends.
-    listener, told = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
-    listener.bind(f"\0{told}")
-    listener.listen(256)
-    return listener, f"unix:{told}"
+        bound = socket.create_server((host, 0))
+        address = f"tcp:{host}:{bound.getsockname()[1]}"
+    else:
+        # A name without a file: nothing of it remains, however the coordinator ends. It has no mode either, so the
+        # listener looks at the user of each connection.
+        bound, told = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
+        bound.bind(f"\0{told}")
+        address = f"unix:{told}"
+    listener = GuardedListener(bound, Admission(limits, name="job"))
+    listener.listen()
+    return listener, address
 
 
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:

@@ -46,6 +46,7 @@ from penstock.jobs.result import METADATA
 from penstock.jobs.words import operation_of
 from penstock.jobs.worker import Worker
 from penstock.loader.session import resolve_device
+from penstock.net.peercred import connect_unix
 from penstock.storage.manifest import WeightSet, open_weights
 from penstock.storage.output import OutputRegion, OutputSet
 from penstock.transport.cuda_driver import load_driver
@@ -62,9 +63,7 @@ def connect(address: str, timeout_s: float) -> Wire:
     kind, _, where = address.partition(":")
     try:
         if kind == "unix":
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout_s)
-            connection.connect(f"\0{where}")
+            connection = connect_unix(f"\0{where}", timeout_s)
         else:
             host, _, port = where.rpartition(":")
             connection = socket.create_connection((host, int(port)), timeout=timeout_s)

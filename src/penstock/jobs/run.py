@@ -43,12 +43,11 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
+from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of
 
 TURN_S = 0.2
 """Longest pause between looks at who is idle or silent."""
-HELLO_S = 5.0
-"""Within which a connection must say who it is."""
 LAST_S = 3.0
 """What workers are given at the end to say how busy they were and to save their traces."""
 PAUSE_S = 5.0
@@ -126,12 +125,11 @@ class Coordinator(Closing):
         self._numbers = 0
         self.began, self.moving_s = math.inf, 0.0
         """When the first worker was ready, and seconds from then to the last task's end."""
-        self._unknown: dict[Wire, float] = {}
-        """Connections that have not said who they are, and when they came."""
+        self._unknown: dict[Wire, Connection] = {}
+        """Connections that have not said who they are, and their places at the listener."""
         self._looked = time.monotonic()
         self._select = selectors.DefaultSelector()
         self._listener, self._address = listen(crew.listen, secrets.token_hex(8))
-        self._listener.settimeout(HELLO_S)
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:
@@ -181,12 +179,12 @@ class Coordinator(Closing):
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it gave up meanwhile
+            return  # it gave up meanwhile, or was not let in
         connection.settimeout(self._stall_s)
         if self._crew.listen is not None:
             end_with_peer(connection, self._stall_s)
         wire = Wire(connection, max_frame_bytes=HELLO_BYTES)
-        self._unknown[wire] = time.monotonic()
+        self._unknown[wire] = connection.connection
         self._select.register(wire, selectors.EVENT_READ, wire)
 
     def _greet(self, wire: Wire) -> None:
@@ -203,7 +201,9 @@ class Coordinator(Closing):
         if not isinstance(hello, Hello) or place is None or place.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
-        del self._unknown[wire]
+        admitted = self._unknown.pop(wire)
+        admitted.prove(hello.worker)
+        admitted.begin(math.inf)  # from here on `_look` judges it, by what it does
         wire.max_frame_bytes = MAX_FRAME_BYTES
         self._select.modify(wire, selectors.EVENT_READ, hello.worker)
         place.wire, place.spoke = wire, time.monotonic()
@@ -302,8 +302,7 @@ class Coordinator(Closing):
     def _look(self) -> None:
         now = time.monotonic()
         stood_s, self._looked = now - self._looked, now
-        for wire in [wire for wire, came in self._unknown.items() if now - came > HELLO_S]:
-            self._turn_away(wire)
+        self._listener.admission.sweep()
         for name, place in list(self._places.items()):
             if stood_s > PAUSE_S:
                 place.begun, place.spoke = place.begun + stood_s, place.spoke + stood_s

@@ -1,0 +1,119 @@
+"""Who connects to a job's coordinator and is none of its workers: another user of the host, strangers in numbers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.jobs import messages
+from penstock.jobs.convert import convert
+from penstock.jobs.crew import LocalCrew
+from penstock.testing.users import STRANGER, run_as
+
+pytestmark = pytest.mark.usefixtures("crew_zygotes")
+
+TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000, "workers": 1}
+
+
+class OtherUser(LocalCrew):
+    """A crew whose coordinator another user of the host connects to first, and says nothing."""
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        self.seconds: list[float] = []
+
+        def visit() -> float:
+            began = time.monotonic()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(30)
+                sock.connect("\0" + address.removeprefix("unix:"))
+                assert sock.recv(1) == b""
+            return time.monotonic() - began
+
+        self.visitor = threading.Thread(target=lambda: self.seconds.append(run_as(STRANGER, visit)))
+        self.visitor.start()
+        name, deadline = address.removeprefix("unix:"), time.monotonic() + 20
+        while Path("/proc/net/unix").read_text().count(name) < 2:  # the listener, and who connected to it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        super().spawn(worker, device, address, secret)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_talk_to_a_coordinator(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket has a name and no file, so no mode keeps others out: they were held until the deadline of a hello."""
+    monkeypatch.setattr(messages, "HELLO_S", 60.0)
+    seen: list[bool] = []
+
+    def look(done: int, total: int) -> None:
+        if done == 1:
+            crew.visitor.join(20)  # cut off while the job runs, not by its end
+            seen.append(crew.visitor.is_alive())
+
+    with OtherUser() as crew:
+        convert(made, tmp_path / "out", crew=crew, on_progress=look, **TOLD)
+        crew.visitor.join(30)
+    assert seen == [False] and len(crew.seconds) == 1
+
+
+class Strangers(LocalCrew):
+    """A crew that is reached by TCP, and 100 connections of one other address that say nothing."""
+
+    listen: str | None = "127.0.0.1"
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        port = int(address.rpartition(":")[2])
+        self.strangers = [socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0)) for _ in range(100)]
+        super().spawn(worker, device, address, secret)
+
+    def num_open(self) -> int:
+        count = 0
+        for sock in self.strangers:
+            sock.setblocking(False)
+            try:
+                sock.recv(1)
+            except BlockingIOError:
+                count += 1
+            except ConnectionError:
+                pass
+        return count
+
+
+def test_strangers_take_a_bounded_number_of_a_coordinators_places(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
+    counts = []
+    with ExitStack() as stack, Strangers() as crew:
+        convert(
+            made, tmp_path / "out", crew=crew, on_progress=lambda done, total: counts.append(crew.num_open()), **TOLD
+        )
+        for sock in crew.strangers:
+            stack.enter_context(sock)
+    # A quarter of the 32 places for who has shown nothing; all 100 were held before.
+    assert counts and counts[0] <= 8, counts
+
+
+def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "HELLO_S", 0.5)
+    counts = []
+
+    def look(done: int, total: int) -> None:
+        if done == 1:
+            time.sleep(1.0)  # longer than a worker that has said who it is has nothing else to say
+        counts.append(crew.num_open())
+
+    with ExitStack() as stack, Strangers() as crew:
+        report = convert(made, tmp_path / "out", crew=crew, on_progress=look, **TOLD)
+        for sock in crew.strangers:
+            stack.enter_context(sock)
+    assert counts[-1] == 0, counts
+    assert len(report.workers) == 1  # none was lost and replaced
