@@ -20,6 +20,7 @@ from penstock.fleet.client import HubClient
 from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello
 from penstock.testing import commands
 from penstock.testing.hubs import IDENTITY, holding
+from penstock.testing.processes import listening_ports
 from penstock.testing.zygote import Zygote
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
@@ -113,6 +114,25 @@ def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstoc
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
     assert penstock("status").stdout == "no members\n"
     assert "nobody has or wants llama" in penstock("why", "llama").stdout
+
+
+def test_a_hub_without_options_listens_for_its_own_user_alone(tmp_path_factory, monkeypatch, penstock: Run) -> None:
+    place = tmp_path_factory.mktemp("run") / "below"
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
+    with subprocess.Popen([*PENSTOCK, "hub"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url == f"unix://{place}/hub.sock"
+        assert place.stat().st_mode & 0o777 == 0o700
+        assert listening_ports(process.pid) == []
+        assert penstock("status", "--hub", url).stdout == "no members\n"
+        second = penstock("hub")
+        assert second.returncode == 2 and "is in use" in second.stderr
+        process.terminate()
+        assert process.wait(20) == 0
+    os.chmod(place, 0o755)
+    open_to_others = penstock("hub")
+    assert open_to_others.returncode == 2 and "not this user's alone" in open_to_others.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -20,8 +20,8 @@ from penstock.cli.output import note
 
 def hub(
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDRESS", help="host:port or unix:///path.")
-    ] = "127.0.0.1:7070",
+        str | None, given("--listen", "ADDRESS", "host:port or unix:///path; without, a Unix socket of this user.")
+    ] = None,
     redis: Annotated[
         str | None, given("--redis", "URL", "State of several hubs that act as one: redis://host:6379/0.")
     ] = None,
@@ -47,6 +47,7 @@ def hub(
 
     try:
         from penstock.fleet.directory import Directory
+        from penstock.fleet.local import own_address
         from penstock.fleet.serve import run_hub
         from penstock.fleet.store import MemoryStore, Store
         from penstock.fleet.store_redis import RedisStore
@@ -65,7 +66,7 @@ def hub(
         sys.stdout.flush()
 
     try:
-        run_hub(Directory(store), listen, auth, ready=ready)
+        run_hub(Directory(store), listen or own_address(), auth, ready=ready)
     finally:
         store.close()
 

@@ -225,6 +225,15 @@ def find_hub(directory: Path | None = None) -> str | None:
         return None if held.lock(fcntl.LOCK_SH) else f"unix://{path}"
 
 
+def own_address() -> str:
+    """Return where `penstock hub` listens unless it is told: a Unix socket in this user's runtime directory.
+
+    Raises:
+        ConfigError: as `LocalLine`.
+    """
+    return f"unix://{_private(runtime_dir()) / 'hub.sock'}"
+
+
 class _Hosting:
     """A hub in a thread of this process."""
 
