@@ -1,4 +1,7 @@
-"""A conversion on a real Ray cluster of two nodes, one of which dies in the middle: the files of one local worker."""
+"""Conversions on a real Ray cluster.
+
+One node of two dies in the middle: the files are those of one local worker. The command's stdout is its JSON alone.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,18 @@ report = convert(source, into, workers=2, ray=cluster.address, on_progress=said,
 print(json.dumps({"tasks": report.num_tasks, "ends": [one.end for one in report.workers], "left": len(nodes)}))
 cluster.shutdown()
 """
+COMMAND = """
+import json, os, subprocess, sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.wait_for_nodes()
+command = [sys.executable, "-m", "penstock.cli.main", "convert", *sys.argv[1:], "--ray", cluster.address]
+environ = {**os.environ, "RAY_LOG_TO_STDERR": "1"}  # of this process alone: Ray's C++ logs to stdout then
+done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
+print(json.dumps([done.returncode, done.stdout, done.stderr]), flush=True)
+cluster.shutdown()
+"""
 
 
 @pytest.fixture
@@ -95,3 +110,16 @@ def test_a_node_that_dies_costs_its_tasks_alone(tmp_path: Path, environ: dict[st
     assert said["left"] == 1
     assert any(end != "finished" for end in said["ends"])
     assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+def test_the_command_writes_nothing_but_json_to_stdout(tmp_path: Path, environ: dict[str, str]) -> None:
+    write_llama(tmp_path / "source", total_bytes=2_000_000)
+    words = ["--to", "cast:F32", "--workers", "1", "--devices", "cpu", "--format", "json"]
+    command = [sys.executable, "-c", COMMAND, str(tmp_path / "source"), str(tmp_path / "out"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environ)
+    assert done.returncode == 0, done.stderr[-4000:]
+    code, stdout, stderr = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, stderr[-4000:]
+    assert "Ray cluster" in stderr and "core_worker" in stderr, "Ray logs what it does"
+    report = json.loads(stdout)
+    assert report["num_tasks"] and report["workers"]

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import Format, FormatOption, Operations, TaskBytes, To, Verify, given
-from penstock.cli.output import bytes_text, note, plain, write_columns, write_fields, write_json, write_lines
+from penstock.cli.output import (
+    bytes_text,
+    keep_stdout,
+    note,
+    plain,
+    write_columns,
+    write_fields,
+    write_json,
+    write_lines,
+)
 from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 
@@ -132,8 +141,11 @@ def convert(
         return
     from penstock.jobs.crew import LocalCrew
 
-    crew = None if ray is not None else LocalCrew(devices.split(","), workers)
-    if crew is not None:
+    crew = None
+    if ray is not None:
+        keep_stdout()  # Ray's native code logs there under RAY_LOG_TO_STDERR, from threads of its own
+    else:
+        crew = LocalCrew(devices.split(","), workers)
         crew.begin()  # now, for the rest is imported meanwhile
     from penstock.jobs.sink import SCHEME
 

@@ -72,6 +72,21 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
+def keep_stdout() -> None:
+    """Keep stdout for what commands write: everything else in this process that writes to descriptor 1 goes to stderr.
+
+    Redirecting `sys.stdout` is not enough for that: native libraries write to the descriptor.
+    """
+    if sys.stdout is not sys.__stdout__:
+        return  # it is somebody's already, and not the descriptor
+    sys.stdout.flush()
+    stdout, descriptor = sys.stdout, os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
+        descriptor, "w", encoding=stdout.encoding, errors=stdout.errors, buffering=1 if stdout.line_buffering else -1
+    )
+
+
 def note(text: str) -> None:
     """A remark on stderr."""
     sys.stderr.write(f"{text}\n")

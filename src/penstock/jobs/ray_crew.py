@@ -6,8 +6,6 @@ Not here: the worker itself (`process`), which is the same everywhere.
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from penstock.errors import MissingExtra, PeerLost
@@ -29,18 +27,17 @@ class RayCrew:
     """
 
     def __init__(self, address: str) -> None:
-        with redirect_stdout(sys.stderr):  # what Ray logs and prints: stdout is the caller's, and may be JSON
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
+        self._ray: Any = ray
+        self._connected = not ray.is_initialized()
+        if self._connected:
             try:
-                import ray
-            except ImportError as error:
-                raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
-            self._ray: Any = ray
-            self._connected = not ray.is_initialized()
-            if self._connected:
-                try:
-                    ray.init(address=address, log_to_driver=False, include_dashboard=False)
-                except (ConnectionError, RuntimeError, ValueError) as error:
-                    raise PeerLost(f"no Ray cluster is at {address}: {error}") from error
+                ray.init(address=address, log_to_driver=False, include_dashboard=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise PeerLost(f"no Ray cluster is at {address}: {error}") from error
         self.listen: str | None = ray.util.get_node_ip_address()
         self._actors: dict[str, tuple[Any, Any]] = {}
 
@@ -66,8 +63,7 @@ class RayCrew:
     def close(self) -> None:
         """Leave the cluster, if it was not the caller's to be in. Idempotent."""
         if self._connected:
-            with redirect_stdout(sys.stderr):
-                self._ray.shutdown()
+            self._ray.shutdown()
         self._connected = False
 
 
