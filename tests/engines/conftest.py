@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.jobs import crew
+from penstock.testing.zygote import Zygote
+
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB") -> Path:
     """A two-layer Llama with random weights, saved by transformers."""
@@ -37,6 +40,18 @@ def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1
             parameter.normal_(0, 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+@pytest.fixture
+def crew_zygotes(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of conversions from one process that has imported torch: seconds less for each conversion."""
+    monkeypatch.setattr(crew, "Zygote", lambda imports: zygote.graft())
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,15 @@ from safetensors.torch import load_file  # noqa: E402 - after what it needs
 from tests.engines.tiny import MODELS, transformers_logits, vllm_logprobs, write  # noqa: E402
 
 from penstock.errors import PlanError  # noqa: E402
-from penstock.jobs import crew  # noqa: E402
 from penstock.jobs.convert import convert  # noqa: E402
-from penstock.testing.zygote import Zygote  # noqa: E402
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("crew_zygotes"),
 ]
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
-
-
-@pytest.fixture(autouse=True)
-def crew_zygotes(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked from one process that has imported torch: seconds less for each conversion."""
-    monkeypatch.setattr(crew, "Zygote", lambda imports: zygote.graft())
 
 
 FORMATS = ("fp8-block128", "fp8-channel", "mxfp8", "nvfp4")

@@ -1,7 +1,7 @@
 """Tiny models of several architectures with random weights, and their logits by the engines: ground truth for results.
 
 In: an architecture's name, a directory. Out: the model that transformers writes; logits by transformers and by vLLM.
-Not here: what is compared (`test_convert_truth`).
+Not here: what is compared (`test_convert_truth`, `test_merge_truth`).
 """
 
 from __future__ import annotations
@@ -81,11 +81,13 @@ if __name__ == "__main__":
 """
 
 
-def write(name: str, directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """Write a model in BF16, with weights large enough that a wrong one changes the logits."""
+def write(
+    name: str, directory: Path, *, tied: bool = False, seed: int = 0, dtype: str = "bfloat16", **options: Any
+) -> Path:
+    """Write a model with weights large enough that a wrong one changes the logits; options are its configuration's."""
     torch.manual_seed(seed)
-    config = MODELS[name](tie_word_embeddings=tied, dtype="bfloat16")
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    config = MODELS[name](tie_word_embeddings=tied, dtype=dtype, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -108,8 +110,10 @@ def vllm_logprobs(directories: Sequence[Path], scratch: Path, dtype: str = "floa
     script.write_text(_ENGINE)
     environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(scratch / "cache")}
     asked = json.dumps([list(PROMPT), VOCAB, dtype, *map(str, directories)])
+    # On two busy cores the process starts in two minutes, and each model takes up to another.
+    timeout = 180 + 60 * len(directories)
     done = subprocess.run(
-        [sys.executable, str(script), asked], env=environ, capture_output=True, text=True, timeout=280
+        [sys.executable, str(script), asked], env=environ, capture_output=True, text=True, timeout=timeout
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS ")]
     assert len(lines) == len(directories), done.stderr[-4000:]

@@ -186,7 +186,7 @@ def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Linear(_Merge):
-    """A weighted sum; without weights, the average. mergekit's `linear`, but FP32 where it has the sources' dtype.
+    """A weighted sum; without weights, the average. As mergekit's `linear`.
 
     Args:
         weights: one a source.
