@@ -77,10 +77,11 @@ def keep_stdout() -> None:
 
     Redirecting `sys.stdout` is not enough for that: native libraries write to the descriptor.
     """
-    if sys.stdout is not sys.__stdout__:
-        return  # it is somebody's already, and not the descriptor
-    sys.stdout.flush()
-    stdout, descriptor = sys.stdout, os.dup(1)
+    stdout = sys.__stdout__
+    if stdout is None or sys.stdout is not stdout:
+        return  # a caller has replaced it: what is written there does not reach descriptor 1
+    stdout.flush()
+    descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
         descriptor, "w", encoding=stdout.encoding, errors=stdout.errors, buffering=1 if stdout.line_buffering else -1
