@@ -1,0 +1,40 @@
+"""Ports of members: none without `listen`; with it, strangers who hold connections do not delay a reader."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.integration.conftest import Host, check
+
+from penstock.testing.processes import listening_ports
+
+NUM_STRANGERS = 600
+
+
+def test_a_member_listens_on_no_port_unless_it_is_told_to(host: Host, made: Path, truth) -> None:
+    quiet = host.start(fallback=str(made), join={"transports": ["http", "shm"]})
+    check(quiet, truth)
+    assert listening_ports(quiet.process.pid) == []
+    listening = host.start(join={"listen": "127.0.0.1:0"})
+    check(listening, truth)
+    assert len(listening_ports(listening.process.pid)) == 2  # its door and its data port
+
+
+def test_strangers_at_the_ports_of_a_holder_do_not_delay_its_reader(host: Host, made: Path, truth) -> None:
+    """600 connections that said nothing delayed readers 44 s."""
+    holder = host.start(fallback=str(made), join={"listen": "127.0.0.1:0"})
+    check(holder, truth)
+    with ExitStack() as stack:
+        for port in listening_ports(holder.process.pid):
+            for _ in range(NUM_STRANGERS):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+        reader = host.start(join={"transports": ["http"]})
+        reader.say_until("joined")
+        begun = time.monotonic()
+        report = check(reader, truth)
+        took_s = time.monotonic() - begun
+    assert report["storage_bytes"] == 0
+    assert took_s < 15.0, took_s

@@ -1,0 +1,74 @@
+"""A listener whose process has no descriptor left: it goes on, and serves who shows who it is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+NUM_DESCRIPTORS = 64
+LISTENER = f"""
+import json, logging, os, resource, socket, sys
+from penstock.net.admission import Admission
+from penstock.net.limits import ConnectionLimits
+from penstock.net.listener import ThreadedListener
+
+logging.basicConfig(stream=sys.stderr)
+resource.setrlimit(resource.RLIMIT_NOFILE, ({NUM_DESCRIPTORS}, {NUM_DESCRIPTORS}))
+
+def echo(sock, connection, peer):
+    while data := sock.recv(100):
+        connection.prove("a member")
+        sock.sendall(data)
+
+# More places than descriptors, and no deadline within this test: descriptors are what runs out.
+limits = ConnectionLimits(total=512, unproven=512, unproven_per_address=512, head_s=600.0)
+admission = Admission(limits, name="test")
+listener = ThreadedListener(socket.create_server(("127.0.0.1", 0)), admission, echo, name="test")
+print(listener.address[1], flush=True)
+sys.stdin.readline()
+print(json.dumps({{"cpu_s": sum(os.times()[:2]), "num_open": admission.num_open}}), flush=True)
+"""
+
+
+def ask(sock: socket.socket) -> bytes:
+    sock.settimeout(20)
+    sock.sendall(b"hi")
+    return sock.recv(100)
+
+
+def test_a_listener_without_descriptors_serves_members_and_does_not_spin() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    member = socket.create_connection(("127.0.0.1", port), 10)
+    assert ask(member) == b"hi"
+    strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(2 * NUM_DESCRIPTORS)]
+    try:
+        time.sleep(2.0)  # long enough for a loop that spins to be seen
+        assert ask(member) == b"hi"  # never cut for a stranger
+        answers = []
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port), 10) as late:
+                try:
+                    answers.append(ask(late))
+                except OSError:
+                    answers.append(b"")  # dropped for want of a descriptor: members ask again
+        assert b"hi" in answers, answers
+        out, err = process.communicate("\n", timeout=20)
+    finally:
+        process.kill()
+        for sock in [member, *strangers]:
+            sock.close()
+    said = json.loads(out)
+    assert 0 < said["num_open"] < NUM_DESCRIPTORS
+    assert said["cpu_s"] < 5.0, said  # importing is most of it
+    assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
