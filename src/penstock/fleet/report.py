@@ -27,7 +27,11 @@ class FetchReport:
     storage_bytes: int
     """Bytes of weights this process asked of storage."""
     header_bytes: int
-    """Bytes it asked of storage besides, to know what the weights are: headers, index and manifest of the fallback."""
+    """Bytes it asked of storage besides, to know what the weights are; 0 without a fallback.
+
+    Of each file 16 KiB (the file, where it is shorter), or the header where that is longer; the index and the manifest
+    whole. Every member with a fallback reads them: they say which weights it wants, and so whom it may ask.
+    """
     wall_s: float
     phases: Mapping[str, float]
     """Seconds of `discover`, `allocate`, `register`, `move`, `commit`; they sum to `wall_s`."""
