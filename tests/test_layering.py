@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "config", "fork", "closing", "kernels"}),
+    frozenset({"types", "errors", "config", "fork", "closing", "interrupt", "kernels"}),
     frozenset({"digest", "transform", "net"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),

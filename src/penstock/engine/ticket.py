@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from penstock import interrupt
 from penstock.errors import Cancelled, PenstockError, SourceStalled
 
 LOOK_S = 1.0
@@ -123,6 +124,7 @@ class Ticket:
         Raises:
             PenstockError: whatever stopped the work; `mutated` as the engine set it.
             SourceStalled: see `stall_s`.
+            KeyboardInterrupt: SIGINT came, inside `interrupt.deferred`.
         """
         with self.changed:
             self._silence.begin()
@@ -131,7 +133,8 @@ class Ticket:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
-                self.changed.wait(min(stall_s, LOOK_S))
+                self.changed.wait(interrupt.longest_wait_s(min(stall_s, LOOK_S)))
+                interrupt.raise_if_noted()
         self.check()
 
     def wait(self, *, stall_s: float) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
-from penstock.loader.load import open_session, telling
+from penstock.loader.load import deferred_interrupts, open_session, telling
 from penstock.loader.report import Report
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
@@ -74,6 +74,23 @@ def load_into(
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
+    with deferred_interrupts(group):
+        return _load_into(target, targets, uri, options, memory_bytes, group, strict=strict, rename=rename, arena=arena)
+
+
+def _load_into(
+    target: torch.nn.Module | Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    uri: Uris,
+    options: Options,
+    memory_bytes: int | str | None,
+    group: ProcessGroup | None,
+    *,
+    strict: bool,
+    rename: Rename,
+    arena: bool,
+) -> Report:
+    """`load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
         with telling(group, options, session.settings.stall_s):

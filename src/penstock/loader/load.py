@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from penstock import interrupt
 from penstock.closing import Closing
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
@@ -65,9 +66,9 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     """
 
     def __init__(self, session: Session, group: ProcessGroup | None) -> None:
-        self._session = session
+        self._session: Session | None = session
+        self._group = group
         self._report: Report | None = None
-        self._is_closed = False
         self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
@@ -81,12 +82,16 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._turn:
+        with self._turn, self._deferred():
             return self._next()
+
+    def _deferred(self) -> AbstractContextManager[object]:
+        return deferred_interrupts(self._group)
 
     def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
+            interrupt.raise_if_noted()
         except StopIteration:
             self._end()
             raise
@@ -101,7 +106,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         """Every tensor was yielded: report. Cancelled where the stream was closed before that."""
         if self._report is not None:
             return
-        if self._is_closed:
+        if self._session is None:
             raise Cancelled("the stream was closed before its end", hint="open another one")
         try:
             self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
@@ -110,16 +115,24 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
     def close(self) -> None:
         """Drain and free; iterating further raises Cancelled. Idempotent."""
-        self._is_closed = True
-        if (run := self._session.run) is not None and not run.ticket.done:
+        with self._deferred():
+            self._close()
+
+    def _close(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        if (run := session.run) is not None and not run.ticket.done:
             run.ticket.cancel()  # so that a thread that waits for a tensor gives up its turn
         with self._turn:
             self._tensors.close()
-            self._session.close()
+            session.close()
+            self._session = None  # what it holds ends here too, where a signal is only noted
 
     def __del__(self) -> None:
-        if hasattr(self, "_session"):
-            self.close()
+        if getattr(self, "_session", None) is not None:
+            with interrupt.postponed():
+                self.close()
 
 
 def load(
@@ -169,6 +182,12 @@ def load(
         progress=progress,
         trace=trace,
     )
+    with deferred_interrupts(group):
+        return _load(uri, options, memory_bytes, group)
+
+
+def _load(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Weights:
+    """`load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     quick = quick_handover() if options.device.type == "cuda" else nullcontext()
     with paused_gc(), quick, open_session(uri, options, memory_bytes, group) as session:
         tensors, nbytes = _gather(session, group)
@@ -209,7 +228,13 @@ def stream(
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
     """
     wanted = Options(device=resolve_device(device), **options)
-    return TensorStream(open_session(uri, wanted, memory_bytes, group), group)
+    with deferred_interrupts(group):
+        return TensorStream(open_session(uri, wanted, memory_bytes, group), group)
+
+
+def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
+    """Answer Ctrl-C inside the block where nothing is left behind. Not in a group: its exchanges ask for no signal."""
+    return interrupt.deferred() if group is None else nullcontext()
 
 
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:

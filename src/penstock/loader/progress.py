@@ -10,6 +10,7 @@ import sys
 import time
 from types import TracebackType
 
+from penstock import interrupt
 from penstock.engine.ticket import Ticket
 
 _REDRAW_S = 0.1
@@ -51,6 +52,7 @@ class Progress:
         while self._enabled and not ticket.done and ticket.look() <= stall_s:
             self.show(ticket)
             time.sleep(_REDRAW_S)
+            interrupt.raise_if_noted()
         ticket.wait(stall_s=stall_s)
 
     def __exit__(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock import interrupt
 from penstock.config import Settings
 from penstock.engine.place import place_on, registrar_of
 from penstock.engine.run import LoadRun
@@ -74,7 +75,7 @@ class FileReader:
         enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
         if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self._source, device)
-        with self._turn:
+        with self._turn, interrupt.deferred():
             return self._read_on_engine(plan, device)
 
     def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:

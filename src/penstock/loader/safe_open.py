@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from penstock import interrupt
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied, SourceError
 from penstock.loader.also import also
@@ -26,7 +27,7 @@ from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read import FileReader
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
-from penstock.storage import Source, local_path, open_source, text_of
+from penstock.storage import Source, is_remote, local_path, open_source, text_of
 from penstock.storage.files import FileSource, MappedFile
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import Box, DType, TensorTable
@@ -85,7 +86,8 @@ class safe_open:
                 name = text_of(filename)
             except ConfigError as error:
                 raise also(error, TypeError) from None
-            self._file: _File | None = _File(name, place, mapped=backend == "mmap", storage_options=storage_options)
+            with interrupt.deferred():
+                self._file: _File | None = _File(name, place, mapped=backend == "mmap", storage_options=storage_options)
         self._numpy = framework in _NUMPY
 
     def __enter__(self) -> Self:
@@ -94,7 +96,8 @@ class safe_open:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file = None  # slices taken before go on working; the last of them closes the file
+        with interrupt.deferred():
+            self._file = None  # slices taken before go on working; the last of them closes the file
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
@@ -195,20 +198,25 @@ class _File:
         self, path: str, device: torch.device, *, mapped: bool, storage_options: Mapping[str, str] | None
     ) -> None:
         self.device = device
+        self._mapping: MappedFile | None = None
         settings = Settings.read()
-        self.source: Source = open_source(path, settings=settings, storage_options=storage_options)
-        self._reader = FileReader(self.source, device, settings)
-        self.header: Header = read_header(self.source)
+        # A library opens a remote file and reads its header, which may take as long as its deadlines.
+        with interrupt.let_through() if is_remote(path) else nullcontext():
+            self.source: Source = open_source(path, settings=settings, storage_options=storage_options)
+            self._reader = FileReader(self.source, device, settings)
+            self.header: Header = read_header(self.source)
         self.table: TensorTable = self.header.tensors  # in file order
         self._rows = {name: row for row, name in enumerate(self.table.names)}
-        self._mapping: MappedFile | None = None
         if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
             self._mapping = MappedFile(local_path(path), state=self.source.state)
 
     def __del__(self) -> None:
         if hasattr(self, "_reader"):
-            self._reader.close()
-            self.source.close()
+            with interrupt.postponed():
+                self._reader.close()
+                self.source.close()
+                if self._mapping is not None:
+                    self._mapping.close()
 
     def row(self, name: str) -> int:
         """Row of a tensor. NotFound; TypeError if `name` is no string."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock import interrupt
 from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.engine.check import Checker, Expected, HostChecker
@@ -34,6 +36,7 @@ from penstock.storage import Source, is_remote
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
 from penstock.storage.manifest_file import leaves_of
+from penstock.storage.place import texts_of
 from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
@@ -87,10 +90,13 @@ class Session(Closing):
         self.intake = Intake(settings, options.device, local_world_size)
         if not in_group:
             self.intake.warm(uri)
+        # Listings and headers of a remote place are read by a library, which may take as long as its deadlines.
+        opening = interrupt.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
         try:
-            self.weights: WeightSet = open_weights(
-                uri, settings=settings, storage_options=options.storage_options, names=options.names
-            )
+            with opening:
+                self.weights: WeightSet = open_weights(
+                    uri, settings=settings, storage_options=options.storage_options, names=options.names
+                )
         except BaseException:
             self.intake.close()
             raise

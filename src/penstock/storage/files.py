@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Sequence
 
+from penstock import interrupt
 from penstock.config import Settings
 from penstock.errors import (
     SourceChanged,
@@ -69,6 +70,7 @@ class FileSource:
         self.uri = path
         self._path = os.path.abspath(path)
         self._settings = settings
+        self._direct_fd = -1
         self._fd, self.state = open_regular(path)
         self.nbytes, self.identity = self.state.nbytes, self.state.identity
         self.why = "" if _DIRECT else "this system has no direct I/O"
@@ -79,7 +81,6 @@ class FileSource:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
         self._lock = threading.Lock()
-        self._direct_fd = -1
         self._alignment = _DIRECT_ALIGNMENT
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
@@ -144,8 +145,9 @@ class FileSource:
             os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "_direct_fd"):
-            self.close()
+        if getattr(self, "_fd", -1) >= 0:
+            with interrupt.postponed():
+                self.close()
 
     def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
         """Ask where the range is, read each run of it by its own path; the word of the costliest path taken."""
@@ -271,7 +273,7 @@ class FileSource:
         """The descriptor for direct I/O, opened when the first absent range is read; -1: refused, `why` says why."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
-        with self._lock:
+        with self._lock, interrupt.deferred():
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
             alignment = direct_alignment(self._fd)

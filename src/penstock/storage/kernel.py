@@ -14,11 +14,14 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
+# 2 MiB: on x86-64, and with 4 KiB pages on aarch64.
+_HUGE_PAGE_BYTES = 2 << 20
 _RESERVED_BYTES = 1 << 30
 """Of a file at once: 0.3 s in tmpfs, whose pages are made then."""
 
@@ -35,6 +38,7 @@ _MADV_POPULATE_READ = 22
 # Source: include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
 _LINUX = sys.platform == "linux"
 _MAP_FIXED = 0x10
+_PROT_NONE = 0
 _MAP_NORESERVE = 0x4000 if _LINUX else 0x40
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -131,23 +135,33 @@ class Mapping:
             file system cannot map.
     """
 
-    __slots__ = ("__weakref__", "address", "nbytes")
+    __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        self.address = _mmap(None, nbytes, access, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, offset)
+        # The addresses belong to an mmap object of no file, which is unmapped by C code when this goes: no moment is
+        # left at which a signal could keep the mapping from being freed, as it can between a call and Python's note of
+        # it, and in a finalizer written in Python. The file is mapped over them.
+        slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
+        start = int(np.frombuffer(self._reserved, np.uint8).ctypes.data)
+        # Where the kernel would put the file: its huge pages then fit those of the address space.
+        self.address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
         self.nbytes = nbytes
-        # Not __del__: while that runs, another thread still gets the object from a weak reference. At exit the
-        # mappings stay, since tensors may be in use until the very end.
-        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        _mmap(self.address, nbytes, access, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd, offset)
 
-    def give_up(self, start: int, nbytes: int) -> None:
-        """Free the whole pages of a part for good; its addresses stay reserved, so nothing else moves in."""
+    def pages(self, start: int, nbytes: int) -> tuple[int, int]:
+        """Address and length of the whole pages of a part."""
         first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
-        length = (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first
-        if length > 0:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-            _mmap(first, length, 0, flags, -1, 0)
+        return first, max(0, (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first)
+
+
+class _GivenUp(weakref.ref["Part"]):
+    """A weak reference that is a C int of 0 to ctypes: what a function of C gets as callback of the reference."""
+
+    __slots__ = ()
+    _as_parameter_ = 0
 
 
 class Part:
@@ -156,13 +170,21 @@ class Part:
     numpy reads it through `__array_interface__`, so an array or memoryview made of it keeps it alive.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "address", "nbytes")
+    __slots__ = ("__weakref__", "_given_up", "_mapping", "address", "nbytes")
 
     def __init__(self, mapping: Mapping, start: int, nbytes: int) -> None:
         self._mapping = mapping
         self.address = mapping.address + start
         self.nbytes = nbytes
-        weakref.finalize(self, mapping.give_up, start, nbytes).atexit = False
+        first, length = mapping.pages(start, nbytes)
+        if length:
+            # mmap(2) itself is the callback (its seventh argument, the reference, is ignored): Python runs handlers of
+            # signals when a function of its own begins, and in a finalizer drops what they raise, so Ctrl-C would be
+            # lost and the pages kept. The addresses stay reserved, so nothing else moves in. An object keeps its
+            # references until their callbacks were called; should the garbage collector drop both, the pages wait for
+            # the end of the mapping.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+            self._given_up = _GivenUp(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
 
     @property
     def __array_interface__(self) -> dict[str, object]:

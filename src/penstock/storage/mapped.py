@@ -14,6 +14,7 @@ import weakref
 
 import numpy as np
 
+from penstock import interrupt
 from penstock.errors import DestinationError, SourceChanged, SourceTruncated
 from penstock.storage.kernel import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
 from penstock.storage.local import FileState, open_regular, require_unchanged, typed_error
@@ -63,7 +64,7 @@ class MappedFile:
         Ownership: the memoryview alone keeps its range; when it and all made of it are gone, its pages are freed,
             and the last view's end unmaps the file. A second view of bytes that were viewed gets a mapping of its own.
         Cost: about 10 us; no byte is read. Each gap that dropped views leave, and each second view, is one of the
-            process's vm.max_map_count mappings (65,530 unless raised).
+            process's vm.max_map_count mappings (65,530 unless raised); one of 2 MiB or more takes up to three.
 
         Raises:
             SourceTruncated: the range lies outside the file. SourceChanged: it was written to since it was opened.
@@ -137,8 +138,9 @@ class MappedFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+        if getattr(self, "_fd", -1) >= 0:
+            with interrupt.postponed():
+                self.close()
 
     def _is_cached(self, start: int, stop: int) -> bool:
         return resident_pages(self._fd, start, stop - start) == num_pages(start, stop - start)

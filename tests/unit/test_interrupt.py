@@ -1,0 +1,159 @@
+"""SIGINT inside `deferred`, `let_through` and `postponed`; the verbs are in `tests/integration/test_interrupts.py`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from penstock import interrupt
+
+
+def send() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_the_outermost_block_raises_once_its_work_is_done() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+        with interrupt.deferred():
+            send()
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with interrupt.deferred():  # nothing is left of the signal
+        interrupt.raise_if_noted()
+
+
+def test_a_wait_inside_raises_once() -> None:
+    assert interrupt.longest_wait_s(30) == 30
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+        assert interrupt.longest_wait_s(30) == interrupt.LOOK_S
+        send()
+        try:
+            interrupt.raise_if_noted()
+        finally:
+            interrupt.raise_if_noted()
+            cleaned.append(True)
+    assert cleaned == [True]
+
+
+def test_an_error_gives_way_to_the_signal() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised, interrupt.deferred():
+        send()
+        raise ValueError
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_a_signal_is_let_through_where_a_library_waits() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+        with interrupt.let_through():
+            pass
+        assert interrupt.is_deferring()
+        with interrupt.let_through():
+            send()
+            reached.append(True)
+    assert not reached
+    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+        send()
+        with interrupt.let_through():  # it came before
+            reached.append(True)
+    assert not reached
+
+
+def test_a_user_who_insists_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_INSISTS_S", 0.01)
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+        send()
+        time.sleep(0.02)
+        send()
+        reached.append(True)
+    assert not reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    swallowed = []
+    monkeypatch.setattr("sys.unraisablehook", swallowed.append)
+    finished = []
+
+    class Dropped:
+        def __del__(self) -> None:
+            with interrupt.postponed():
+                send()
+                finished.append(True)
+
+    dropped: Dropped | None = Dropped()
+    with pytest.raises(KeyboardInterrupt):
+        dropped = None
+        assert finished == [True]
+        time.sleep(5)
+    assert dropped is None
+    assert not swallowed
+
+
+def test_other_handlers_and_threads_are_left_alone() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with interrupt.deferred():
+            send()
+            assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    inside = []
+
+    def enter() -> None:
+        with interrupt.deferred():
+            inside.append(interrupt.is_deferring())
+
+    with interrupt.deferred():
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert inside == [False]
+
+
+def test_a_handler_that_is_installed_inside_stays() -> None:
+    def handler(number: int, frame: object) -> None:
+        pass
+
+    with interrupt.deferred():
+        signal.signal(signal.SIGINT, handler)
+    assert signal.signal(signal.SIGINT, signal.default_int_handler) is handler
+
+
+FORKS = """
+import os, signal, threading
+from penstock import interrupt
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+    codes.append(os.waitpid(child, 0)[1])
+
+codes = []
+with interrupt.deferred():
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+assert codes == [0], codes
+"""
+
+
+def test_a_child_forked_by_another_thread_may_be_interrupted() -> None:
+    # In a process of its own: what torch started here does not live through a fork.
+    child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (child.returncode, child.stderr) == (0, "")
