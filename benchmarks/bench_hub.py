@@ -5,7 +5,7 @@
     python -m benchmarks.bench_hub --attackers 10000     only `beats`, while so many connections are held against it
 
 Phases: `beats`, every member holds a whole model and beats when the hub asks it to; `cold start`, all come within
-`--spread-s` with nothing, read storage by claims, ask for upstreams and fill, as `fleet.fetch` does; `one instant`, the
+`--spread-s` with nothing, read storage by claims, ask for upstreams and fill, as `fetch.run` does; `one instant`, the
 same, but all ask their first three questions in the same instant; `full`, 32 that ask without a pause. The members are
 one asyncio process beside the hub, so its own time is in the latencies; `cores` is what the hub itself used.
 
@@ -34,9 +34,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from penstock.fleet.auth import LIFE_HEADER, member_of
-from penstock.fleet.identity import Identity
-from penstock.fleet.messages import (
+from penstock.hub.auth import LIFE_HEADER, member_of
+from penstock.hub.identity import Identity
+from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
@@ -72,7 +72,7 @@ class Asker:
                 answer, got = await asyncio.wait_for(self._exchange(head.encode() + content), 30)
                 break
             except (OSError, asyncio.IncompleteReadError):
-                # As `fleet.client` does: a connection that was refused or has ended is made anew, within 10 s.
+                # As `hub.client` does: a connection that was refused or has ended is made anew, within 10 s.
                 self.close()
                 self.num_again += 1
                 if time.perf_counter() - start > 10:

@@ -23,7 +23,7 @@ from pathlib import Path
 import penstock
 from penstock.config import parse_bytes
 from penstock.jobs.convert import ConvertReport, convert
-from penstock.jobs.crew import Crew, LocalCrew
+from penstock.jobs.workers.launch import Crew, LocalCrew
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from penstock.jobs.convert import convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.workers.launch import LocalCrew
 from penstock.testing.checkpoints import write_llama
 
 WORKERS, SLOWER = 4, 5

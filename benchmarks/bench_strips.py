@@ -22,14 +22,15 @@ from penstock.engine.trace import Trace
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout, shard_box
 from penstock.plan.sync import plan_sync
-from penstock.sync.copy import Copy
-from penstock.sync.held import Held
-from penstock.sync.link import LocalLink
-from penstock.sync.replica import Replica
-from penstock.sync.shadow import Shadow
-from penstock.sync.take import Take
+from penstock.segments import Rectangles
+from penstock.sync.copy_plan import Copy
+from penstock.sync.local_version import Held
+from penstock.sync.publish.snapshot import Replica
+from penstock.sync.receive.source_link import LocalLink
+from penstock.sync.receive.staging_copy import Shadow
+from penstock.sync.receive.transfer import Take
 from penstock.transport.choose import Links, open_links
-from penstock.transport.protocol import Memory, Rectangles
+from penstock.transport.protocol import Memory
 from penstock.types import GB, DType
 
 REPEATS = 4

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.jobs.job import plan_job
-from penstock.jobs.words import Word, operation_of
+from penstock.jobs.operations.spec import Word, operation_of
 from penstock.plan.cluster import CLUSTERS
 from penstock.plan.shapes import kimi_k2
 from penstock.plan.simulate_convert import simulate_convert

@@ -35,9 +35,9 @@ from penstock.engine.place_cuda import CudaRegistrar
 from penstock.memory.arena import Arena
 from penstock.memory.tier import PIECE_BYTES, HostRoom, Room
 from penstock.memory.tier_cuda import CudaRoom, CudaTier
+from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
 from penstock.memory.tiers import Block, Level, Tiers
-from penstock.storage.spill import SpillTier
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 from penstock.types import GB

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.jobs.worker import LOCAL_READS
+from penstock.jobs.workers.worker import LOCAL_READS
 from penstock.types import GB, MIB
 
 T = TypeVar("T")

@@ -75,7 +75,7 @@ class Worker:
         from benchmarks.sync_model import TAGS, fill, shapes_of
 
         from penstock.memory.arena import Arena, needed_bytes
-        from penstock.sync.declare import Shard
+        from penstock.sync.shards import Shard
 
         self.shapes, self.tag = shapes_of(kind, nbytes, small=self.small), TAGS.get(kind)
         cut = {name: _rows(shape[0], rank, world_size) for name, shape in self.shapes.items()}

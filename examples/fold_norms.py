@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from penstock.jobs.operation import FLOATS, all_of, as_it_is, one, specs_of, whole
+from penstock.jobs.operations.operation import FLOATS, all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe
 
 BEFORE = ((r"self_attn\.[qkv]_proj", "input_layernorm"), (r"mlp\.(gate|up)_proj", "post_attention_layernorm"))

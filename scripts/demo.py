@@ -278,7 +278,7 @@ def demo(args: argparse.Namespace) -> int:
     """Everything in order; 0 when every bit is equal and the damage was seen."""
     from demo_fleet import disk_place, fleet_demo, http_place
 
-    from penstock.storage.manifest import sidecar_uri
+    from penstock.storage.weight_set import sidecar_uri
     from penstock.testing.http_server import RangeServer
 
     directory = Path(args.dir) / "llama"

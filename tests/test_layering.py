@@ -18,23 +18,30 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "config", "fork", "closing", "interrupt", "kernels"}),
-    frozenset({"digest", "transform", "net"}),
+    frozenset({"types", "errors", "config", "fork", "closing", "interrupt"}),
+    frozenset({"segments"}),
+    frozenset({"cuda", "net"}),
+    frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),
     frozenset({"engine"}),
     frozenset({"loader", "jobs"}),
-    frozenset({"fleet"}),
+    frozenset({"hub"}),
+    frozenset({"peer"}),
+    frozenset({"fetch"}),
+    frozenset({"keeper"}),
     frozenset({"sync"}),
     frozenset({"api"}),
     frozenset({"cli", "integrations", "compat", "web", "testing"}),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types"), ("kernels", "errors")}
+SAME_FLOOR = {("config", "errors"), ("config", "types"), ("errors", "types")}
 # vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
 SAME_FLOOR |= {("integrations", "compat")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.
 SAME_FLOOR |= {("transport", "memory")}
+# The tier on disk writes and reads files as storage does.
+SAME_FLOOR |= {("memory", "storage")}
 # Tensors over bytes: the two journeys on the engine share them.
 SAME_FLOOR |= {("jobs", "loader")}
 # Command lines, run in forks of a process of the tests.
@@ -51,39 +58,39 @@ NO_TORCH = (
     "storage/",
     "transport/protocol.py",
     "transport/loopback.py",
-    "transport/page.py",
-    "transport/endpoint.py",
+    "transport/generation_table.py",
+    "transport/host_endpoint.py",
     "transport/shm.py",
     "transport/cuda_ipc.py",
-    "transport/cuda_calls.py",
-    "transport/cuda_driver.py",
+    "cuda/driver_types.py",
+    "cuda/driver.py",
     "transport/cuda_memory.py",
-    "transport/fd_door.py",
-    "transport/coding.py",
+    "transport/fd_server.py",
+    "http/compression.py",
     "transport/http.py",
     "transport/http_peer.py",
     "transport/http_reader.py",
-    "transport/http_server.py",
-    "transport/http_wire.py",
+    "http/server.py",
+    "http/connection.py",
     "transport/nixl.py",
     "transport/nixl_agent.py",
     "transport/nixl_reader.py",
-    "transport/planes.py",
-    "transport/region.py",
+    "http/byte_planes.py",
+    "transport/mapped_region.py",
     "memory/memfd.py",
     "memory/arena.py",
     "cli/",
     "digest/leaf.py",
     "jobs/convert.py",
-    "jobs/delta.py",
-    "jobs/formats.py",
-    "jobs/function.py",
-    "jobs/lora.py",
-    "jobs/merge.py",
-    "jobs/operation.py",
-    "jobs/reshard.py",
-    "jobs/run.py",
-    "jobs/zygote.py",
+    "jobs/operations/delta.py",
+    "jobs/operations/formats.py",
+    "jobs/operations/user_function.py",
+    "jobs/operations/lora.py",
+    "jobs/operations/merge.py",
+    "jobs/operations/operation.py",
+    "jobs/operations/reshard.py",
+    "jobs/coordinator.py",
+    "jobs/workers/fork_server.py",
     "transform/geometry.py",
     "transform/select.py",
 )
@@ -105,9 +112,12 @@ BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
         ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
-        ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
-        ("jobs/worker.py", "operating"),  # an operation, perhaps a user's function; raised again as OperationFailed
-        ("storage/exchange.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
+        ("jobs/publish.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
+        (
+            "jobs/workers/worker.py",
+            "operating",
+        ),  # an operation, perhaps a user's function; raised again as OperationFailed
+        ("http/range_request.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }
 )
 
@@ -285,7 +295,7 @@ def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
         (impurities, "plan/tasks.py", "print(1)"),
         (environment_reads, "cli/main.py", "import os\nos.environ.get('A')"),
         (environment_reads, "cli/main.py", "from os import getenv"),
-        (pickles, "fleet/hub.py", "def f():\n    from pickle import loads"),
+        (pickles, "hub/app.py", "def f():\n    from pickle import loads"),
         (pickles, "loader/load.py", "import torch\ntorch.load('x')"),
         (broad_excepts, "engine/run.py", "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "engine/run.py", "try:\n    g()\nexcept (OSError, BaseException) as e:\n    raise X from e"),

@@ -112,7 +112,7 @@ def _write_digests(job: Job) -> dict[str, Any]:
     from pathlib import Path
 
     from penstock.config import Settings
-    from penstock.storage import manifest
+    from penstock.storage import weight_set as manifest
 
     with manifest.open_weights(job.checkpoint.directory, settings=Settings.read()) as weights:
         raw = manifest.encode(manifest.build(weights))

@@ -9,52 +9,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.fleet.attach import Attached, AttachReport, attach
-    from penstock.fleet.join import Fleet, join
-    from penstock.fleet.keeper import Keeper
-    from penstock.fleet.report import FetchReport
+    from penstock.fetch.join import Fleet, join
+    from penstock.fetch.report import FetchReport
     from penstock.jobs.convert import convert
     from penstock.jobs.report import ConvertReport
+    from penstock.keeper.attach import Attached, AttachReport, attach
+    from penstock.keeper.keeper import Keeper
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import Report
     from penstock.loader.safe_open import load_file, safe_open
     from penstock.loader.verify import Inspection, Verification, inspect, verify
-    from penstock.sync.declare import Shard
-    from penstock.sync.publish import Publisher, publisher
-    from penstock.sync.receive import Hooks, Subscriber
+    from penstock.sync.publish.publisher import Publisher, publisher
+    from penstock.sync.receive.subscribe import subscriber
+    from penstock.sync.receive.subscriber import Hooks, Subscriber
     from penstock.sync.report import PublishReport, UpdateReport
-    from penstock.sync.subscribe import subscriber
+    from penstock.sync.shards import Shard
 
 _ROOMS = {
-    "AttachReport": "fleet.attach",
-    "Attached": "fleet.attach",
+    "AttachReport": "keeper.attach",
+    "Attached": "keeper.attach",
     "ConvertReport": "jobs.report",
-    "FetchReport": "fleet.report",
-    "Fleet": "fleet.join",
-    "Hooks": "sync.receive",
+    "FetchReport": "fetch.report",
+    "Fleet": "fetch.join",
+    "Hooks": "sync.receive.subscriber",
     "Inspection": "loader.verify",
-    "Keeper": "fleet.keeper",
+    "Keeper": "keeper.keeper",
     "PublishReport": "sync.report",
-    "Publisher": "sync.publish",
+    "Publisher": "sync.publish.publisher",
     "Report": "loader.report",
-    "Shard": "sync.declare",
-    "Subscriber": "sync.receive",
+    "Shard": "sync.shards",
+    "Subscriber": "sync.receive.subscriber",
     "TensorStream": "loader.load",
     "UpdateReport": "sync.report",
     "Verification": "loader.verify",
     "Weights": "loader.load",
-    "attach": "fleet.attach",
+    "attach": "keeper.attach",
     "convert": "jobs.convert",
     "inspect": "loader.verify",
-    "join": "fleet.join",
+    "join": "fetch.join",
     "load": "loader.load",
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
-    "publisher": "sync.publish",
+    "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
     "stream": "loader.load",
-    "subscriber": "sync.subscribe",
+    "subscriber": "sync.receive.subscribe",
     "verify": "loader.verify",
 }
 

@@ -36,17 +36,17 @@ from penstock.types import MIB
 
 STALL_S = 6.0
 SMALL = {
-    "penstock.fleet.line.CHUNK_BYTES": 256 << 10,
-    "penstock.fleet.claims.MIN_PIECE_BYTES": MIB,
-    "penstock.fleet.claims.CLAIM_STALL_S": 5.0,
+    "penstock.peer.weight_layout.CHUNK_BYTES": 256 << 10,
+    "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
+    "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
 """Weights of 8 MiB have 32 chunks then, and are claimed in eight pieces: as many as those of 512 MiB by default."""
 HASTY = SMALL | {
-    "penstock.fleet.client.ATTEMPT_S": 1.0,
-    "penstock.fleet.client._MAX_PAUSE_S": 0.1,
-    "penstock.fleet.local.BEAT_S": 0.25,
-    "penstock.fleet.local.TTL_S": 2.0,
-    "penstock.fleet.store_redis.ANSWER_S": 0.5,
+    "penstock.hub.client.ATTEMPT_S": 1.0,
+    "penstock.hub.client._MAX_PAUSE_S": 0.1,
+    "penstock.hub.local_hub.BEAT_S": 0.25,
+    "penstock.hub.local_hub.TTL_S": 2.0,
+    "penstock.hub.store_redis.ANSWER_S": 0.5,
 }
 """Beats and silences in proportion to rounds of seconds."""
 ROUND_S = 90.0
@@ -340,7 +340,7 @@ class Round:
 
 
 KEPT_FILES = frozenset({"generation", "grant.seed"})
-"""Of the runtime directory: see `penstock.fleet.local`."""
+"""Of the runtime directory: see `penstock.hub.local_hub`."""
 
 
 class Process(Worker):

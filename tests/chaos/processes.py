@@ -126,9 +126,9 @@ def run(told: dict[str, Any]) -> int:
 
 def hub(told: dict[str, Any]) -> int:
     """Run a hub whose time of day is set by lines of input: seconds that it is ahead of the machine's."""
-    from penstock.fleet.directory import Directory
-    from penstock.fleet.serve import run_hub
-    from penstock.fleet.store import MemoryStore, Store
+    from penstock.hub.directory import Directory
+    from penstock.hub.server import run_hub
+    from penstock.hub.store import MemoryStore, Store
 
     ahead_s, time_of_day = [float(told["ahead_s"])], time.time
     vars(time)["time"] = lambda: time_of_day() + ahead_s[0]
@@ -141,7 +141,7 @@ def hub(told: dict[str, Any]) -> int:
     set_constants(told["constants"])
     store: Store = MemoryStore()
     if told["redis"]:
-        from penstock.fleet.store_redis import RedisStore
+        from penstock.hub.store_redis import RedisStore
 
         store = RedisStore(told["redis"])
     directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"])
@@ -225,8 +225,8 @@ def convert(told: dict[str, Any]) -> int:
     import torch
 
     from penstock.errors import PenstockError
-    from penstock.jobs import crew
     from penstock.jobs.convert import convert as convert_now
+    from penstock.jobs.workers import launch as crew
 
     torch.set_num_threads(1)
     if told["limit_file_bytes"]:
@@ -243,7 +243,7 @@ def convert(told: dict[str, Any]) -> int:
 
 def fork_server() -> Any:
     """Return a production fork server that was itself forked: it needs no seconds to import torch."""
-    from penstock.jobs import zygote
+    from penstock.jobs.workers import fork_server as zygote
     from penstock.testing.zygote import Graft
 
     class Process:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.fleet.store import MemoryStore, Store
-from penstock.fleet.store_redis import RedisStore
+from penstock.hub.store import MemoryStore, Store
+from penstock.hub.store_redis import RedisStore
 from penstock.testing import redis_server
 from penstock.testing.store_suite import StoreTests
 

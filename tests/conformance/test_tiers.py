@@ -8,8 +8,8 @@ import pytest
 
 from penstock.config import Settings
 from penstock.memory.tier import Tier
+from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
-from penstock.storage.spill import SpillTier
 from penstock.testing.tier_suite import TierTests
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.jobs import crew
+from penstock.jobs.workers import launch as crew
 from penstock.testing.zygote import Zygote
 
 

@@ -14,8 +14,8 @@ from tests.unit.sync.moved import same  # noqa: E402 - after what it needs
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
-from penstock.sync.layout import fill  # noqa: E402
-from penstock.sync.record import record  # noqa: E402
+from penstock.sync.recording.layout import fill  # noqa: E402
+from penstock.sync.recording.record import record  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

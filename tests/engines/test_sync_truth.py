@@ -17,9 +17,9 @@ from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
 from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
-from penstock.sync.declare import declared  # noqa: E402
-from penstock.sync.record import record  # noqa: E402
-from penstock.sync.want import wanted  # noqa: E402
+from penstock.sync.recording.record import record  # noqa: E402
+from penstock.sync.recording.requirements import wanted  # noqa: E402
+from penstock.sync.shards import declared  # noqa: E402
 from penstock.testing.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.engines

@@ -76,7 +76,7 @@ TRAINER = (
 import os, signal, sys
 
 import penstock as ps
-from penstock.sync.held import Held
+from penstock.sync.local_version import Held
 
 if __name__ == "__main__":
     model = weights(sys.argv[1], 0)

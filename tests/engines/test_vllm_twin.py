@@ -26,12 +26,12 @@ from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 
 from penstock.errors import PlanError
-from penstock.fleet.line import tabulate
+from penstock.peer.weight_layout import tabulate
 from penstock.integrations.vllm_twin import Twin
 from penstock.loader.tensor import dtype_of
-from penstock.sync.layout import fill
-from penstock.sync.record import record
-from penstock.sync.want import wanted
+from penstock.sync.recording.layout import fill
+from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import wanted
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

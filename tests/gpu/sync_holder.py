@@ -21,7 +21,7 @@ from penstock.digest.strip import Strips
 from penstock.errors import PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Layout
-from penstock.sync.held import Answer, Held, HeldMap
+from penstock.sync.local_version import Answer, Held, HeldMap
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory
 

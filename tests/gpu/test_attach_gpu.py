@@ -15,7 +15,7 @@ import torch
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.fleet.holding import Holding
+from penstock.peer.local_weights import Holding
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 

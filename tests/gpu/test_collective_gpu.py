@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import DestinationError
-from penstock.fleet.holding import Holding
-from penstock.fleet.identity import Identity
-from penstock.fleet.line import line_of_tensors
+from penstock.hub.identity import Identity
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.peer.local_weights import Holding
+from penstock.peer.weight_layout import line_of_tensors
 from penstock.testing.ranks import run_ranks
 from penstock.transport.collective import CollectiveTransport
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import penstock  # noqa: E402
 from penstock.jobs.convert import convert  # noqa: E402
-from penstock.jobs.crew import LocalCrew  # noqa: E402
+from penstock.jobs.workers.launch import LocalCrew  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ import penstock
 from penstock.config import Settings
 from penstock.engine.place_cuda import CudaPlace
 from penstock.errors import SourceUnavailable
-from penstock.storage import manifest as manifests
+from penstock.storage import weight_set as manifests
 from penstock.storage.files import FileSource
 from penstock.types import MIB
 

@@ -11,11 +11,11 @@ import torch
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
+from penstock.segments import Rectangles
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport.pinned import PinnedTransport
-from penstock.transport.protocol import Rectangles
 from penstock.transport.shm import ShmTransport
 from penstock.transport.staged import StagedTransport
 

@@ -11,17 +11,17 @@ import torch
 from tests.gpu.sync_holder import SHAPES, Holder, bytes_of, on_device
 from tests.unit.sync.parts import naive, parts, sharded
 
-from penstock.digest import pack_cuda
+from penstock.cuda import pack as pack_cuda
 from penstock.digest.strip import Strips, strip_digests
 from penstock.digest.strip_cuda import plan_strips
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
-from penstock.sync.copy import Copy
-from penstock.sync.held import Held
-from penstock.sync.link import LocalLink
-from penstock.sync.replica import Replica
-from penstock.sync.shadow import Shadow
-from penstock.sync.take import Take
+from penstock.sync.copy_plan import Copy
+from penstock.sync.local_version import Held
+from penstock.sync.publish.snapshot import Replica
+from penstock.sync.receive.source_link import LocalLink
+from penstock.sync.receive.staging_copy import Shadow
+from penstock.sync.receive.transfer import Take
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory
 from penstock.types import MIB

@@ -16,7 +16,7 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.engine.place_cuda import CudaRegistrar
-from penstock.fleet.client import HubClient
+from penstock.hub.client import HubClient
 from penstock.memory.tier import Tier
 from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_host import PoolTier

@@ -20,7 +20,8 @@ from types import FunctionType
 import safetensors
 
 from penstock.errors import FormatError, PenstockError
-from penstock.storage import MemorySource, manifest_file
+from penstock.storage import MemorySource
+from penstock.storage import manifest as manifest_file
 from penstock.storage.safetensors import parse_index, read_header
 
 BODY = bytes(64)

@@ -16,7 +16,7 @@ import penstock
 from penstock.cli.main import run
 from penstock.compat.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceUnavailable
-from penstock.fleet.auth import first_token
+from penstock.hub.auth import first_token
 from penstock.testing.checkpoints import write_llama
 
 SOON_S = 30.0

@@ -18,10 +18,10 @@ from tests.truth import by_safetensors
 
 from penstock.cli.manifest import manifest
 from penstock.errors import HubUnavailable
-from penstock.fleet.client import HubClient
-from penstock.fleet.local import find_hub
-from penstock.fleet.messages import HoldingState
-from penstock.jobs import crew
+from penstock.hub.client import HubClient
+from penstock.hub.local_hub import find_hub
+from penstock.hub.messages import HoldingState
+from penstock.jobs.workers import launch as crew
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
 from penstock.testing.sync import SyncTask, SyncWorker
@@ -29,9 +29,9 @@ from penstock.testing.zygote import Forked, Zygote
 from penstock.types import MIB
 
 SMALL = {
-    "penstock.fleet.line.CHUNK_BYTES": 256 << 10,
-    "penstock.fleet.claims.MIN_PIECE_BYTES": MIB,
-    "penstock.fleet.claims.CLAIM_STALL_S": 5.0,
+    "penstock.peer.weight_layout.CHUNK_BYTES": 256 << 10,
+    "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
+    "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
 """Weights of a few MiB have tens of chunks then."""
 STALL_S = 10.0

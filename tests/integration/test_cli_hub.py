@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from penstock.fleet.client import HubClient
-from penstock.fleet.messages import Beat, Complaint, FlightRequest, Hello
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Beat, Complaint, FlightRequest, Hello
 from penstock.testing import commands
 from penstock.testing.hubs import IDENTITY, holding
 from penstock.testing.processes import listening_ports

@@ -15,8 +15,8 @@ from tests.truth import by_safetensors
 
 from penstock.cli.manifest import manifest
 from penstock.config import Settings
-from penstock.storage.manifest import open_weights
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
+from penstock.storage.weight_set import open_weights
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
@@ -25,9 +25,9 @@ COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)
 SLOW_BYTES_PER_S = 50_000_000
 """What all readers of a slow storage share."""
 DEFAULTS = {
-    "penstock.fleet.line.CHUNK_BYTES": 16 * MIB,
-    "penstock.fleet.claims.MIN_PIECE_BYTES": 64 * MIB,
-    "penstock.fleet.claims.CLAIM_STALL_S": 30.0,
+    "penstock.peer.weight_layout.CHUNK_BYTES": 16 * MIB,
+    "penstock.hub.claims.MIN_PIECE_BYTES": 64 * MIB,
+    "penstock.hub.claims.CLAIM_STALL_S": 30.0,
 }
 """The product's own constants: other tests of this folder use smaller ones."""
 

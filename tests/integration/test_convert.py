@@ -26,8 +26,8 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.jobs.convert import convert, plan
-from penstock.jobs.crew import LocalCrew, num_early
 from penstock.jobs.journal import Journal
+from penstock.jobs.workers.launch import LocalCrew, num_early
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
 
@@ -147,7 +147,7 @@ assert "torch" not in sys.modules
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_that_were_begun_before_their_device_was_known(source, expected, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr("penstock.jobs.crew.num_early", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock.jobs.workers.launch.num_early", lambda devices, workers: 2)
     with LocalCrew() as crew:
         crew.begin()
         early = [process for process, _ in crew._early]
@@ -173,7 +173,7 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
     ],
 )
 def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown, num):
-    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: True)
+    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
     monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
@@ -182,18 +182,18 @@ def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown,
 
 
 def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
-    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: True)
+    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
     with LocalCrew() as crew:
         assert crew.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         assert crew.zygote is not None
     with LocalCrew() as crew, monkeypatch.context() as patched, pytest.raises(PeerLost, match="ended with 16"):
-        patched.setattr("penstock.jobs.crew._COUNTED", 17 + torch.cuda.device_count())  # as if it had failed
+        patched.setattr("penstock.jobs.workers.launch._COUNTED", 17 + torch.cuda.device_count())  # as if it had failed
         crew.gpus()
 
 
 def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.jobs.crew.num_early", lambda devices, workers: 2)
-    monkeypatch.setattr("penstock.jobs.crew.has_driver", lambda: False)
+    monkeypatch.setattr("penstock.jobs.workers.launch.num_early", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
     with LocalCrew() as crew:
         crew.begin()

@@ -17,7 +17,7 @@ import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, SourceChanged, SourceTruncated
 from penstock.jobs.convert import convert
 from penstock.jobs.journal import Journal
-from penstock.jobs.operation import Copy
+from penstock.jobs.operations.operation import Copy
 
 pytestmark = pytest.mark.usefixtures("crew_zygotes")
 

@@ -18,9 +18,9 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
-from penstock.jobs import crew as crew_module
 from penstock.jobs.convert import convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.workers import launch as crew_module
+from penstock.jobs.workers.launch import LocalCrew
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.testing.zygote import Zygote
@@ -49,9 +49,9 @@ def test_an_object_that_changes_meanwhile_ends_it(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from penstock.jobs import crew as crew_module
+from penstock.jobs.workers import launch as crew_module
 from penstock.jobs.convert import convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.workers.launch import LocalCrew
 from penstock.jobs.journal import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)

@@ -23,9 +23,9 @@ import pytest
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
 from penstock.jobs.convert import convert, plan
-from penstock.jobs.crew import LocalCrew
 from penstock.jobs.messages import Hello
-from penstock.jobs.process import connect
+from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.process import connect
 from penstock.storage.output import write_file
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.testing.zygote import Zygote
@@ -206,7 +206,7 @@ def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, tmp_p
                 parents[path.parent.name] = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
             except (OSError, IndexError):
                 continue
-            if b"penstock.jobs.zygote" in words:
+            if b"penstock.jobs.workers.fork_server" in words:
                 found.append(path.parent.name)
         return [one for one in found if parents.get(parents[one]) == str(process.pid)]
 

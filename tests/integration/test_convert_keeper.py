@@ -19,8 +19,8 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
-from penstock.fleet import renewal
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.workers.launch import LocalCrew
+from penstock.keeper import lease as renewal
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.usefixtures("crew_zygotes")

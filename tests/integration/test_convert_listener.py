@@ -14,7 +14,7 @@ import pytest
 
 from penstock.jobs import messages
 from penstock.jobs.convert import convert
-from penstock.jobs.crew import LocalCrew
+from penstock.jobs.workers.launch import LocalCrew
 from penstock.testing.users import STRANGER, run_as
 
 pytestmark = pytest.mark.usefixtures("crew_zygotes")

@@ -51,7 +51,7 @@ class Watched(Placement):
 
 def test_only_what_no_cache_has_is_read_from_the_source(source: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "120")  # for a chunk that another fetches, however busy the machine is
-    monkeypatch.setattr("penstock.jobs.run.Placement", Watched)
+    monkeypatch.setattr("penstock.jobs.coordinator.Placement", Watched)
     *one_host, hosts = rows(source, tmp_path, "4M")
     for row in one_host:
         assert row.served_bytes == row.fetched_bytes == row.missing_bytes, row

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.convert import convert
-from penstock.jobs.function import function_of
+from penstock.jobs.operations.user_function import function_of
 from penstock.testing.operations import check_rows
 from penstock.testing.s3_server import SwiftServer, Unavailable
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.transport.cuda_calls import SIGNATURES
+from penstock.cuda.driver_types import SIGNATURES
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -85,7 +85,7 @@ import numpy as np
 from penstock.memory.arena import Arena
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
-from penstock.transport.cuda_driver import load_driver
+from penstock.cuda.driver import load_driver
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.pinned import PinnedTransport
 from penstock.transport.protocol import Memory, Rectangles

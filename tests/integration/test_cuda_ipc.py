@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.cuda import driver as cuda_driver
+from penstock.cuda.streams import never_freed
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -29,14 +31,15 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.segments import Rectangles
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
-from penstock.transport import cuda_driver, cuda_ipc, fd_door
+from penstock.transport import cuda_ipc
+from penstock.transport import fd_server as fd_door
 from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.cuda_lane import never_freed
 from penstock.transport.cuda_memory import CudaPayload, map_peer
-from penstock.transport.protocol import Memory, Rectangles
+from penstock.transport.protocol import Memory
 
 NBYTES = 5_000_011
 

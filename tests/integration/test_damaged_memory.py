@@ -17,10 +17,10 @@ import torch
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.fleet import renewal
-from penstock.fleet.client import HubClient
-from penstock.fleet.holding import Holding
-from penstock.fleet.local import find_hub
+from penstock.hub.client import HubClient
+from penstock.hub.local_hub import find_hub
+from penstock.keeper import lease as renewal
+from penstock.peer.local_weights import Holding
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.damage import arenas
 from penstock.testing.keeper import KeeperProcess
@@ -153,7 +153,7 @@ def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large,
 
 
 def test_a_member_whose_memory_changes_ends_serving_with_the_reason(host, large) -> None:
-    worker = host.start(model="m", fallback=str(large), constants={"penstock.fleet.line.CHUNK_BYTES": 16 << 20})
+    worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.weight_layout.CHUNK_BYTES": 16 << 20})
     worker.say_until("digests")
     worker.say_until("serving")
     memory = arenas(worker.process.pid)[0]

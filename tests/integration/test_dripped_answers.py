@@ -15,9 +15,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from penstock.errors import HubUnavailable, SourceStalled
-from penstock.fleet.client import HubClient
-from penstock.fleet.messages import Upstream
-from penstock.fleet.peer import Peer
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Upstream
+from penstock.peer.client import Peer
 
 DRIP_S = 0.2
 DRIPS_S = 30.0

@@ -21,13 +21,13 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.cli.manifest import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
-from penstock.fleet import part
-from penstock.fleet.client import HubClient
-from penstock.fleet.holding import Holding
-from penstock.fleet.line import line_of_tensors
-from penstock.fleet.member import Member
-from penstock.fleet.messages import Beat, FlightReply, Hello, HoldingMap, LogReply
+from penstock.fetch import storage_reader as part
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Beat, FlightReply, Hello, HoldingMap, LogReply
 from penstock.memory.memfd import shared_at
+from penstock.peer.local_weights import Holding
+from penstock.peer.member import Member
+from penstock.peer.weight_layout import line_of_tensors
 from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
@@ -37,8 +37,8 @@ from penstock.types import I64, MIB, DType
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
-    monkeypatch.setattr("penstock.fleet.claims.MIN_PIECE_BYTES", MIB)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.hub.claims.MIN_PIECE_BYTES", MIB)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
     made: Path, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets on by what members give it, so that it would keep its claim for as long."""
-    monkeypatch.setattr("penstock.fleet.claims.CLAIM_STALL_S", 60.0)
+    monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = part.StoragePart.read, list[part.StoragePart]()
 
     def read_badly(self: part.StoragePart, chunks: I64) -> Iterator[I64]:
@@ -287,7 +287,7 @@ def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_
     made: Path, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives, and its storage is given up no sooner than they would give up waiting for it."""
-    monkeypatch.setattr("penstock.fleet.claims.CLAIM_STALL_S", 60.0)
+    monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = part.StoragePart.read, list[part.StoragePart](), threading.Event()
 
     def hang(self: part.StoragePart, chunks: I64) -> Iterator[I64]:

@@ -19,7 +19,7 @@ from penstock.types import MIB
 STALL_S = 4.0
 SLACK_S = 8.0
 """For processes that share two cores with others: joining, and looks at who is silent."""
-ONE_CHUNK = {"penstock.fleet.line.CHUNK_BYTES": 4 * MIB}
+ONE_CHUNK = {"penstock.peer.weight_layout.CHUNK_BYTES": 4 * MIB}
 SLOW_BYTES_PER_S = 400e3
 """A chunk of 2 MiB takes five seconds, longer than a stall; a compressed block of 1 MiB, which counts once it is whole,
 takes less."""
@@ -86,7 +86,7 @@ def test_who_waits_for_slow_storage_neither_fails_nor_reads_it_again(
 ) -> None:
     truth, uri = by_safetensors(one_chunk), f"{slow_storage.url}/m"
     stall = {"PENSTOCK_STALL_S": str(STALL_S)}
-    constants = {**ONE_CHUNK, "penstock.fleet.claims.CLAIM_STALL_S": STALL_S}
+    constants = {**ONE_CHUNK, "penstock.hub.claims.CLAIM_STALL_S": STALL_S}
     first = host.start(constants, fallback=uri, environ=stall)
     host.wait_for(lambda held: any(one.claims for one in held))
     others = [host.start(constants, fallback=where, environ=stall) for where in (uri, None)]

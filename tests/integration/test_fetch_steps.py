@@ -7,9 +7,10 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
+from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Handle, Pending, Segments
+from penstock.transport.protocol import Handle, Pending
 from penstock.types import MIB
 
 CHUNK_BYTES = 256 << 10
@@ -27,8 +28,8 @@ def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
     is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("penstock.fleet.upstream.MAPPED_STEP_CHUNKS", 8)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("penstock.fetch.upstream.MAPPED_STEP_CHUNKS", 8)
     first, honest = list[int](), HttpTransport.post_read
 
     def post_read(self: HttpTransport, into: Handle, source: Descriptor, segments: Segments) -> Pending:

@@ -14,7 +14,7 @@ from tests.truth import assert_same, bits, by_safetensors
 
 import penstock as ps
 from penstock.errors import NotFound, PlanError
-from penstock.fleet.messages import WhyRequest
+from penstock.hub.messages import WhyRequest
 from penstock.testing.checkpoints import every_dtype, write_moe
 from penstock.testing.fleet import digests
 from penstock.types import MIB, DType
@@ -168,7 +168,7 @@ def test_a_host_is_the_same_whatever_it_is_called(host: Host, made: Path, monkey
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
     if same_name:
-        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: f"host {next(names)}")
+        monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host {next(names)}")
     with ps.join("m", listen="localhost:0") as holder, ps.join("m", listen="127.0.0.1:0") as reader:
         holder.fetch({}, fallback=made)
         report = reader.fetch({})

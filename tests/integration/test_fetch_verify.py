@@ -14,7 +14,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.errors import IntegrityError, NotFound
 
-QUIET = {"penstock.fleet.local.BEAT_S": 5.0, "penstock.fleet.local.TTL_S": 60.0}
+QUIET = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
 """A hub whose members beat so seldom that none finds in time that its own memory is bad."""
 
 
@@ -102,7 +102,7 @@ def test_a_holder_whose_memory_is_bad_is_named(
 
 
 def test_a_holder_finds_that_its_memory_went_bad(host: Host, made: Path, truth) -> None:
-    holder = host.start({"penstock.fleet.local.BEAT_S": 0.02}, fallback=str(made))
+    holder = host.start({"penstock.hub.local_hub.BEAT_S": 0.02}, fallback=str(made))
     check(holder, truth)
     host.wait_for(lambda held: any(one.state == "whole" for one in held))
     holder.tell("corrupt 7")

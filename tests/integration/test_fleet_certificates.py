@@ -11,12 +11,12 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import PermissionDenied
-from penstock.fleet.auth import Auth
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.messages import Beat, Hello
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, Hello
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
 from penstock.testing.authority import Authority
 
 
@@ -24,7 +24,7 @@ from penstock.testing.authority import Authority
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         holder.fetch({}, fallback=made)
         (door,) = [one for one in holder.member.door.addresses if one.startswith("https")]
         show(monkeypatch, authority, "reader")
-        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
+        monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", hub=hub, transports=["http"]) as reader:
             report = reader.fetch(found, wait_s=20.0)
         assert_same(found, truth)

@@ -25,8 +25,8 @@ from tests.truth import by_safetensors
 
 from penstock.cli.manifest import manifest
 from penstock.errors import HubUnavailable, PenstockError
-from penstock.fleet.client import HubClient
-from penstock.fleet.local import find_hub
+from penstock.hub.client import HubClient
+from penstock.hub.local_hub import find_hub
 from penstock.testing import redis_server
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
@@ -39,12 +39,12 @@ AT_ONCE = 6
 DONE_S = 60.0
 """A drill takes two seconds, or some more where somebody falls silent: far below this."""
 HASTY = SMALL | {
-    "penstock.fleet.client.ATTEMPT_S": 1.0,
-    "penstock.fleet.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
-    "penstock.fleet.local.BEAT_S": 0.25,
-    "penstock.fleet.local.TTL_S": 2.0,
-    "penstock.fleet.claims.CLAIM_STALL_S": 3.0,
-    "penstock.fleet.store_redis.ANSWER_S": 0.5,
+    "penstock.hub.client.ATTEMPT_S": 1.0,
+    "penstock.hub.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
+    "penstock.hub.local_hub.BEAT_S": 0.25,
+    "penstock.hub.local_hub.TTL_S": 2.0,
+    "penstock.hub.claims.CLAIM_STALL_S": 3.0,
+    "penstock.hub.store_redis.ANSWER_S": 0.5,
 }
 STALL_S = "8.0"
 CAP = 8 << 20

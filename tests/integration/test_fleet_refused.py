@@ -16,12 +16,12 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
-from penstock.fleet import door
-from penstock.fleet.auth import Auth
-from penstock.fleet.directory import Directory
-from penstock.fleet.messages import FlightRequest, HoldingState, WhyRequest
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.messages import FlightRequest, HoldingState, WhyRequest
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.peer import server as door
 
 ALL, OTHERS = "all-models-0123456789", "other-models-0123456789"
 FAR_S = "120"

@@ -12,9 +12,9 @@ from tests.integration.conftest import SMALL, Host, check
 
 import penstock as ps
 from penstock.errors import PermissionDenied
-from penstock.fleet.client import HubClient
-from penstock.fleet.messages import FlightRequest, HoldingState
-from penstock.fleet.peer import Peer
+from penstock.hub.client import HubClient
+from penstock.hub.messages import FlightRequest, HoldingState
+from penstock.peer.client import Peer
 from penstock.testing.zygote import Zygote
 
 SLOW = 256 << 10
@@ -33,7 +33,7 @@ def test_a_member_that_gives_slowly_does_not_slow_those_below_it(host: Host, mad
 
 def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
-    slow = host.start({"penstock.fleet.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
+    slow = host.start({"penstock.fetch.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
     slow.say_until("joined")
     host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
     for worker in [host.start() for _ in range(3)]:
@@ -44,7 +44,7 @@ def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made
 
 def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
-    at_once = {"penstock.fleet.upstream.JUDGED_AFTER_S": 0.0}
+    at_once = {"penstock.fetch.upstream.JUDGED_AFTER_S": 0.0}
     report = check(host.start(at_once, fallback=str(made), join={"min_gb_per_s": 1e6}), truth)
     assert report["storage_bytes"] > 0
     assert any("below the floor" in fault for fault in report["faults"]), report["faults"]
@@ -64,7 +64,7 @@ def test_the_only_holder_is_held_to_the_floor_too(host: Host, made: Path, truth)
 
 def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> None:
     holder = host.start(
-        {"penstock.fleet.door.LEASE_TTL_S": 2.0},
+        {"penstock.peer.server.LEASE_TTL_S": 2.0},
         fallback=str(made),
         join={"max_readers": 1, "max_bytes_per_s": 4 << 20},
     )

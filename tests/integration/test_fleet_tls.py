@@ -14,7 +14,7 @@ import torch
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError
-from penstock.fleet.tls import MemberTls
+from penstock.hub.tls import MemberTls
 from penstock.testing.authority import Authority
 from penstock.transport.descriptor import decode
 
@@ -53,7 +53,7 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
         assert door.startswith("https://")
         (region, *_) = holder.member.holdings[0].map().regions
         assert msgspec.msgpack.decode(decode(region["http"]).payload)["is_tls"]
-        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
+        monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", transports=["http"]) as reader:
             report = reader.fetch(found)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
@@ -78,7 +78,7 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
 
 
 def test_a_door_beyond_loopback_is_guarded_by_certificates_too(authority: Authority, tmp_path: Path) -> None:
-    from penstock.fleet.door import Door
+    from penstock.peer.server import Door
 
     tls = MemberTls.read()
     assert tls is not None

@@ -18,14 +18,14 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import PenstockError, PlanError
-from penstock.fleet.auth import Auth
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.member import host_id
-from penstock.fleet.messages import Beat, Hello, HoldingMap, SyncState, Upstream
-from penstock.fleet.peer import Peer
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, Hello, HoldingMap, SyncState, Upstream
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.peer.client import Peer
+from penstock.peer.member import host_id
 from penstock.transport.descriptor import decode, encode
 
 OPERATORS, LLAMA = "operators-token-0123456789", "llama-only-token-0123456789"
@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="pt-"))
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
     yield directory
     shutil.rmtree(directory)
 
@@ -197,7 +197,7 @@ def test_a_data_port_is_only_asked_where_the_door_is(
         holding = liar.member.holdings[0]
         honest = holding.map
         vars(holding)["map"] = lambda lease: lie(honest(lease))
-        monkeypatch.setattr("penstock.fleet.member.host_id", lambda: "another host")
+        monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("llama-3", hub=hub, token=OPERATORS, transports=["http"]) as reader:
             report = reader.fetch(found, fallback=str(made))
         assert_same(found, truth)

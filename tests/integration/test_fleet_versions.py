@@ -18,14 +18,14 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, PlanError
-from penstock.fleet import door
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.door_server import RequestHandler
-from penstock.fleet.messages import Hello
-from penstock.fleet.protocol import PROTOCOL
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Hello
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.hub.version_negotiation import PROTOCOL
+from penstock.peer import server as door
+from penstock.peer.http_listener import RequestHandler
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
@@ -46,7 +46,7 @@ def with_more_fields(value: Any, *, inside: str = "") -> Any:
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 
 def _no_auth() -> Any:
-    from penstock.fleet.auth import Auth
+    from penstock.hub.auth import Auth
 
     return Auth()
 
@@ -69,7 +69,7 @@ Change = Callable[[Any], Any]
 @pytest.fixture
 def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
     """Between members and the hub, changing what each side says."""
-    from penstock.fleet.peer import _UnixConnection
+    from penstock.peer.client import _UnixConnection
 
     servers: list[http.server.ThreadingHTTPServer] = []
 
@@ -176,7 +176,7 @@ def test_a_version_that_is_none_is_refused(hub: str) -> None:
 
 
 def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> None:
-    from penstock.fleet.peer import _UnixConnection
+    from penstock.peer.client import _UnixConnection
 
     with ps.join("m", hub=hub) as holder:
         (path,) = [urlsplit(one).path for one in holder.member.door.addresses]

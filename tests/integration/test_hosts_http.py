@@ -26,22 +26,23 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.http import server as http_server
+from penstock.http.connection import MAX_RUNS, ReadRequest, Wire
 from penstock.net.limits import ConnectionLimits
+from penstock.segments import Segments
 from penstock.testing.transport_suite import sample, segments
-from penstock.transport import http_server
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.http import HttpTransport
-from penstock.transport.http_wire import MAX_RUNS, ReadRequest, Wire
-from penstock.transport.protocol import Memory, Segments
+from penstock.transport.protocol import Memory
 
 NBYTES = 40_000_003
 HOLDER = """
 import sys, time
 from penstock.testing.transport_suite import sample
-from penstock.transport import http_server
+from penstock.http import server as http_server
 from penstock.transport.descriptor import encode
 from penstock.transport.http import HttpTransport
-from penstock.transport.http_wire import Wire
+from penstock.http.connection import Wire
 from penstock.transport.protocol import Memory
 
 if sys.argv[2] == "slow":

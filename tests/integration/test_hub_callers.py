@@ -19,8 +19,8 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import PermissionDenied, UnknownMember
-from penstock.fleet.client import HubClient
-from penstock.fleet.messages import Beat, Complaint, Hello, MemberStatus
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Beat, Complaint, Hello, MemberStatus
 
 FLEET, LIAR, OTHER = "fleet-token-0123456789", "liar-token-0123456789", "other-token-0123456789"
 SECOND = "second-token-0123456789"
@@ -32,7 +32,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pc-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
-    monkeypatch.setattr("penstock.fleet.line.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
     yield
     shutil.rmtree(directory)
 
@@ -131,7 +131,7 @@ def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_
 
 
 def _why():
-    from penstock.fleet.messages import WhyRequest
+    from penstock.hub.messages import WhyRequest
 
     return WhyRequest(model="m")
 

@@ -18,13 +18,13 @@ from hypothesis import settings
 from schemathesis.checks import CHECKS
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
-from penstock.fleet.auth import Auth
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.hub import MAX_BODY_BYTES, create_app
-from penstock.fleet.messages import Beat, ClaimRequest, Complaint, FlightRequest, Hello, WhyRequest
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.app import MAX_BODY_BYTES, create_app
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, ClaimRequest, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
 from penstock.testing.authority import Authority
 from penstock.testing.hubs import IDENTITY, holding
 

@@ -19,12 +19,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
-from penstock.fleet.auth import Auth
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.messages import Beat, Hello
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store import MemoryStore
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, Hello
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
 from penstock.net.limits import ConnectionLimits
 from penstock.testing.users import STRANGER, run_as
 

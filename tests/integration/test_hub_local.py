@@ -17,16 +17,16 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 from penstock.errors import ConfigError, HubUnavailable, UnknownMember
-from penstock.fleet import client as hub_client
-from penstock.fleet.client import HubClient
-from penstock.fleet.local import LocalLine
-from penstock.fleet.messages import Beat, ClaimRequest, Hello
+from penstock.hub import client as hub_client
+from penstock.hub.client import HubClient
+from penstock.hub.local_hub import LocalLine
+from penstock.hub.messages import Beat, ClaimRequest, Hello
 from penstock.testing.hubs import holding
 
 _HOST = """
 import sys, time
-from penstock.fleet.client import HubClient
-from penstock.fleet.messages import Beat, Hello
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Beat, Hello
 hub = HubClient.connect(None)
 hub.hello(Hello(member=hub.member, host="h", doors=("unix:///c",)))
 print("ready", flush=True)
@@ -141,7 +141,7 @@ def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, chi
 
 _STOPPED_AT_ONCE = """
 import os, signal
-from penstock.fleet import local
+from penstock.hub import local_hub as local
 def start(self):
     os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit

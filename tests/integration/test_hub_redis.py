@@ -16,13 +16,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, UnknownMember
-from penstock.fleet.auth import Auth
-from penstock.fleet.client import HubClient
-from penstock.fleet.directory import Directory
-from penstock.fleet.grants import GrantChecker
-from penstock.fleet.messages import Beat, ClaimRequest, FlightRequest, Hello
-from penstock.fleet.serve import HubThread, bind
-from penstock.fleet.store_redis import RedisStore
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.grants import GrantChecker
+from penstock.hub.messages import Beat, ClaimRequest, FlightRequest, Hello
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store_redis import RedisStore
 from penstock.testing import redis_server
 from penstock.testing.hubs import IDENTITY, chunks, holding
 

@@ -19,7 +19,7 @@ import torch
 from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
-from penstock.fleet import renewal
+from penstock.keeper import lease as renewal
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 from penstock.testing.zygote import Zygote

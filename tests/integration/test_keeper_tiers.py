@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import penstock as ps
 from penstock.cli.main import app
-from penstock.fleet import renewal
+from penstock.keeper import lease as renewal
 from penstock.memory.memfd import shared_at
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess

@@ -11,13 +11,14 @@ import torch
 
 import penstock as ps
 from penstock.errors import PenstockError, StaleDescriptor
-from penstock.fleet import door
-from penstock.fleet.member import Member
-from penstock.fleet.messages import FlightRequest, HoldingState
-from penstock.fleet.peer import Peer
+from penstock.hub.messages import FlightRequest, HoldingState
+from penstock.peer import server as door
+from penstock.peer.client import Peer
+from penstock.peer.member import Member
+from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Memory, Segments
+from penstock.transport.protocol import Memory
 
 NBYTES = 64 << 20
 

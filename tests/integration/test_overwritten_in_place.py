@@ -143,7 +143,7 @@ def runai_ranges(path: Path) -> set[int]:
 def manifest(path: Path) -> set[int]:
     """Digests of one content, whichever."""
     from penstock.config import Settings
-    from penstock.storage.manifest import build, open_weights
+    from penstock.storage.weight_set import build, open_weights
 
     with open_weights(path, settings=Settings.read()) as weights:
         leaves = build(weights).leaves

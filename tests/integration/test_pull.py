@@ -18,8 +18,8 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
-from penstock.fleet import pull as pulling
-from penstock.storage import kernel
+from penstock.fetch import pull as pulling
+from penstock.storage import page_cache as kernel
 from penstock.testing.checkpoints import every_dtype, write_llama
 
 
@@ -148,7 +148,7 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path, llama, monkeypatch) -> None
 _PULL = """
 import sys, threading, time
 import penstock as ps
-from penstock.fleet.pull import pull
+from penstock.fetch.pull import pull
 
 def held():
     lines = dict(line.split(":") for line in open("/proc/self/status"))

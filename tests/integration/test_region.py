@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, PeerLost, StaleDescriptor
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.region import map_region
+from penstock.transport.mapped_region import map_region
 
 NBYTES = 3_000_011
 

@@ -12,7 +12,7 @@ from tests.unit.sync.moved import move
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.sync.declare import Row, Shard, declared
+from penstock.sync.shards import Row, Shard, declared
 from penstock.testing.ranks import run_ranks
 
 Told = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]

@@ -31,9 +31,9 @@ DONE_S = 90.0
 """A drill takes some seconds, more where somebody falls silent: far below this."""
 STALL_S = "6.0"
 HASTY = {
-    "penstock.fleet.client.ATTEMPT_S": 1.0,
-    "penstock.fleet.local.BEAT_S": 0.25,
-    "penstock.fleet.local.TTL_S": 2.0,
+    "penstock.hub.client.ATTEMPT_S": 1.0,
+    "penstock.hub.local_hub.BEAT_S": 0.25,
+    "penstock.hub.local_hub.TTL_S": 2.0,
 }
 ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
 REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}

@@ -24,7 +24,7 @@ LISTEN = {"listen": "127.0.0.1:0", "transports": ["http"]}
 def stack(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     numbers = itertools.count()
     # Every member on a host of its own: no Unix door, no shared memory.
-    monkeypatch.setattr("penstock.fleet.member.host_id", lambda: f"host {next(numbers)}")
+    monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host {next(numbers)}")
     with ExitStack() as found:
         yield found
 

@@ -25,9 +25,9 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from tests.unit.sync.small_models import CONFIGS, make, saved, shuffled  # noqa: E402 - after what it needs
 
 from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
-from penstock.sync.declare import Row, declared  # noqa: E402
-from penstock.sync.layout import fill  # noqa: E402
-from penstock.sync.record import record  # noqa: E402
+from penstock.sync.recording.layout import fill  # noqa: E402
+from penstock.sync.recording.record import record  # noqa: E402
+from penstock.sync.shards import Row, declared  # noqa: E402
 
 TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]
 """FSDP, tensor and expert parallelism; experts are spread over the ranks that share the other tensors."""

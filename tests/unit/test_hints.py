@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 import penstock
 from penstock.config import Settings
 from penstock.errors import PenstockError
-from penstock.fleet.auth import Auth, first_token
-from penstock.fleet.client import HubClient
-from penstock.fleet.door import Door
-from penstock.fleet.messages import Status
-from penstock.fleet.serve import bind
+from penstock.hub.auth import Auth, first_token
+from penstock.hub.client import HubClient
+from penstock.hub.messages import Status
+from penstock.hub.server import bind
 from penstock.jobs.convert import plan
-from penstock.jobs.crew import LocalCrew
-from penstock.storage.manifest_file import check_signature, sign
+from penstock.jobs.workers.launch import LocalCrew
+from penstock.peer.server import Door
+from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB

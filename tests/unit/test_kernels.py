@@ -10,17 +10,17 @@ pytest.importorskip("torch")
 
 import torch
 
+from penstock.cuda.kernel_cache import launch
 from penstock.errors import MissingExtra
-from penstock.kernels import launch
 
 
 def test_no_program_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    launch("penstock.digest.pack_triton", "copy_tiles", 0, (torch.zeros(1),), {})
+    launch("penstock.cuda.pack_triton", "copy_tiles", 0, (torch.zeros(1),), {})
 
 
 def test_who_has_no_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "penstock.digest.pack_triton", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.cuda.pack_triton", raising=False)
     with pytest.raises(MissingExtra, match="need Triton"):
-        launch("penstock.digest.pack_triton", "copy_tiles", 1, (torch.zeros(1),), {})
+        launch("penstock.cuda.pack_triton", "copy_tiles", 1, (torch.zeros(1),), {})

@@ -62,7 +62,7 @@ def bench_load(
 ) -> None:
     """Load again and again: Penstock, and safetensors when it is installed and the files are local."""
     from penstock import api
-    from penstock.storage.place import look
+    from penstock.storage.locate import look
 
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     look(uri)
@@ -152,7 +152,7 @@ def drop_cached(files: Sequence[str]) -> None:
 def _local_files(uri: str) -> list[str]:
     """The files behind a URI when they are local; none otherwise."""
     from penstock.storage import is_remote, local_path
-    from penstock.storage.place import resolve
+    from penstock.storage.locate import resolve
 
     if is_remote(uri):
         return []

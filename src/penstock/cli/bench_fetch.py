@@ -105,10 +105,10 @@ def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) 
 @contextmanager
 def private_hub(directory: str) -> Iterator[str]:
     """A hub of this run alone."""
-    from penstock.fleet.auth import Auth
-    from penstock.fleet.directory import Directory
-    from penstock.fleet.serve import HubThread, bind
-    from penstock.fleet.store import MemoryStore
+    from penstock.hub.auth import Auth
+    from penstock.hub.directory import Directory
+    from penstock.hub.server import HubThread, bind
+    from penstock.hub.store import MemoryStore
 
     url = f"unix://{directory}/hub.sock"
     hub = HubThread(Directory(MemoryStore(), beat_s=0.5, ttl_s=30.0, fresh=True), bind(url, Auth()))

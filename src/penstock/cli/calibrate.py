@@ -145,8 +145,9 @@ def _quantise(on_device: bool) -> float | None:
 
 def _posting() -> tuple[float, float, float]:
     """What a read costs beside its bytes, what a further long run, and what a short one."""
+    from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
-    from penstock.transport.protocol import Memory, Segments
+    from penstock.transport.protocol import Memory
 
     transport = LoopbackTransport()
     room = _RUNS * SHORT_RUN_BYTES

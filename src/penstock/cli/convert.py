@@ -32,10 +32,10 @@ from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.jobs.crew import LocalCrew
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
+    from penstock.jobs.workers.launch import LocalCrew
 
 
 def word_of(text: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def word_of(text: str) -> dict[str, Any]:
         if not isinstance(word, dict):
             raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
         return word
-    from penstock.jobs.words import is_operation, maker_of, usage
+    from penstock.jobs.operations.spec import is_operation, maker_of, usage
 
     name, colon, rest = text.partition(":")
     if colon and "=" not in rest and not is_operation(name):
@@ -130,16 +130,16 @@ def convert(
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
         from penstock.jobs.convert import plan
-        from penstock.jobs.crew import devices_of
+        from penstock.jobs.memory_destination import ONE_FILE, SCHEME
         from penstock.jobs.predict import predict
-        from penstock.jobs.sink import ONE_FILE, SCHEME
+        from penstock.jobs.workers.launch import devices_of
 
         shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
         job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shards)
         where = devices_of(devices.split(","), workers) if ray is None else ()
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
-    from penstock.jobs.crew import LocalCrew
+    from penstock.jobs.workers.launch import LocalCrew
 
     crew = None
     if ray is not None:
@@ -147,7 +147,7 @@ def convert(
     else:
         crew = LocalCrew(devices.split(","), workers)
         crew.begin()  # now, for the rest is imported meanwhile
-    from penstock.jobs.sink import SCHEME
+    from penstock.jobs.memory_destination import SCHEME
 
     run = partial(
         _run,

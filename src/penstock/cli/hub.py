@@ -1,7 +1,7 @@
 """`penstock hub`: the directory of a fleet, until it is told to stop.
 
 In: where to listen, who may ask. Out: its URL on stdout once it listens; then nothing until SIGTERM or SIGINT.
-Not here: serving (`fleet.serve`).
+Not here: serving (`hub.server`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def hub(
 ) -> None:
     """Serve the directory of a fleet: who holds what, who reads what; never weight bytes."""
     from penstock.errors import MissingExtra
-    from penstock.fleet.auth import Auth
+    from penstock.hub.auth import Auth
 
     try:
-        from penstock.fleet.directory import Directory
-        from penstock.fleet.local import own_address
-        from penstock.fleet.serve import run_hub
-        from penstock.fleet.store import MemoryStore, Store
-        from penstock.fleet.store_redis import RedisStore
+        from penstock.hub.directory import Directory
+        from penstock.hub.local_hub import own_address
+        from penstock.hub.server import run_hub
+        from penstock.hub.store import MemoryStore, Store
+        from penstock.hub.store_redis import RedisStore
     except ImportError as error:
         raise MissingExtra(f"the hub needs {error.name}", hint="pip install 'penstock[hub]'") from error
 
@@ -108,7 +108,7 @@ def _log(audit: bool, audit_file: Path | None) -> None:
     Raises:
         ConfigError: the audit's file cannot be written.
     """
-    from penstock.fleet.audit import audit_to
+    from penstock.hub.audit import audit_to
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))

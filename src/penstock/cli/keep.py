@@ -1,7 +1,7 @@
 """`penstock keep`: holds models for the engines of this host until it is told to stop.
 
 In: URIs. Out: a report of each on stdout once all are kept; then nothing until SIGTERM or SIGINT.
-Not here: keeping (`fleet.keeper`).
+Not here: keeping (`keeper.keeper`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, given
 from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
 from penstock.errors import ConfigError
-from penstock.fleet.auth import first_token
+from penstock.hub.auth import first_token
 
 if TYPE_CHECKING:
     from penstock import api
@@ -46,7 +46,7 @@ def keep(
 ) -> None:
     """Keep models in memory for engines of this host, which attach without a copy; be a source for the fleet."""
     from penstock import api
-    from penstock.storage.place import look
+    from penstock.storage.locate import look
 
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):

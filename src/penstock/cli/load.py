@@ -38,7 +38,7 @@ def load(
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
         return
     from penstock import api
-    from penstock.storage.place import look
+    from penstock.storage.locate import look
 
     look(uri)
     weights = api.load(
@@ -75,7 +75,7 @@ class _Plan:
 def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Plan:
     """Plan from the headers, and time a sample of the source to say how long it would take."""
     from penstock.plan.schedule import plan_load
-    from penstock.storage.manifest import open_weights
+    from penstock.storage.weight_set import open_weights
 
     settings = Settings.read(memory_bytes=memory_bytes)
     with open_weights(uri, settings=settings, names=names) as weights:

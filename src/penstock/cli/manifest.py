@@ -1,7 +1,7 @@
 """`penstock manifest` and `penstock verify`: writing the digests of a weight set, and holding it to them.
 
 In: a URI, keys as PEM files. Out: the sidecar (and its detached signature), or the verdict.
-Not here: digests, encoding and signatures (`storage.manifest`).
+Not here: digests, encoding and signatures (`storage.weight_set`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def manifest(
 ) -> None:
     """Read every body once and write the manifest with its digests, so that every later load is verified."""
     from penstock.loader.verify import read_key
-    from penstock.storage import manifest as manifests
+    from penstock.storage import weight_set as manifests
 
     settings = Settings.read()
     target = manifests.sidecar_uri(uri) if out is None else out

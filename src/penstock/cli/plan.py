@@ -52,7 +52,7 @@ def plan_load(
 ) -> None:
     """The reads of a load, from the headers."""
     from penstock.plan import schedule
-    from penstock.storage.manifest import open_weights
+    from penstock.storage.weight_set import open_weights
 
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     settings = Settings.read(memory_bytes=budget)

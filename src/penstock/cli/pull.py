@@ -1,6 +1,6 @@
 """`penstock pull`: a model from the fleet into a directory, or onto a device to see by which path and how fast.
 
-In: a model's name. Out: the report on stdout. Not here: fetching and writing (`fleet.pull`).
+In: a model's name. Out: the report on stdout. Not here: fetching and writing (`fetch.pull`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, given
 from penstock.cli.output import plain, write_json, write_lines
 from penstock.errors import ConfigError
-from penstock.fleet.auth import first_token
+from penstock.hub.auth import first_token
 
 
 def pull(
@@ -40,11 +40,11 @@ def pull(
     if (to is None) == (device is None):
         raise ConfigError("say where to: either --to DIR or --device DEVICE")
     if fallback is not None:
-        from penstock.storage.place import look
+        from penstock.storage.locate import look
 
         look(fallback)
     from penstock import api
-    from penstock.fleet.pull import pull as fetch
+    from penstock.fetch.pull import pull as fetch
 
     with api.join(model, hub=hub, token=first_token(token_file), listen=listen, revision=revision) as fleet:
         report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s)

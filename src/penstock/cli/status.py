@@ -1,6 +1,6 @@
 """`penstock status` and `penstock why`: who holds what, and why who takes a model from whom.
 
-In: the hub's answers. Out: columns or JSON on stdout. Not here: the answers (`fleet.directory`).
+In: the hub's answers. Out: columns or JSON on stdout. Not here: the answers (`hub.directory`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import typer
 
 from penstock.cli.options import Format, FormatOption, Hub, TokenFile, given
 from penstock.cli.output import bytes_text, write_columns, write_json, write_lines
-from penstock.fleet.auth import first_token
+from penstock.hub.auth import first_token
 
 if TYPE_CHECKING:
-    from penstock.fleet.messages import HoldingState, MemberStatus, Status
+    from penstock.hub.messages import HoldingState, MemberStatus, Status
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
 _HEADER = [
@@ -52,7 +52,7 @@ def status(
     format: FormatOption = Format.human,
 ) -> None:
     """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
-    from penstock.fleet.client import HubClient
+    from penstock.hub.client import HubClient
 
     with HubClient.connect(hub, first_token(token_file)) as client, contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -147,8 +147,8 @@ def why(
     """Why who takes a model from whom, and what keeps the others apart: identities, states, complaints."""
     import msgspec
 
-    from penstock.fleet.client import HubClient
-    from penstock.fleet.messages import WhyRequest
+    from penstock.hub.client import HubClient
+    from penstock.hub.messages import WhyRequest
 
     with HubClient.connect(hub, first_token(token_file)) as client:
         found = client.why(WhyRequest(model=model, member=member))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.cuda.kernel_cache import launch
 from penstock.digest import xxh3_constants
-from penstock.kernels import launch
 from penstock.types import I64
 
 _KERNELS = "penstock.digest.xxh3_triton"

@@ -1,7 +1,7 @@
 """Leaf digests on the CPU, and the root over them that is a weight set's revision.
 
 In: tensor bytes; a tensor table with its leaves. Out: XXH3-64 a leaf; `w1-` and 64 hex digits.
-Not here: the same leaves on a device (`digest.cuda`), manifests as files (`storage.manifest_file`).
+Not here: the same leaves on a device (`digest.cuda`), manifests as files (`storage.manifest`).
 
 XXH3 finds faults, not forgers: who can choose bytes can make two leaves collide. Against forgery the manifest is signed
 and the weights come from a place only its signer writes.

@@ -1,7 +1,7 @@
 """Digests of strips: equal runs of bytes at a pitch, as a tensor's shard lies in memory, digested as if packed.
 
 In: memory, and strips as columns. Out: one XXH3-64 a strip, that does not depend on the pitch.
-Not here: the same bits on a device (`digest.strip_cuda`), who compares them (`sync.take`).
+Not here: the same bits on a device (`digest.strip_cuda`), who compares them (`sync.receive.transfer`).
 
     strip --packed, in thought--> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
                                                                       more: XXH3-64 of their digests, as <u8 in order

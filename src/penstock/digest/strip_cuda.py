@@ -1,7 +1,7 @@
 """Digests of strips of device memory, the same bits as the CPU's.
 
 In: an address, strips from it on. Out: one digest a strip, an int64 tensor on that device, as often as asked.
-Not here: what a strip's digest is (`digest.strip`), leaves (`digest.cuda`), packing (`digest.pack_cuda`).
+Not here: what a strip's digest is (`digest.strip`), leaves (`digest.cuda`), packing (`cuda.pack`).
 
     strips in one piece --------------------------------------> leaves in place --.
     strips with gaps --packed into scratch, a slab at a time--> leaves of it -----'--> leaf digests --> strip digests
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest.cuda import LeafTable, plan_leaves
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
-from penstock.digest.pack_cuda import PackTable, plan_pack
 from penstock.digest.strip import Strips
 from penstock.types import I64, MIB
 

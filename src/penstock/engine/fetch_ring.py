@@ -1,7 +1,7 @@
 """The fetch executor for files in the page cache: one thread and the kernel's workers, instead of many threads.
 
 In: fetch steps, by priority. Out: the same effects as `executors.Executor`, which takes the steps that do not suit.
-Not here: the ring (`storage.uring`), what a step reads (`run`).
+Not here: the ring (`storage.io_uring`), what a step reads (`run`).
 
     post --heap--> step.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
                       `--Queued--> ring --completion--> step.arrived() --place step--> the same thread
@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, Protocol
 from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded, start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
+from penstock.storage.io_uring import Uring
 from penstock.storage.local import typed_error
-from penstock.storage.uring import Uring
 
 
 class Queued(NamedTuple):

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.engine.place import Segment
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import StagingBuffer
-from penstock.transport.cuda_driver import CudaDriver, load_driver
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""

@@ -26,7 +26,7 @@ from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source
 from penstock.storage.files import FileSource
-from penstock.storage.uring import Uring
+from penstock.storage.io_uring import Uring
 
 
 class LoadRun(Closing):

@@ -58,7 +58,7 @@ class Ticket:
         nbytes: bytes the work is to move.
         moved_bytes: bytes at their destination so far.
         is_busy: whether a step is inside an executor now; while one is, its own deadline holds, not the ticket's. Who
-            tries a step that failed again (`fleet.fetch`) does not count what gave nothing before.
+            tries a step that failed again (`fetch.run`) does not count what gave nothing before.
         received: bytes received so far, also of steps under way; None: only whole steps are seen.
     """
 

@@ -2,7 +2,7 @@
 
 In: one rank's parameters by Megatron's names, and where in the grid it is. Out: `Shard`s by Hugging Face names, for
 `penstock.publisher`. Megatron need not be installed.
-Not here: what a shard becomes (`sync.declare`).
+Not here: what a shard becomes (`sync.shards`).
 
     linear_qkv.weight, one query group after the other        q_proj   rows of group 0, 1
     [q q k v | q q k v] [hidden]                          ->  k_proj   rows of group 0, 1
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import PlanError
-from penstock.sync.declare import Shard
+from penstock.sync.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, HubUnavailable
 if TYPE_CHECKING:
     import torch
 
-    from penstock.fleet.join import Fleet
+    from penstock.fetch.join import Fleet
 
 _LOOK_S = 0.2
 """Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""
@@ -76,7 +76,7 @@ class FleetOptions:
 
     def token(self) -> str | None:
         """The first token of the file; None without one. ConfigError: it cannot be read, or has none."""
-        from penstock.fleet.auth import first_token
+        from penstock.hub.auth import first_token
 
         return first_token(self.token_file)
 

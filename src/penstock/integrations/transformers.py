@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import Settings
 from penstock.errors import ConfigError, MissingExtra, NotFound
 from penstock.storage import is_remote, local_path, read_small
-from penstock.storage.manifest import open_weights
+from penstock.storage.weight_set import open_weights
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.sync.declare import Shard
-    from penstock.sync.layout import Load
+    from penstock.sync.recording.layout import Load
+    from penstock.sync.shards import Shard
     from penstock.types import TensorTable
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def load_pretrained(
 
 
 def weights_loader(model: Any) -> Load:
-    """A transformers model's own loading, as the function that `sync.record` records and that fills a live model.
+    """Return a transformers model's own loading, as the function that `sync.recording.record` records.
 
     Experts are merged, names changed and values cast as from_pretrained does for this class; all is copied into the
     parameters the model has, whose addresses stay.
@@ -141,8 +141,8 @@ def checkpoint_shards(
     from torch.distributed.fsdp import FSDPModule
     from transformers import initialization
 
-    from penstock.sync import rename
-    from penstock.sync.record import record
+    from penstock.sync.recording import reverse as rename
+    from penstock.sync.recording.record import record
 
     own: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
     with initialization.no_init_weights(), torch.device("meta"):

@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from penstock import api
 from penstock.errors import ConfigError, PeerLost
-from penstock.fleet.auth import first_token
+from penstock.hub.auth import first_token
 from penstock.integrations.vllm_twin import Twin
 
 _logger = logging.getLogger("vllm.penstock")

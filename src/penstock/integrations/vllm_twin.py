@@ -18,7 +18,7 @@ import torch
 
 from penstock.errors import ConfigError, PlanError
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.sync.want import Wanted
+from penstock.sync.recording.requirements import Wanted
 
 _LISTED = 10
 """Parameters that an error names; the rest are counted."""

@@ -1,7 +1,8 @@
 """`convert`: any weight set to any other, out of core, resumable, published whole.
 
 In: URIs and words. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: what is asked (`asked`), the plan (`job`), the workers (`run`), what became of earlier runs (`result`).
+Not here: what is asked (`request`), the plan (`job`), the workers (`coordinator`), what became of earlier runs
+(`publish`).
 
     ask: sources, plan_job --> _grow: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
 """
@@ -24,16 +25,15 @@ import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
-from penstock.jobs.asked import Asked, ask
-from penstock.jobs.beside import beside, small_from
-from penstock.jobs.crew import Crew, LocalCrew, devices_of, gpus, rows_of
-from penstock.jobs.held import came
+from penstock.jobs.cache_locality import came
+from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job
 from penstock.jobs.journal import Journal, Notes
+from penstock.jobs.memory_destination import ONE_FILE, SCHEME, Sink, fill
 from penstock.jobs.messages import EXECUTORS, Words
+from penstock.jobs.operations.spec import Word
 from penstock.jobs.predict import Predicted, predict
-from penstock.jobs.report import ConvertReport, how_verified
-from penstock.jobs.result import (
+from penstock.jobs.publish import (
     METADATA,
     STAMP,
     check_repeated,
@@ -45,16 +45,17 @@ from penstock.jobs.result import (
     small_files,
     stamp,
 )
-from penstock.jobs.run import Coordinator
-from penstock.jobs.sink import ONE_FILE, SCHEME, Sink, fill
-from penstock.jobs.words import Word
+from penstock.jobs.report import ConvertReport, how_verified
+from penstock.jobs.request import Asked, ask
+from penstock.jobs.sidecar_files import beside, small_from
+from penstock.jobs.workers.launch import Crew, LocalCrew, devices_of, gpus, rows_of
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
-from penstock.storage.manifest import Uris
+from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
-from penstock.storage.place import left_out
 from penstock.storage.upload import publish_remote, require_none
+from penstock.storage.weight_set import Uris
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
@@ -339,7 +340,7 @@ def _crew(ray: str | None, devices: str | Sequence[str], workers: int | None, st
         crew = stack.enter_context(LocalCrew(devices, workers))
         crew.begin()
         return crew
-    from penstock.jobs.ray_crew import RayCrew
+    from penstock.jobs.workers.launch_ray import RayCrew
 
     cluster = RayCrew(ray)
     stack.callback(cluster.close)

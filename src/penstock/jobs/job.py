@@ -1,7 +1,7 @@
 """A job: all of a conversion that is decided before it begins. The same words give the same job in every process.
 
 In: an operation and the tables of its sources. Out: a `Job`: recipes, files, tasks, and the key they are known by.
-Not here: running it (`worker`, `run`), what was done of it (`journal`).
+Not here: running it (`jobs.workers.worker`, `coordinator`), what was done of it (`journal`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from blake3 import blake3
 
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
-from penstock.jobs.function import code_of
-from penstock.jobs.operation import UNKNOWN, Operation, Streamed
-from penstock.jobs.words import Word
+from penstock.jobs.operations.operation import UNKNOWN, Operation, Streamed
+from penstock.jobs.operations.spec import Word
+from penstock.jobs.operations.user_function import code_of
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
 from penstock.types import GB, I64, Manifest

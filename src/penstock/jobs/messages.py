@@ -1,7 +1,7 @@
 """What the coordinator of a job and its workers say: typed values, msgpack, framed by their length, on one socket.
 
 In / Out: frozen structs; decoding refuses unknown fields and frames past their bound.
-Not here: who sends them (`run`, `worker`).
+Not here: who sends them (`coordinator`, `jobs.workers.worker`).
 """
 
 from __future__ import annotations

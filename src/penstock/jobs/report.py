@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.jobs.crew import WorkerStats
-from penstock.storage.manifest import WeightSet
+from penstock.jobs.workers.launch import WorkerStats
+from penstock.storage.weight_set import WeightSet
 from penstock.types import GB
 
 

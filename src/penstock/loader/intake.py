@@ -16,10 +16,10 @@ from penstock.engine.place import registrar_of
 from penstock.errors import BudgetTooSmall
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.storage import is_remote
-from penstock.storage.manifest import Uris
+from penstock.storage.io_uring import Uring, refusal
+from penstock.storage.locate import texts_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
-from penstock.storage.place import texts_of
-from penstock.storage.uring import Uring, refusal
+from penstock.storage.weight_set import Uris
 
 MIN_CHUNK_BYTES = 64 << 10
 """Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""

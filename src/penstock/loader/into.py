@@ -21,7 +21,7 @@ from penstock.loader.report import Report
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.rehome import rehome
-from penstock.storage.manifest import Names, Uris
+from penstock.storage.weight_set import Names, Uris
 from penstock.types import TensorTable
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from penstock.loader.report import Report
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source
-from penstock.storage.manifest import Names, Uris
+from penstock.storage.weight_set import Names, Uris
 from penstock.types import Manifest
 
 if TYPE_CHECKING:

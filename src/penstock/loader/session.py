@@ -34,9 +34,9 @@ from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_sha
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote
 from penstock.storage.files import FileSource
-from penstock.storage.manifest import Names, Uris, WeightSet, open_weights
-from penstock.storage.manifest_file import leaves_of
-from penstock.storage.place import texts_of
+from penstock.storage.locate import texts_of
+from penstock.storage.manifest import leaves_of
+from penstock.storage.weight_set import Names, Uris, WeightSet, open_weights
 from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None

@@ -1,7 +1,7 @@
 """The verbs `inspect` and `verify`: what a weight set holds, and whether its bytes are those of its manifest.
 
 In: a URI, optionally a public key. Out: frozen values.
-Not here: writing manifests (`storage.manifest`), moving weights (`load`).
+Not here: writing manifests (`storage.weight_set`), moving weights (`load`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
 from penstock.storage import read_small, text_of
 from penstock.storage.local import read_bounded
-from penstock.storage.manifest import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
+from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
 from penstock.types import NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10

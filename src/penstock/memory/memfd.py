@@ -1,7 +1,7 @@
 """Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
 
 In: a length, or whose memfd it is said to be. Out: a file descriptor, of memory that can neither shrink nor be written
-to by whoever opens it later. Not here: what the bytes are (`arena`, `transport.page`).
+to by whoever opens it later. Not here: what the bytes are (`arena`, `transport.generation_table`).
 
 A reader opens `/proc/PID/fd/N`: the kernel lets in who may trace that process (the same user), nothing is left behind
 when both are gone, and no path comes from a peer. What is opened is looked at before it is opened, for opening a

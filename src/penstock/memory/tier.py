@@ -2,7 +2,7 @@
 
 In: a block's size. Out: a room of one tier; its bytes, in another's.
 Not here: which block is where, and when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`,
-`storage.spill`).
+`memory.tier_disk`).
 """
 
 from __future__ import annotations

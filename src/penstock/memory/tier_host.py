@@ -1,7 +1,7 @@
 """Tiers in host memory: arenas that other processes map, a pool of pinned buffers, and plain memory for reference.
 
 In: sizes. Out: rooms, all of them `HostRoom`s.
-Not here: device memory (`tier_cuda`), files (`storage.spill`).
+Not here: device memory (`tier_cuda`), files (`memory.tier_disk`).
 """
 
 from __future__ import annotations

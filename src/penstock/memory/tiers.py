@@ -1,7 +1,7 @@
 """Which block is in which tier: each has its budget, and what is needed last makes room for what is needed now.
 
 In: tiers, fastest first; blocks with a way to read them anew. Out: rooms, pinned while they are used; statistics.
-Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who uses a block (`fleet.tenant`).
+Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who uses a block (`keeper.resident_model`).
 
     source --fill--> gpu <--move--> host <--move--> disk --forget--> source
                       '-- pin: here, and not elsewhere, until the `with` block ends

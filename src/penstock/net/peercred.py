@@ -1,7 +1,7 @@
 """Peer credentials: which user is at the other end of a Unix socket.
 
 In: a connected Unix socket. Out: its peer's process and user, as the kernel recorded them when it connected.
-Not here: tokens and grants (`fleet.auth`, `fleet.grants`), which are for sockets that other hosts can reach.
+Not here: tokens and grants (`hub.auth`, `hub.grants`), which are for sockets that other hosts can reach.
 """
 
 from __future__ import annotations

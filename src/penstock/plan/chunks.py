@@ -1,7 +1,7 @@
 """The line: tensors sorted by name, cut into leaves, leaves gathered into chunks.
 
 In: the tensors' sizes. Out: which rows' bytes a chunk is.
-Not here: where the bytes lie (`fleet.holding`), their digests (`digest`).
+Not here: where the bytes lie (`peer.local_weights`), their digests (`digest`).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.layout import Form
+from penstock.segments import spread
 from penstock.types import I64, Box
 
 _PAIRS_AT_ONCE = 1 << 18
@@ -90,11 +91,6 @@ class Strips:
     num_rows: I64
     src_pitch: I64
     dst_pitch: I64
-
-
-def spread(first: I64, counts: I64) -> I64:
-    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
-    return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Pieces, dict[int, Box]]:

@@ -17,8 +17,9 @@ from itertools import count, islice, pairwise
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.intersect import Groups, spread
+from penstock.plan.intersect import Groups
 from penstock.plan.layout import Form, Layout
+from penstock.segments import spread
 from penstock.types import I64
 
 MAX_LISTED = 20

@@ -1,7 +1,7 @@
 """Who reads from whom: receivers in chains under the whole holders, or in a ring while nobody is whole.
 
 In: what members say of one key. Out: the upstreams of each receiver, parent first, then who stands in.
-Not here: who is alive and what was complained of (`fleet.directory`), which chunk is taken from which (`fleet.fetch`).
+Not here: who is alive and what was complained of (`hub.directory`), which chunk is taken from which (`fetch.run`).
 
     whole -> a -> b -> c      one child per link: a copy leaves each member once on its host, and once beyond it while
                -> d (far)     its host has links for that, so a fleet fills in about the time of one copy

@@ -25,7 +25,7 @@ from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bott
 from penstock.types import GB, I64
 
 PATIENCE_S = 0.5
-"""A member that fell silent holds its readers back for so long. Source: `fleet.upstream.PATIENCE_S`."""
+"""A member that fell silent holds its readers back for so long. Source: `fetch.upstream.PATIENCE_S`."""
 _STEPS = 4000
 """Moments a copy is looked at: what begins or ends within one part of so many is taken together."""
 _ROUNDS = 16

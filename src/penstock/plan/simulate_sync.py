@@ -5,8 +5,8 @@ Not here: the plan (`sync`), its reads (`sync_work`), who shares a link how (`fl
 
     source:    transform b0 | b1 | b2 ...                  one after the other; digests of what is asked, in turn
     receiver:  part, maps -> post -> wire -> digest, compare -> told      laps in order, two at a time, below a
-                                                           watermark, as `sync.take` does; reads side by side, but what
-                                                           Python does for them one after the other
+                                                           watermark, as `sync.receive.transfer` does; reads side by
+                                                           side, but what Python does for them one after the other
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from blake3 import blake3
 from penstock.errors import PlanError
 from penstock.plan.balance import BUCKET_BYTES, Lines, buckets, draw_lines, layer_order
 from penstock.plan.columns import decodable, encode
-from penstock.plan.intersect import Boxes, Pieces, Strips, intersect, prove_coverage, show, spread, strips
+from penstock.plan.intersect import Boxes, Pieces, Strips, intersect, prove_coverage, show, strips
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED, Match, match
+from penstock.segments import spread
 from penstock.types import I64, Box
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.plan.cluster import SHORT_RUN_BYTES, Rates
 from penstock.plan.flow import F64
-from penstock.plan.intersect import spread
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part, SyncPlan
+from penstock.segments import spread
 from penstock.types import GIB, I64, MIB
 
 WATERMARK_BYTES = 16 * GIB
@@ -23,7 +23,7 @@ ASK_BYTES = 16 * GIB
 READS_AT_ONCE = 16
 READS_OF_ONE = 4
 AHEAD_LAPS = 2
-"""As `sync.take` runs a part; a test holds them equal."""
+"""As `sync.receive.transfer` runs a part; a test holds them equal."""
 GROUP_BYTES = 256 * MIB
 """Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test holds them equal."""
 

@@ -1,7 +1,7 @@
 """Storage: where weights rest. The `Source` protocol, its in-memory reference, and the chooser by URI.
 
 In: a URI. Out: a `Source` that fills the caller's buffers.
-Not here: what the bytes mean (`safetensors`, `manifest`), where they go (`engine`).
+Not here: what the bytes mean (`safetensors`, `weight_set`), where they go (`engine`).
 
     uri --open_source--> Source --readv(offset, buffers)--> the caller's memory
 """

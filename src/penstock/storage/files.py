@@ -22,9 +22,9 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
-from penstock.storage.kernel import address_of, direct_alignment, num_pages, resident_pages
 from penstock.storage.local import open_regular, require_unchanged, state_of, typed_error
 from penstock.storage.mapped import MappedFile
+from penstock.storage.page_cache import address_of, direct_alignment, num_pages, resident_pages
 from penstock.types import MIB
 
 __all__ = ["FileSource", "MappedFile"]

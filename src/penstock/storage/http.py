@@ -1,7 +1,8 @@
 """Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
 
 In: an `Address` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
-Not here: one request and its checks (`exchange`), connections (`wire`), pauses (`retry`), signing (`objects`).
+Not here: one request and its checks (`http.range_request`), connections (`http.client`), pauses (`http.retry`),
+signing (`objects`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError
+from penstock.http.client import Pool, shared_pool
+from penstock.http.range_request import Address, Exchange, Failed, Validators
+from penstock.http.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
 from penstock.storage import span
-from penstock.storage.exchange import Address, Exchange, Failed, Validators
-from penstock.storage.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
-from penstock.storage.wire import Pool, shared_pool
 
 
 class PlainAddress:

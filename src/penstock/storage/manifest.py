@@ -1,403 +1,246 @@
-"""Weight sets: the files a URI names, opened, their headers read and held to index and manifest.
+"""Manifests as bytes: the sidecar beside the weights, and its Ed25519 signature.
 
-In: a URI. Out: `WeightSet`, a manifest with an open source for each of its files; `build` adds digests.
-Not here: which files a URI names (`place`), manifests as bytes (`manifest_file`), moving bodies (`engine`).
+In: a `Manifest`, or bytes that claim to be one. Out: the other; nothing of a claim is believed before it is checked.
+Not here: reading weights to make one (`weight_set`), the digests themselves (`digest`).
 
-    URI --resolve--> files --open, read headers, in parallel--> tables --join--> held to index, sidecar --> WeightSet
+    magic | msgpack: leaf bytes, revision, files, body (names, dtypes, shapes; sorted by name), places, leaves
 """
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 
+import msgspec
 import numpy as np
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
-from penstock.closing import Closing
-from penstock.config import Settings
 from penstock.digest import leaf
-from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
-from penstock.storage import Source, is_remote, open_source, read_small
-from penstock.storage.digester import digest_bodies
-from penstock.storage.manifest_file import (
-    Sidecar,
-    check_signature,
-    decode,
-    encode,
-    leaves_of,
-    read_sidecar,
-    sign,
-    unpack,
-)
-from penstock.storage.place import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
-from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, read_header
-from penstock.storage.strict_json import clip
-from penstock.types import I64, U64, FileEntry, Manifest, TensorTable
+from penstock.errors import ConfigError, FormatError, IntegrityError
+from penstock.storage.safetensors import MAX_RANK, table_nbytes
+from penstock.types import GIB, I64, U64, DType, FileEntry, Manifest, TensorTable
 
-__all__ = [
-    "Names",
-    "Uri",
-    "Uris",
-    "WeightSet",
-    "build",
-    "check_signature",
-    "decode",
-    "encode",
-    "open_weights",
-    "resolve",
-    "sidecar_uri",
-    "sign",
-    "signature_uri",
-]
-
-Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
-"""Which tensors: a glob, a list of globs, a regex that is searched for, a test, or None for all."""
-
-_REMOTE_THREADS = 16
-"""Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
-the 100 shards of a large checkpoint in a few round trips. Reason: below the 32 connections a load itself opens."""
-_FEW_FILES = 8
-"""So many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as long again
-(60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow NFS."""
-
-_LOCAL_THREADS = 4
-"""Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
+MAGIC = b"penstock manifest 1\n"
+_NUM_BLOCKS = 6
+_DTYPES = {dtype.value.encode(): dtype for dtype in DType}
+_HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightSet(Closing):
-    """A manifest and an open source for each of its files. Closing it closes the sources; also a context manager."""
-
-    uri: str
-    manifest: Manifest
-    sources: tuple[Source, ...]
-    """One for each of `manifest.files`, in that order."""
-    why_unverified: str | None
-    """Why there are no leaves to verify against; None when there are."""
-    opening_bytes: int
-    """Asked of storage to know all this: headers, index and manifest."""
-
-    def close(self) -> None:
-        """Close every source. Idempotent."""
-        for source in self.sources:
-            source.close()
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Opened:
+class _File(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    source: Source
-    header: Header
+    nbytes: int
+    identity: str
+    metadata: dict[str, str]
 
 
-def open_weights(
-    uri: Uris,
-    *,
-    settings: Settings,
-    storage_options: Mapping[str, str] | None = None,
-    names: Names = None,
-) -> WeightSet:
-    """Open the files that `uri` names and read their headers; bodies are not read.
+class Sidecar(msgspec.Struct, forbid_unknown_fields=True):
+    """A manifest as it is written. Rows are sorted by name; blocks are little-endian."""
 
-    Args:
-        uri: a file, a directory or prefix, a glob, an index file, or a list of files.
-        settings: limits and the cache.
-        storage_options: credentials and endpoints, as obstore names them.
-        names: only these tensors. With an index, files that hold none of them are not opened.
-
-    Returns:
-        Tensors in file order, files by name. The caller closes it.
-
-    Raises:
-        FormatError: a header, the index or the manifest is malformed, or they contradict each other.
-        IntegrityError: the manifest's revision is not that of its content.
-        NotFound: no such place, or a shard that the index names is missing.
-        PlanError: a name without wildcards is none of the tensors.
-        SourceError: the storage failed.
-    """
-    place = resolve(uri, settings=settings, storage_options=storage_options)
-    return open_place(place, settings=settings, storage_options=storage_options, names=names)
+    leaf_bytes: int
+    revision: str
+    files: list[_File]
+    body: bytes
+    """Names, dtypes and shapes; see `digest.leaf.canonical`."""
+    file_index: bytes
+    """int64 a row."""
+    offset: bytes
+    """int64 a row: absolute in its file."""
+    leaves: bytes | None
+    """uint64 a leaf, in the order of the rows."""
 
 
-def open_place(
-    place: Place,
-    *,
-    settings: Settings,
-    storage_options: Mapping[str, str] | None = None,
-    names: Names = None,
-) -> WeightSet:
-    """`open_weights` for a place already resolved."""
-    files = list(place.files)
-    if place.weight_map is not None and names is not None:
-        tensors = list(place.weight_map)
-        needed = {place.weight_map[tensors[row]] for row in _select(tensors, names, place.uri)}
-        files = [file for file in files if file[0] in needed]
-    opened, raw = _open_all(place, files, settings, storage_options)
-    try:
-        table = _join([one.header.tensors for one in opened], [one.name for one in opened], place.uri)
-        if place.weight_map is not None:
-            _hold_to_index(table, [one.name for one in opened], place.weight_map, str(place.index_uri))
-        manifest, why = _manifest(opened, table, raw, place)
-        if names is not None:
-            manifest = _take(manifest, np.asarray(_select(table.names, names, place.uri), np.int64))
-    except BaseException:
-        for one in opened:
-            one.source.close()
-        raise
-    headers = sum(max(one.header.data_offset, min(HEADER_GUESS_BYTES, one.source.nbytes)) for one in opened)
-    return WeightSet(
-        uri=place.uri,
-        manifest=manifest,
-        sources=tuple(one.source for one in opened),
-        why_unverified=why,
-        opening_bytes=headers + place.index_bytes + len(raw or b""),
-    )
+_SIDECAR = msgspec.msgpack.Decoder(Sidecar)
 
 
-def _open_all(
-    place: Place, files: Sequence[tuple[str, str]], settings: Settings, options: Mapping[str, str] | None
-) -> tuple[list[_Opened], bytes | None]:
-    """Every file with its header, and the sidecar's bytes if it is there, all at once."""
-    remote = any(is_remote(uri) for _, uri in files)
-
-    def open_one(file: tuple[str, str]) -> _Opened:
-        name, uri = file
-        try:
-            source = open_source(uri, settings=settings, storage_options=options)
-        except NotFound as error:
-            if place.index_uri is None:
-                raise
-            message = f"the index names shard {clip(name)!r}, which is missing"
-            raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
-        try:
-            return _Opened(name=name, source=source, header=read_header(source))
-        except BaseException:
-            source.close()
-            raise
-
-    def sidecar() -> bytes | None:
-        if place.sidecar_uri is None:
-            return None
-        try:
-            return read_small(place.sidecar_uri, settings=settings, storage_options=options)
-        except PermissionDenied:
-            # A bucket that may be read but not listed says "forbidden" for "absent".
-            if remote:
-                return None
-            raise
-
-    if len(files) <= _FEW_FILES and not remote:
-        return _open_in_turn(files, open_one), sidecar()
-    threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-open") as pool:
-        raw = pool.submit(sidecar)
-        jobs = [pool.submit(open_one, file) for file in files]
-        try:
-            return [job.result() for job in jobs], raw.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            for job in jobs:
-                if not job.cancelled() and job.exception() is None:
-                    job.result().source.close()
-            raise
-
-
-def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
-    opened: list[_Opened] = []
-    try:
-        for file in files:
-            opened.append(open_one(file))
-    except BaseException:
-        for one in opened:
-            one.source.close()
-        raise
-    return opened
-
-
-def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
-    """One table of all files. FormatError when two of them hold the same name."""
-    if len(tables) == 1:
-        return tables[0]
-    names = tuple(chain.from_iterable(table.names for table in tables))
-    counts = [len(table) for table in tables]
-    file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
-    if len(set(names)) < len(names):
-        first: dict[str, int] = {}
-        for name, file in zip(names, file_index.tolist(), strict=True):
-            if name in first:
-                both = f"{clip(files[first[name]])!r} and {clip(files[file])!r}"
-                raise FormatError(f"tensor is in two files, {both}", uri=uri, tensor=clip(name))
-            first[name] = file
-    return TensorTable(
-        names=names,
-        dtypes=tuple(chain.from_iterable(table.dtypes for table in tables)),
-        shapes=tuple(chain.from_iterable(table.shapes for table in tables)),
-        file_index=file_index,
-        offset=np.concatenate([np.zeros(0, np.int64), *(table.offset for table in tables)]),
-        nbytes=np.concatenate([np.zeros(0, np.int64), *(table.nbytes for table in tables)]),
-    )
-
-
-def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], uri: str) -> None:
-    """FormatError unless the opened files hold exactly the tensors that the index puts there."""
-    said = list(map(weight_map.get, table.names))
-    found = [files[file] for file in table.file_index.tolist()]
-    if said != found:
-        row = next(row for row, (a, b) in enumerate(zip(said, found, strict=True)) if a != b)
-        where = "does not name it" if said[row] is None else f"puts it in {clip(said[row])!r}"
-        fault = f"tensor is in shard {clip(found[row])!r}, but the index {where}"
-        raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
-    opened = set(files)
-    if len(found) < sum(shard in opened for shard in weight_map.values()):
-        there = set(table.names)
-        name = next(name for name, shard in weight_map.items() if shard in opened and name not in there)
-        fault = f"the index puts it in shard {clip(weight_map[name])!r}, which does not hold it"
-        raise FormatError(fault, uri=uri, tensor=clip(name))
-
-
-def _manifest(
-    opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Place
-) -> tuple[Manifest, str | None]:
-    """The manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
-    files = tuple(
-        FileEntry(name=one.name, nbytes=one.source.nbytes, identity=one.source.identity, metadata=one.header.metadata)
-        for one in opened
-    )
-    if raw is None:
-        where = place.sidecar_uri
-        why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
-        revision = leaf.headers_revision([one.header.digest for one in opened])
-        bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
-        return bare, why
-    uri = display(str(place.sidecar_uri))
-    sidecar = read_sidecar(raw, uri=uri)
-    leaves = _match(sidecar, table, files, uri)
-    without = None if leaves is not None else f"the manifest at {uri} was made without digests"
-    return Manifest(
-        files=files, tensors=table, leaf_bytes=sidecar.leaf_bytes, leaves=leaves, revision=sidecar.revision
-    ), without
-
-
-def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Leaves in the order of `table`. FormatError where sidecar and headers differ; names the first difference."""
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as bytes; the same manifest always gives the same bytes."""
+    table = manifest.tensors
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
-    same = sidecar.body == leaf.canonical(table, rows)
-    same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
-    same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
-    same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
-    if not same:
-        return _match_part(unpack(sidecar, uri=uri), table, files, uri)
-    if sidecar.leaves is None:
-        return None
-    back = np.empty_like(order)
-    back[order] = np.arange(len(rows))
-    leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
-    counts = leaf.num_leaves(table.nbytes, sidecar.leaf_bytes)
-    if leaves.size != int(counts.sum()):
-        raise FormatError(f"{leaves.size} leaves; the tensors have {int(counts.sum())}", uri=uri)
-    return leaf.take_leaves(leaves, counts[order], back)
-
-
-def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """`_match` for some of the manifest's files; of each, every tensor must agree. Or the difference, named."""
-    at = {file.name: index for index, file in enumerate(stated.files)}
-    for file in files:
-        if file.name not in at:
-            raise FormatError(f"the manifest does not know the file {clip(file.name)!r}", uri=uri)
-        nbytes = stated.files[at[file.name]].nbytes
-        if nbytes != file.nbytes:
-            raise FormatError(f"{clip(file.name)!r} has {file.nbytes} bytes, the manifest says {nbytes}", uri=uri)
-    row_of = dict(zip(stated.tensors.names, range(len(stated.tensors)), strict=True))
-    rows = np.fromiter((row_of.get(name, -1) for name in table.names), np.int64, len(table))
-    if rows.size and rows.min() < 0:
-        unknown = clip(table.names[int(rows.argmin())])
-        raise FormatError("the manifest does not know the tensor", uri=uri, tensor=unknown)
-    places = np.array([at[file.name] for file in files], np.int64)
-    if len(table) < int(np.isin(stated.tensors.file_index, places).sum()):
-        there, opened = set(table.names), set(places.tolist())
-        held = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
-        name = next(name for name, file in held if file in opened and name not in there)
-        raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
-    _compare(table, stated.tensors.take(rows.tolist()), places, uri)
-    return leaves_of(stated, rows)
-
-
-def _compare(found: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
-    wrong = (stated.offset != found.offset) | (stated.file_index != places[found.file_index])
-    row = int(wrong.argmax()) if wrong.any() else -1
-    if found.dtypes != stated.dtypes or found.shapes != stated.shapes:
-        columns = zip(found.dtypes, stated.dtypes, found.shapes, stated.shapes, strict=True)
-        row = next(row for row, (a, b, c, d) in enumerate(columns) if a != b or c != d)
-    if row >= 0:
-        fault = "dtype, shape or place in the manifest is not that of the file's header"
-        raise FormatError(fault, uri=uri, tensor=clip(found.names[row]))
-
-
-def _take(manifest: Manifest, rows: I64) -> Manifest:
-    """The same set with only these tensors; its revision stays that of the whole."""
-    return Manifest(
-        files=manifest.files,
-        tensors=manifest.tensors.take(rows.tolist()),
+    leaves = leaves_of(manifest, order)
+    sidecar = Sidecar(
         leaf_bytes=manifest.leaf_bytes,
-        leaves=leaves_of(manifest, rows),
         revision=manifest.revision,
+        files=[
+            _File(name=f.name, nbytes=f.nbytes, identity=f.identity, metadata=dict(sorted(f.metadata.items())))
+            for f in manifest.files
+        ],
+        body=leaf.canonical(table, rows),
+        file_index=table.file_index[order].astype("<i8").tobytes(),
+        offset=table.offset[order].astype("<i8").tobytes(),
+        leaves=None if leaves is None else leaves.astype("<u8").tobytes(),
     )
+    return MAGIC + msgspec.msgpack.encode(sidecar)
 
 
-def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
-    """Rows that `names` asks for, in the order of `tensors`."""
-    if isinstance(names, re.Pattern):
-        return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
-    if names is None:
-        return list(range(len(tensors)))
-    if callable(names):
-        return [row for row, tensor in enumerate(tensors) if names(tensor)]
-    globs = [names] if isinstance(names, str) else list(names)
-    row_of = {tensor: row for row, tensor in enumerate(tensors)}
-    found: set[int] = set()
-    missing: list[str] = []
-    for one in globs:
-        rows = [row_of[one]] if one in row_of else []
-        if any(c in one for c in "*?["):
-            match = re.compile(fnmatch.translate(one)).match
-            rows += [row for row, tensor in enumerate(tensors) if match(tensor)]
-        found.update(rows)
-        if not rows:
-            missing.append(one)
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
-        raise PlanError(message, uri=uri, hint="`penstock inspect URI --all` lists them")
-    return sorted(found)
-
-
-def build(weights: WeightSet, *, leaf_bytes: int = leaf.LEAF_BYTES, threads: int = 0) -> Manifest:
-    """Read every body once and digest it.
-
-    Args:
-        weights: an open set, of all its tensors; leaves it may have are ignored.
-        leaf_bytes: bytes under one digest.
-        threads: readers, each with its own buffer of `digester.WINDOW_BYTES`; 0 chooses by cores.
+def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
+    """Take a sidecar apart; its types, leaf size and revision are checked, its rows are not.
 
     Raises:
-        ConfigError: `leaf_bytes` is not positive.
-        SourceError: as `Source.readv`.
+        FormatError: not a manifest.
+        IntegrityError: its revision is not that of its content.
     """
-    if leaf_bytes <= 0:
-        raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
-    manifest = weights.manifest
-    threads = threads or min(8, os.cpu_count() or 1)
-    leaves = digest_bodies(weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads)
+    if not raw.startswith(MAGIC):
+        raise FormatError("not a penstock manifest", uri=uri)
+    try:
+        sidecar = _SIDECAR.decode(memoryview(raw)[len(MAGIC) :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"malformed manifest: {error}", uri=uri) from error
+    except RecursionError as error:
+        raise FormatError("manifest nested too deep", uri=uri) from error
+    if not 1 <= sidecar.leaf_bytes <= GIB:
+        raise FormatError(f"leaves of {sidecar.leaf_bytes} bytes", uri=uri)
+    if sidecar.leaves is None:
+        if not _HEADERS_REVISION.fullmatch(sidecar.revision):
+            raise FormatError("manifest without leaves has no h1- revision", uri=uri)
+        return sidecar
+    if len(sidecar.leaves) % 8:
+        raise FormatError(f"leaves are {len(sidecar.leaves)} bytes, not a multiple of 8", uri=uri)
+    found = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
+    if found != sidecar.revision:
+        raise IntegrityError(f"manifest says {sidecar.revision[:70]!r}, its content is {found}", uri=uri)
+    return sidecar
+
+
+def decode(raw: bytes, *, uri: str) -> Manifest:
+    """Check every claim of a manifest's bytes; rows come sorted by name.
+
+    Raises:
+        FormatError: malformed, or it contradicts itself; names the tensor where one is to blame.
+        IntegrityError: its revision is not that of its content.
+    """
+    return unpack(read_sidecar(raw, uri=uri), uri=uri)
+
+
+def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
+    """The rows of a sidecar, checked. Raises as `decode`."""
+    names, dtypes, shapes = _parse_body(sidecar.body, uri)
+    nbytes = table_nbytes(dtypes, shapes)
+    if nbytes.size and nbytes.min() < 0:
+        raise FormatError("impossible shape", uri=uri, tensor=names[int(nbytes.argmin())][:200])
+    file_index = _column(sidecar.file_index, len(names), "file_index", uri)
+    offset = _column(sidecar.offset, len(names), "offset", uri)
+    if any(file.nbytes < 0 for file in sidecar.files):
+        raise FormatError("file of negative size", uri=uri)
+    sizes = np.array([min(file.nbytes, 2**63 - 1) for file in sidecar.files] or [0], np.int64)
+    wrong = (file_index < 0) | (file_index >= len(sidecar.files))
+    wrong |= (offset < 0) | (offset > sizes[np.where(wrong, 0, file_index)] - nbytes)
+    if wrong.any():
+        raise FormatError("place outside its file", uri=uri, tensor=names[int(wrong.argmax())][:200])
+    leaves = None
+    if sidecar.leaves is not None:
+        leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
+        expected = leaf.num_leaves(nbytes, sidecar.leaf_bytes).sum(dtype=np.float64)
+        if expected != leaves.size:
+            raise FormatError(f"{leaves.size} leaves; the tensors have {expected:.0f}", uri=uri)
     return Manifest(
-        files=manifest.files,
-        tensors=manifest.tensors,
-        leaf_bytes=leaf_bytes,
+        files=tuple(
+            FileEntry(name=file.name, nbytes=file.nbytes, identity=file.identity, metadata=file.metadata)
+            for file in sidecar.files
+        ),
+        tensors=TensorTable(
+            names=names, dtypes=dtypes, shapes=shapes, file_index=file_index, offset=offset, nbytes=nbytes
+        ),
+        leaf_bytes=sidecar.leaf_bytes,
         leaves=leaves,
-        revision=leaf.revision(manifest.tensors, leaf_bytes, leaves),
+        revision=sidecar.revision,
     )
+
+
+def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ...], tuple[tuple[int, ...], ...]]:
+    """Names, dtypes and shapes from `digest.leaf.canonical` bytes."""
+    used, codes, ranks, dims, lengths, text = _split_blocks(body, uri)
+    dtypes = [_DTYPES.get(name) for name in used.split(b"\n")] if used else []
+    if None in dtypes:
+        raise FormatError("manifest of unknown dtypes", uri=uri)
+    num_rows = len(codes)
+    if len(ranks) != num_rows or len(lengths) != 4 * num_rows:
+        raise FormatError("columns of a manifest differ in length", uri=uri)
+    if num_rows and (max(codes) >= len(dtypes) or max(ranks) > MAX_RANK):
+        raise FormatError("dtype or rank out of range in a manifest", uri=uri)
+    if len(dims) != 8 * sum(ranks):
+        raise FormatError("ranks and dims of a manifest differ", uri=uri)
+    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(lengths, "<u4"), dtype=np.int64)))
+    if int(ends[-1]) != len(text):
+        raise FormatError("names of a manifest differ from their lengths", uri=uri)
+    try:
+        names = _names(text, ends)
+    except UnicodeDecodeError as error:
+        raise FormatError("name in a manifest is not UTF-8", uri=uri) from error
+    if any(a >= b for a, b in pairwise(names)):
+        raise FormatError("names of a manifest are not sorted, or one stands twice", uri=uri)
+    flat: list[int] = np.frombuffer(dims, "<i8").tolist()
+    stops = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(ranks, np.uint8), dtype=np.int64)))
+    shapes = tuple(tuple(flat[a:b]) for a, b in pairwise(stops.tolist()))
+    return names, tuple(dtypes[code] for code in codes), shapes  # type: ignore[misc]  # None was refused
+
+
+def _names(text: bytes, ends: I64) -> tuple[str, ...]:
+    if text.isascii():
+        whole = text.decode()
+        return tuple(whole[a:b] for a, b in pairwise(ends.tolist()))
+    return tuple(text[a:b].decode() for a, b in pairwise(ends.tolist()))
+
+
+def _split_blocks(body: bytes, uri: str) -> list[bytes]:
+    blocks = []
+    at = 0
+    for _ in range(_NUM_BLOCKS):
+        nbytes = int.from_bytes(body[at : at + 8], "little")
+        if at + 8 + nbytes > len(body):
+            raise FormatError("manifest ends early", uri=uri)
+        blocks.append(body[at + 8 : at + 8 + nbytes])
+        at += 8 + nbytes
+    if at != len(body):
+        raise FormatError(f"{len(body) - at} bytes too many in a manifest", uri=uri)
+    return blocks
+
+
+def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
+    if len(raw) != 8 * num_rows:
+        raise FormatError(f"column {name} of a manifest has {len(raw)} bytes for {num_rows} rows", uri=uri)
+    return np.frombuffer(raw, "<i8").astype(np.int64)
+
+
+def sign(raw: bytes, private_key_pem: bytes) -> bytes:
+    """Detached Ed25519 signature, 64 bytes, over a manifest's bytes.
+
+    Raises:
+        ConfigError: the key is not an unencrypted Ed25519 private key in PEM.
+    """
+    try:
+        key = load_pem_private_key(private_key_pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        hint = "Ed25519 in PEM, without a password: openssl genpkey -algorithm ed25519"
+        raise ConfigError(f"private key cannot be read: {error}", hint=hint) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError("private key is not an Ed25519 key", hint="openssl genpkey -algorithm ed25519")
+    return key.sign(raw)
+
+
+def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
+    """Hold a manifest's bytes to their signature.
+
+    Raises:
+        IntegrityError: the signature is not this key's over these bytes.
+        ConfigError: the key is not an Ed25519 public key in PEM.
+    """
+    try:
+        key = load_pem_public_key(public_key_pem)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"public key cannot be read: {error}", hint="openssl pkey -in KEY -pubout") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise ConfigError("public key is not an Ed25519 key", hint="openssl pkey -in KEY -pubout")
+    try:
+        key.verify(signature, raw)
+    except InvalidSignature as error:
+        raise IntegrityError("signature does not hold for this manifest and this key") from error
+
+
+def leaves_of(manifest: Manifest, rows: I64) -> U64 | None:
+    """Leaves of these rows of `manifest`, in this order; None when it has none."""
+    if manifest.leaves is None:
+        return None
+    return leaf.take_leaves(manifest.leaves, leaf.num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), rows)

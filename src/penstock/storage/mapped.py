@@ -1,7 +1,7 @@
 """Local files mapped into memory: zero-copy on the CPU.
 
 In: a path. Out: private writable views; ranges brought into the page cache and page tables ahead of use.
-Not here: reading into the caller's buffers (`files`), the system calls (`kernel`).
+Not here: reading into the caller's buffers (`files`), the system calls (`page_cache`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from penstock import interrupt
 from penstock.errors import DestinationError, SourceChanged, SourceTruncated
-from penstock.storage.kernel import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
 from penstock.storage.local import FileState, open_regular, require_unchanged, typed_error
+from penstock.storage.page_cache import PAGE_BYTES, Mapping, Part, num_pages, resident_pages
 from penstock.types import MIB
 
 # 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.

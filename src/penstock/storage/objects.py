@@ -2,7 +2,7 @@
 
 In: a URI. Out: a `Source`, a list of URIs, or bytes. Bytes come by signed URL straight into the caller's buffers
 (`http`); where URLs cannot be signed, through obstore and one copy, and the path taken says so.
-Not here: credentials and options (`stores`), the retries of ranged reads (`http`), the cache (`cache`).
+Not here: credentials and options (`object_stores`), the retries of ranged reads (`http`), the cache (`cache`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from obstore.exceptions import BaseError
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
+from penstock.http.range_request import Address, Validators
+from penstock.http.retry import Arrivals, Patience
 from penstock.storage import MAX_SMALL_BYTES, Source, span
-from penstock.storage.exchange import Address, Validators
 from penstock.storage.http import HttpSource, clean, open_http
-from penstock.storage.retry import Arrivals, Patience
-from penstock.storage.stores import Place, Store, check_process, locate, mapped, twin_for_urls
+from penstock.storage.object_stores import Place, Store, check_process, locate, mapped, twin_for_urls
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

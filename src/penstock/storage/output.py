@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.storage.kernel import reserve
+from penstock.storage.page_cache import reserve
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
 

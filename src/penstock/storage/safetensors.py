@@ -1,7 +1,7 @@
 """The one reader of safetensors headers and index files, and the header as it is written.
 
 In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
-Not here: the bodies (`engine`; `output` writes them), sets of files (`manifest`).
+Not here: the bodies (`engine`; `output` writes them), sets of files (`weight_set`).
 
     8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
 

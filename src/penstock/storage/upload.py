@@ -13,10 +13,10 @@ import obstore
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
+from penstock.storage.locate import SIDECAR
+from penstock.storage.object_stores import locate, mapped
 from penstock.storage.objects import list_objects, write_small
 from penstock.storage.output import OutputSet
-from penstock.storage.place import SIDECAR
-from penstock.storage.stores import locate, mapped
 from penstock.types import MIB
 
 PART_BYTES = 16 * MIB

@@ -1,7 +1,8 @@
 """One member plans for all receivers of a sync: the publishers' rank 0, or where they are gone a receiver.
 
-In: who takes part (`roster`), their layouts, asked at their doors; receivers' questions. Out: their parts; the table.
-Not here: the plan itself (`plan.sync`), what a receiver does with its part (`receive`).
+In: who takes part (`membership`), their layouts, asked at their doors; receivers' questions. Out: their parts; the
+table.
+Not here: the plan itself (`plan.sync`), what a receiver does with its part (`sync.receive.subscriber`).
 
     part(receiver, layout): who can give the version? -> their layouts, once each -> plan_sync of all receivers known,
     again only where one of these changed -> its part
@@ -15,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
-from penstock.fleet.sync_messages import PartReply, PartRequest, SyncMember, TableReply
+from penstock.hub.sync_messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.balance import BUCKET_BYTES
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.sync.board import Board
-from penstock.sync.roster import Roster
+from penstock.sync.membership import Roster
+from penstock.sync.version_status import Board
 
 LOOK_S = 0.5
 """How old the planner's view of who takes part may be."""

@@ -1,7 +1,7 @@
 """Memory of one rank, registered, in which offsets count as if its regions lay end to end: what layouts count in.
 
 In: regions of memory, the process's transports. Out: handles by region, the region of an offset, digests of strips.
-Not here: what lies in them (`plan.layout`), versions (`held`), reading into them (`take`).
+Not here: what lies in them (`plan.layout`), versions (`local_version`), reading into them (`sync.receive.transfer`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from penstock.closing import Closing
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError
-from penstock.sync.digester import Digester, Foreseen, digesters_of
+from penstock.sync.range_digests import Digester, Foreseen, digesters_of
 from penstock.transport.choose import Links
 from penstock.transport.descriptor import encode
 from penstock.transport.protocol import Handle, Memory

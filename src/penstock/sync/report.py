@@ -1,7 +1,7 @@
 """What a publish and an update say of themselves.
 
 In: what was measured. Out: frozen values, and a few lines for people.
-Not here: measuring (`publish`, `receive`).
+Not here: measuring (`sync.publish.publisher`, `sync.receive.subscriber`).
 """
 
 from __future__ import annotations

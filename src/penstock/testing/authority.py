@@ -1,6 +1,6 @@
 """A certificate authority in a directory, so that tests of TLS meet real certificates.
 
-In: names. Out: PEM files. Not here: what is trusted (`fleet.auth`, `fleet.tls`).
+In: names. Out: PEM files. Not here: what is trusted (`hub.auth`, `hub.tls`).
 """
 
 from __future__ import annotations

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from penstock.cuda.driver import CudaDriver
+from penstock.cuda.driver_types import IPC_HANDLE_BYTES
 from penstock.errors import PeerLost
 from penstock.memory.memfd import Mapping, create, open_peer, shared_at
-from penstock.transport.cuda_calls import IPC_HANDLE_BYTES
-from penstock.transport.cuda_driver import U64, CudaDriver
-from penstock.transport.protocol import Memory, Rectangles
+from penstock.segments import Rectangles
+from penstock.transport.protocol import Memory
+from penstock.types import U64
 
 _HANDLE = struct.Struct("<QQQ")
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 from penstock.errors import PenstockError, SourceStalled
 
 if TYPE_CHECKING:
-    from penstock.fleet.join import Fleet
+    from penstock.fetch.join import Fleet
     from penstock.testing.zygote import Forked, Zygote
     from penstock.types import I64, U64
 
@@ -180,7 +180,8 @@ def set_constants(constants: dict[str, float]) -> None:
 
 def slow_storage(pause_s: float) -> None:
     """Have every chunk of storage take this long, on top, in this process."""
-    from penstock.fleet import join, part
+    from penstock.fetch import join
+    from penstock.fetch import storage_reader as part
 
     class SlowPart(part.StoragePart):
         def read(self, chunks: I64) -> Iterator[I64]:
@@ -194,7 +195,7 @@ def slow_storage(pause_s: float) -> None:
 
 def slow_digests(pause_s: float) -> None:
     """Have every digesting of chunks take this long, on top, in this process."""
-    from penstock.fleet import holding
+    from penstock.peer import local_weights as holding
 
     digest = holding.Holding.digest
 
@@ -345,14 +346,14 @@ def work(values: dict[str, Any]) -> int:
 
 def hub(values: dict[str, Any]) -> int:
     """A hub's process: `listen`, and `redis` where its state is to be there."""
-    from penstock.fleet.directory import Directory
-    from penstock.fleet.serve import run_hub
-    from penstock.fleet.store import MemoryStore, Store
+    from penstock.hub.directory import Directory
+    from penstock.hub.server import run_hub
+    from penstock.hub.store import MemoryStore, Store
 
     set_constants(values.get("constants", {}))
     store: Store = MemoryStore()
     if values.get("redis"):
-        from penstock.fleet.store_redis import RedisStore
+        from penstock.hub.store_redis import RedisStore
 
         store = RedisStore(values["redis"])
     directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])

@@ -26,7 +26,7 @@ from penstock.memory.arena import Arena
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.descriptor import Descriptor, decode, encode
-from penstock.transport.endpoint import PagedHandle
+from penstock.transport.host_endpoint import PagedHandle
 from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport

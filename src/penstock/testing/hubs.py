@@ -1,6 +1,6 @@
 """A hub's directory on a clock that is set by hand, and members of few words, for tests of coordination.
 
-In: nothing. Out: `HubBench`. Not here: real members (`fleet.member`), a hub's server (`fleet.serve`).
+In: nothing. Out: `HubBench`. Not here: real members (`peer.member`), a hub's server (`hub.server`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock.fleet.directory import Directory
-from penstock.fleet.identity import Identity
-from penstock.fleet.messages import (
+from penstock.hub.directory import Directory
+from penstock.hub.identity import Identity
+from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
@@ -20,7 +20,7 @@ from penstock.fleet.messages import (
     Ranges,
     State,
 )
-from penstock.fleet.store import MemoryStore, Store
+from penstock.hub.store import MemoryStore, Store
 from penstock.types import MIB
 
 CHUNK_BYTES = 16 * MIB

@@ -23,9 +23,9 @@ import torch
 from penstock.errors import PenstockError
 from penstock.jobs import convert as convert_module
 from penstock.jobs.convert import convert
-from penstock.jobs.operation import report_progress
-from penstock.jobs.process import work
-from penstock.jobs.zygote import end_with_parent
+from penstock.jobs.operations.operation import report_progress
+from penstock.jobs.workers.fork_server import end_with_parent
+from penstock.jobs.workers.process import work
 from penstock.types import GIB
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from penstock.jobs.operation import Operation, Streamed
+from penstock.jobs.operations.operation import Operation, Streamed
 from penstock.loader.tensor import dtype_of, torch_dtype
 from penstock.plan.tasks import Recipe, Spec, lay_out
 from penstock.types import TensorTable

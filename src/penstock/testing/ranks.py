@@ -25,7 +25,7 @@ IMPORTS = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "penstock.api",
-    "penstock.sync.publish",
+    "penstock.sync.publish.publisher",
     "pytest",
 )
 """What a rank shares with the others of all tests of a process; none of it looks for a device."""

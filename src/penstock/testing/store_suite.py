@@ -1,4 +1,4 @@
-"""The conformance suite of `fleet.store.Store`: subclass it, say how to make one, run pytest.
+"""The conformance suite of `hub.store.Store`: subclass it, say how to make one, run pytest.
 
 In: `make()`. Out: tests. Not here: a server that dies, which needs its own tests.
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.fleet.store import ABSENT, ANY, Store
+from penstock.hub.store import ABSENT, ANY, Store
 
 
 class StoreTests:

@@ -22,9 +22,9 @@ from penstock.testing.fleet import Worker, digests, say, set_constants
 if TYPE_CHECKING:
     import torch
 
-    from penstock.sync.declare import Shard
-    from penstock.sync.publish import Publisher
-    from penstock.sync.receive import Subscriber
+    from penstock.sync.publish.publisher import Publisher
+    from penstock.sync.receive.subscriber import Subscriber
+    from penstock.sync.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 
 from penstock.errors import Cancelled, ConfigError, PeerLost, PenstockError, PlanError, StaleDescriptor
+from penstock.segments import Segments
 from penstock.transport.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
-from penstock.transport.protocol import Handle, Memory, Segments, Transport
+from penstock.transport.protocol import Handle, Memory, Transport
 
 _NBYTES = 3_000_017
 _STALL_S = 20.0

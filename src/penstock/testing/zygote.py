@@ -1,7 +1,7 @@
 """Processes of tests, forked from one that has imported what they need: some tens of milliseconds each, not seconds.
 
 In: a function of this package by name, its argument, an environment. Out: processes to talk to, stop and kill.
-Not here: forking (`jobs.zygote`), what workers do (`testing.fleet`).
+Not here: forking (`jobs.workers.fork_server`), what workers do (`testing.fleet`).
 
     with Zygote() as zygote:
         process = zygote.fork("penstock.testing.fleet:work", task);  process.send_signal(signal.SIGKILL)
@@ -21,7 +21,8 @@ import threading
 from collections.abc import Mapping
 
 from penstock.closing import Closing
-from penstock.jobs import crew, zygote
+from penstock.jobs.workers import fork_server as zygote
+from penstock.jobs.workers import launch as crew
 
 IMPORTS = (
     "torch",
@@ -39,17 +40,17 @@ IMPORTS = (
     "penstock",
     "penstock.api",
     "penstock.cli.main",
-    "penstock.fleet.hub",
-    "penstock.fleet.join",
-    "penstock.fleet.local",
-    "penstock.fleet.metrics",
-    "penstock.fleet.openapi",
-    "penstock.fleet.store_redis",
-    "penstock.fleet.hub_transport",
+    "penstock.hub.app",
+    "penstock.fetch.join",
+    "penstock.hub.local_hub",
+    "penstock.hub.metrics",
+    "penstock.hub.openapi",
+    "penstock.hub.store_redis",
+    "penstock.hub.client_transport",
     *crew.IMPORTS,
-    "penstock.jobs.function",
-    "penstock.sync.publish",
-    "penstock.sync.subscribe",
+    "penstock.jobs.operations.user_function",
+    "penstock.sync.publish.publisher",
+    "penstock.sync.receive.subscribe",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.pinned",
@@ -106,7 +107,7 @@ class Zygote(Closing):
         return Forked(process, stdin, stdout)
 
     def graft(self) -> Graft:
-        """One for a crew of workers, as `penstock.jobs.crew` starts it."""
+        """One for a crew of workers, as `penstock.jobs.workers.launch` starts it."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             return Graft(here, self._zygote.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock.cuda.kernel_cache import launch
 from penstock.errors import PlanError
-from penstock.kernels import launch
 from penstock.transform.geometry import WHOLE, Format, outputs
 from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from penstock.closing import Closing
+from penstock.cuda.driver import CudaDriver
 from penstock.errors import ConfigError, MissingExtra, PlanError
-from penstock.transport.cuda_driver import CudaDriver
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Filling, Handle, Memory, Transport

@@ -1,10 +1,11 @@
 """Device memory of processes of one host: the reader's copy engines read the holder's memory, over NVLink or in place.
 
 In: CUDA memory of any allocator that can share it. Out: the peer's bytes; nothing runs on the holder's device.
-Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`page`, `endpoint`), host memory (`shm`).
+Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`generation_table`, `host_endpoint`), host
+memory (`shm`).
 
     claim --> map, once --> segments joined, cut into groups, queued on own streams --> event a group --> claim again
-                            (many short ones: one kernel of the reader's device, `gather`)
+                            (many short ones: one kernel of the reader's device, `cuda.gather`)
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
+from penstock.cuda.driver import CudaDriver, load_driver, ordinal
+from penstock.cuda.streams import Lanes, never_freed
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.transport.cuda_driver import U64, CudaDriver, load_driver, ordinal
-from penstock.transport.cuda_lane import Lanes, never_freed
+from penstock.segments import Rectangles, Segments, gathered
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
 from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, handle_here
-from penstock.transport.fd_door import FdDoor
-from penstock.transport.page import Page, PageAddress
-from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport, gathered
-from penstock.types import MIB
+from penstock.transport.fd_server import FdDoor
+from penstock.transport.generation_table import Page, PageAddress
+from penstock.transport.host_endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, handle_here
+from penstock.transport.protocol import Handle, Memory, Pending, Striding, Transport
+from penstock.types import MIB, U64
 
 GROUP_BYTES = 256 * MIB
 """Bytes between two events, which is how progress is seen: 0.7 ms of NVLink at 397 GB/s."""

@@ -1,7 +1,7 @@
 """Device memory as other processes of the host see it: how ours is shared, and how theirs is mapped here.
 
 In: addresses of this process; a peer's payload. Out: a payload, pieces' file descriptors; addresses to copy from.
-Not here: reading (`cuda_ipc`), the driver's calls (`cuda_driver`), sockets (`fd_door`).
+Not here: reading (`cuda_ipc`), the driver's calls (`cuda.driver`), sockets (`fd_server`).
 
 Two kinds. Memory of cudaMalloc (torch's, unless told otherwise) has one 64-byte IPC handle an allocation. Virtual
 memory (torch's `expandable_segments`) is pieces of physical memory, 20 MiB of torch's, each with a file descriptor.
@@ -17,12 +17,12 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.cuda.driver import CudaDriver
+from penstock.cuda.driver_types import IPC_HANDLE_BYTES
 from penstock.errors import ConfigError, FormatError, PenstockError
-from penstock.transport.cuda_calls import IPC_HANDLE_BYTES
-from penstock.transport.cuda_driver import CudaDriver
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.fd_door import receive_fds
-from penstock.transport.page import PageAddress
+from penstock.transport.fd_server import receive_fds
+from penstock.transport.generation_table import PageAddress
 from penstock.transport.protocol import Memory
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]

@@ -1,7 +1,7 @@
 """Reading a peer's host memory over HTTP/1.1: between any two hosts, as long as one can connect to the other.
 
 In / Out: see `protocol`.
-Not here: the holder's end (`http_server`), the reader's (`http_reader`), the wire (`http_wire`).
+Not here: the holder's end (`http.server`), the reader's (`http_reader`), the wire (`http.connection`).
 
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
@@ -27,14 +27,15 @@ import msgspec
 
 from penstock.errors import Cancelled, ConfigError
 from penstock.fork import let_go_in_children
-from penstock.net.home import Home
-from penstock.transport.coding import Choice
+from penstock.http.compression import Choice
+from penstock.http.connection import ReadRequest
+from penstock.http.server import Region, Server
+from penstock.net.runtime_dir import Home
+from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor, decode, decode_payload
 from penstock.transport.http_peer import Peer
 from penstock.transport.http_reader import Address, Read, cut_into_parts
-from penstock.transport.http_server import Region, Server
-from penstock.transport.http_wire import ReadRequest
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
+from penstock.transport.protocol import Handle, Memory, Pending, Transport
 
 CONNECTIONS = 2
 """To one peer, unless told otherwise. Source: benchmarks/results/cpu2_202611/hosts.md."""

@@ -1,7 +1,7 @@
 """The connections to one peer of the `http` transport, and what each does: a request, its answer, straight into place.
 
 In: parts of reads. Out: their bytes where they go, or their reads' failure.
-Not here: how a read is cut (`http_reader`), whether it is asked for coded (`coding`).
+Not here: how a read is cut (`http_reader`), whether it is asked for coded (`http.compression`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, StaleDescriptor
-from penstock.transport.coding import PIECE_BYTES as TIMED_PIECE_BYTES
-from penstock.transport.coding import REQUEST_BYTES, Choice
-from penstock.transport.http_reader import Address, Part, Read
-from penstock.transport.http_wire import (
+from penstock.http.byte_planes import MAX_FRAME_BYTES, Planes, block_bytes
+from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
+from penstock.http.compression import REQUEST_BYTES, Choice
+from penstock.http.connection import (
     CHUNK_HEAD,
     CODING,
     PIECE_BYTES,
@@ -31,7 +31,7 @@ from penstock.transport.http_wire import (
     fields,
     front,
 )
-from penstock.transport.planes import MAX_FRAME_BYTES, Planes, block_bytes
+from penstock.transport.http_reader import Address, Part, Read
 
 IDLE_S = 15.0
 """A connection without work for this long is dropped; the server would after 60 s."""

@@ -1,7 +1,7 @@
 """The reader's end of the `http` transport: reads, cut into parts.
 
 In: runs of a peer's region, where they go. Out: bytes in place, or why not.
-Not here: the connections that carry parts (`http_peer`), the server (`http_server`), handles and descriptors (`http`).
+Not here: the connections that carry parts (`http_peer`), the server (`http.server`), handles and descriptors (`http`).
 
     Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, SourceStalled
+from penstock.http.connection import MAX_RUNS, ReadRequest, Wire, advance
 from penstock.net.peercred import connect_unix
-from penstock.transport.http_wire import MAX_RUNS, ReadRequest, Wire, advance
-from penstock.transport.protocol import Segments, gathered
+from penstock.segments import Segments, gathered
 from penstock.types import MIB
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import secrets
 import threading
 
 from penstock.errors import Cancelled, ConfigError, StaleDescriptor
+from penstock.segments import Segments
+from penstock.transport.deferred_read import WaitedRead
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
-from penstock.transport.waited import WaitedRead
+from penstock.transport.protocol import Handle, Memory, Pending, Transport
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB

@@ -3,8 +3,8 @@
 In / Out: see `protocol`. Not here: NIXL itself (`nixl_agent`), how a read is carried out (`nixl_reader`).
 
 The **word**, one a registration, lies in memory of the holder that is registered too: the generation and the seal of
-the descriptor (`page`). A holder changes it before it changes a byte; a read whose word was the same after its last
-byte as before its first saw one generation. NIXL's descriptors are pickles, so what crosses is ours.
+the descriptor (`generation_table`). A holder changes it before it changes a byte; a read whose word was the same
+after its last byte as before its first saw one generation. NIXL's descriptors are pickles, so what crosses is ours.
 
 Order: memory released here stays registered and alive for `LINGER_S`, for whoever looked at the word just before.
 Who has a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
@@ -27,12 +27,13 @@ import numpy as np
 from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
 from penstock.fork import let_go_in_children
+from penstock.segments import Segments
+from penstock.transport.deferred_read import WaitedRead
 from penstock.transport.descriptor import Descriptor, decode_payload
+from penstock.transport.generation_table import seal_of
 from penstock.transport.nixl_agent import Agent, Discarded, place_of
 from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
-from penstock.transport.page import seal_of
-from penstock.transport.protocol import Handle, Memory, Pending, Segments, Transport
-from penstock.transport.waited import WaitedRead
+from penstock.transport.protocol import Handle, Memory, Pending, Transport
 
 LINGER_S = 3.0
 """Reason: a reader posts within milliseconds of looking at the word, and holds a window of 128 MiB."""

@@ -26,10 +26,11 @@ import msgspec
 import numpy as np
 
 from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
+from penstock.segments import Segments, gathered
 from penstock.transport.descriptor import Descriptor
+from penstock.transport.generation_table import seal_of
 from penstock.transport.nixl_agent import Agent, Discarded, Flight, place_of
-from penstock.transport.page import seal_of
-from penstock.transport.protocol import Memory, Segments, gathered
+from penstock.transport.protocol import Memory
 from penstock.types import I64, MIB
 
 PIECE_BYTES = 64 * MIB

@@ -12,14 +12,15 @@ this is for memory that is read again and again. Of what a publisher pinned alre
 
 from __future__ import annotations
 
+from penstock.cuda.driver import CudaDriver, ordinal
 from penstock.errors import PeerLost, StaleDescriptor
-from penstock.transport.cuda_driver import CudaDriver, ordinal
+from penstock.segments import Rectangles, Segments
+from penstock.transport.deferred_read import WaitedRead
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import Claim, IntoHandle, Mappings
-from penstock.transport.into_device import IntoDevice, batches
-from penstock.transport.protocol import Handle, Pending, Rectangles, Segments, Striding, Transport
+from penstock.transport.device_target import IntoDevice, batches
+from penstock.transport.host_endpoint import Claim, IntoHandle, Mappings
+from penstock.transport.protocol import Handle, Pending, Striding, Transport
 from penstock.transport.shm import MappedMemory, ShmTransport
-from penstock.transport.waited import WaitedRead
 from penstock.types import MIB
 
 TURN_BYTES = 256 * MIB

@@ -1,7 +1,7 @@
 """Host memory of processes of one host: the reader maps the holder's arena and copies out of it.
 
 In: memory that lies in a host arena (a sealed memfd). Out: the peer's bytes, copied by the thread that waits.
-Not here: arenas (`memory.arena`), fences and life (`page`, `endpoint`), devices (`cuda_ipc`).
+Not here: arenas (`memory.arena`), fences and life (`generation_table`, `host_endpoint`), devices (`cuda_ipc`).
 
     claim = the page's word on the descriptor --> map /proc/PID/fd/N, once --> memmove ... claim again after the last
 """
@@ -20,11 +20,12 @@ import numpy as np
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
+from penstock.segments import Rectangles, Segments
+from penstock.transport.deferred_read import WaitedRead
 from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle
-from penstock.transport.page import Page, PageAddress
-from penstock.transport.protocol import Handle, Memory, Pending, Rectangles, Segments, Striding, Transport
-from penstock.transport.waited import WaitedRead
+from penstock.transport.generation_table import Page, PageAddress
+from penstock.transport.host_endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle
+from penstock.transport.protocol import Handle, Memory, Pending, Striding, Transport
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB

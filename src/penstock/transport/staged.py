@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.cuda.driver import CudaDriver, ordinal
+from penstock.cuda.streams import never_freed
 from penstock.errors import PenstockError
 from penstock.memory.staging import StagingBuffer, StagingPool
-from penstock.transport.cuda_driver import CudaDriver, ordinal
-from penstock.transport.cuda_lane import never_freed
+from penstock.segments import Segments
+from penstock.transport.deferred_read import WaitedRead
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.endpoint import IntoHandle
-from penstock.transport.into_device import IntoDevice, batches
-from penstock.transport.protocol import Coding, Filling, Handle, Memory, Pending, Segments, Transport
-from penstock.transport.waited import WaitedRead
+from penstock.transport.device_target import IntoDevice, batches
+from penstock.transport.host_endpoint import IntoHandle
+from penstock.transport.protocol import Coding, Filling, Handle, Memory, Pending, Transport
 from penstock.types import MIB
 
 STAGE_BYTES = 16 * MIB

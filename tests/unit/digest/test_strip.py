@@ -56,7 +56,7 @@ def test_what_lies_outside_is_refused(row: tuple[int, int, int, int]) -> None:
 
 WORK = """
 import numpy as np, torch
-from penstock.digest import pack_cuda
+from penstock.cuda import pack as pack_cuda
 from penstock.digest.strip import Strips, strip_digests
 from penstock.digest.strip_cuda import plan_strips
 

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import FormatError, PeerLost
 from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, Stop, Wire, Words, Work
-from penstock.jobs.process import serve
+from penstock.jobs.workers.process import serve
 
 Pair = tuple[socket.socket, Wire]
 

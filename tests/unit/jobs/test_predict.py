@@ -10,8 +10,8 @@ import pytest
 
 from penstock.jobs import predict as module
 from penstock.jobs.job import Job, plan_job
+from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.predict import predict
-from penstock.jobs.words import operation_of
 from penstock.plan.cluster import CPU_RATES, H200_RATES, Rates
 from penstock.plan.tasks import Spec, lay_out
 from penstock.types import GB, MIB, DType, Manifest

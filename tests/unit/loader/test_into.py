@@ -17,7 +17,7 @@ import penstock
 from penstock.config import Settings
 from penstock.errors import PlanError, SourceUnavailable
 from penstock.memory.memfd import shared_at
-from penstock.storage import manifest as manifests
+from penstock.storage import weight_set as manifests
 from penstock.storage.files import FileSource
 from penstock.types import MIB
 

@@ -292,7 +292,7 @@ def test_what_was_loaded_outlives_the_file(big: Path) -> None:
 
 def digest(path: Path) -> None:
     from penstock.config import Settings
-    from penstock.storage import manifest as manifests
+    from penstock.storage import weight_set as manifests
 
     with manifests.open_weights(str(path), settings=Settings.read()) as weights:
         raw = manifests.encode(manifests.build(weights))

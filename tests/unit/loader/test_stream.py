@@ -15,7 +15,7 @@ from tests.truth import own_threads
 import penstock
 from penstock.config import Settings
 from penstock.errors import SourceUnavailable
-from penstock.storage import manifest as manifests
+from penstock.storage import weight_set as manifests
 from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB

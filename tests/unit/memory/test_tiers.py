@@ -26,9 +26,9 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.memory.tier import Block, Room
+from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import HeapTier
 from penstock.memory.tiers import SOURCE, Level, Tiers
-from penstock.storage.spill import SpillTier
 from penstock.testing.tier_suite import filled
 
 

@@ -271,8 +271,8 @@ def test_the_picture_shows_each_lane_and_link() -> None:
 def test_laps_and_steps_are_those_of_the_take() -> None:
     pytest.importorskip("torch")
     from penstock.plan import sync_work as ours
-    from penstock.sync import take
-    from penstock.sync.steps import cut
+    from penstock.sync.receive import transfer as take
+    from penstock.sync.receive.batches import cut
     from penstock.transport import cuda_ipc
 
     for name in ("WATERMARK_BYTES", "ASK_BYTES", "READS_AT_ONCE", "READS_OF_ONE", "AHEAD_LAPS"):

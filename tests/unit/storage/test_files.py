@@ -16,7 +16,8 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import NotFound, PermissionDenied, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import files, kernel
+from penstock.storage import files
+from penstock.storage import page_cache as kernel
 from penstock.storage.files import FileSource
 
 MIB = 1 << 20

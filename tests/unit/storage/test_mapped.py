@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import DestinationError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import kernel, mapped
+from penstock.storage import mapped
+from penstock.storage import page_cache as kernel
 from penstock.storage.files import MappedFile
 
 MIB = 1 << 20

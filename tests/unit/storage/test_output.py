@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.plan.tasks import OutputFiles, Spec, lay_out
-from penstock.storage import kernel
+from penstock.storage import page_cache as kernel
 from penstock.storage.output import OutputRegion, OutputSet, file_names
 from penstock.types import DType
 

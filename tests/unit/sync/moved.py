@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.sync.declare import Row, layout_of, regions_of
+from penstock.sync.shards import Row, layout_of, regions_of
 from penstock.transport.protocol import Memory
 
 SPOILED = 0xA5

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout, shard_box
 from penstock.plan.sync import Part, plan_sync
-from penstock.sync.held import Held
+from penstock.sync.local_version import Held
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
 from penstock.types import Box, DType

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
-from penstock.fleet.messages import SyncState
-from penstock.fleet.sync_messages import PartRequest, SyncMember
+from penstock.hub.messages import SyncState
+from penstock.hub.sync_messages import PartRequest, SyncMember
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
-from penstock.sync.board import Board
-from penstock.sync.declare import Shard, declared, layout_of, regions_of
 from penstock.sync.planner import Planner
+from penstock.sync.shards import Shard, declared, layout_of, regions_of
+from penstock.sync.version_status import Board
 
 
 def layout(

@@ -11,9 +11,9 @@ import torch
 from tests.unit.sync.moved import move, same, spoil
 from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
-from penstock.sync.declare import Row, Shard, declared, held_runs
-from penstock.sync.record import record
-from penstock.sync.want import Wanted, wanted
+from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.shards import Row, Shard, declared, held_runs
 
 TRAINERS = [
     (1, 1, 1),

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import Cancelled, ConfigError, PlanError, StaleDescriptor
+from penstock.segments import Segments
 from penstock.testing.transport_suite import segments
 from penstock.transport import loopback
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Memory, Segments
+from penstock.transport.protocol import Memory
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.transport.protocol import Rectangles
+from penstock.segments import Rectangles
 
 NAMES = ("src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
 

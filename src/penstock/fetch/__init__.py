@@ -1,0 +1,1 @@
+"""Fetch: a model arrives from peers, and from storage once for all of them."""

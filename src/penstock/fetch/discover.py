@@ -1,0 +1,262 @@
+"""Finding out what is to be fetched: from the fallback's headers, or from what members hold; and where it goes.
+
+In: a target, a fallback or none. Out: `Found`: identity, line, rows or room for new ones, a session to read storage.
+Not here: fetching it (`run`), what the user calls (`join`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.digest.leaf import revision as root_revision
+from penstock.errors import (
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    SourceError,
+)
+from penstock.hub.identity import Identity
+from penstock.hub.messages import HoldingState
+from penstock.loader.into import match_targets, targets_of
+from penstock.loader.session import Options, Session
+from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
+from penstock.memory.arena import Arena, needed_bytes
+from penstock.peer.local_weights import Holding
+from penstock.peer.member import Member
+from penstock.peer.weight_layout import Line, described, line_of_tensors, revision_of
+from penstock.storage.manifest import leaves_of
+from penstock.storage.weight_set import Uris
+from penstock.types import U64, TensorTable
+
+T = TypeVar("T")
+Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
+
+LEAST_ASK_S = 0.5
+"""Least time for a question to the hub, whatever `wait_s`: who does not wait is to have an answer that is there."""
+ASK_S = 0.2
+"""Pause between questions whether somebody holds a model, while nobody does."""
+
+
+class Placed(dict[str, torch.Tensor]):
+    """A target, empty as an empty dict is, that says where its new tensors are to lie.
+
+    Attributes:
+        arenas: what they lie in, where they do.
+    """
+
+    arenas: Sequence[Arena] = ()
+
+    def place(self, table: TensorTable) -> list[torch.Tensor]:
+        """Memory for each row: its bytes, flat uint8, aligned to its elements."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Found:
+    """What is to be fetched, and where it goes: `rows`, or new memory."""
+
+    identity: Identity
+    line: Line
+    device: torch.device
+    rows: Sequence[torch.Tensor] | None = None
+    leaves: U64 | None = None
+    session: Session | None = None
+
+    def allocate(
+        self, target: Target, max_readers: int, is_over: Callable[[], bool]
+    ) -> tuple[Holding, dict[str, torch.Tensor] | None]:
+        """The holding; and the tensors by name, where they are new: where a `Placed` target says, else in an arena,
+        whose pages are made present until `is_over`."""
+        if self.rows is not None:
+            holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
+            return holding, None
+        table = self.line.table
+        arenas: list[Arena] = []
+        if isinstance(target, Placed):
+            flat = target.place(table)
+            arenas += target.arenas
+            made = [
+                as_tensor(raw, dtype, shape)
+                if raw.numel()
+                else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
+                for raw, dtype, shape in zip(flat, table.dtypes, table.shapes, strict=True)
+            ]
+        else:
+            nbytes = table.nbytes.tolist()
+            arena = Arena.allocate(needed_bytes(nbytes), self.device)
+            arena.warm(is_over)
+            offsets = arena.place(nbytes)
+            flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
+            made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
+            arenas.append(arena)
+        holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
+        return holding, dict(zip(table.names, made, strict=True))
+
+
+class Discovery:
+    """Questions of one fetch.
+
+    Args:
+        identity: what the worker says of its weights; fields the fallback or the fleet knows may be empty.
+        member: who asks.
+        settings: deadlines, and how storage is read.
+    """
+
+    def __init__(self, identity: Identity, member: Member, settings: Settings) -> None:
+        self._identity, self._member, self._settings = identity, member, settings
+
+    def find(
+        self,
+        target: Target,
+        fallback: Uris | None,
+        device: torch.device,
+        storage_options: Mapping[str, str] | None,
+        wait_s: float | None,
+        stack: ExitStack,
+    ) -> Found:
+        """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
+        is_given = isinstance(target, torch.nn.Module) or len(target) > 0
+        tensors = targets_of(target) if is_given else {}
+        if tensors:
+            device = next(iter(tensors.values())).device
+        if fallback is not None:
+            options = Options(device=device, storage_options=storage_options)
+            session = stack.enter_context(Session(fallback, options, self._settings, in_group=True))
+            return self._stored(session, tensors, is_given)
+        wait_s = self._settings.stall_s if wait_s is None else wait_s
+        if is_given:
+            line, rows = line_of_tensors(tensors)
+            identity = msgspec.structs.replace(self._identity, layout=line.layout)
+            identity = self._held(identity, {"revision"}, wait_s).identity
+            return Found(identity=identity, line=line, rows=rows, device=device)
+        held = self._held(self._identity, {"revision", "layout"}, wait_s)
+        return Found(identity=held.identity, line=self._ask_line(held, wait_s), device=device)
+
+    def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> Found:
+        table, rows = session.table(), None
+        if is_given:
+            taken, filled = match_targets(table, tensors, None, True)
+            table = table.take(taken)
+            rows = dict(zip(table.names, filled, strict=True))
+        manifest = session.manifest
+        line = Line.of(table, leaf_bytes=manifest.leaf_bytes)
+        row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
+        at = np.fromiter(map(row_of.__getitem__, line.table.names), np.int64, len(line.table))
+        leaves = leaves_of(manifest, at)
+        revision, asked = revision_of(manifest), self._identity.revision
+        if leaves is not None:
+            if asked.startswith("w1-"):
+                if not revision.startswith(asked):
+                    raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
+                asked = ""
+            if len(line.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
+                revision = root_revision(line.table, manifest.leaf_bytes, leaves)
+        elif asked.startswith("w1-") and self._have_read(line, revision, asked):
+            asked = ""
+        flat = None
+        if rows is not None:
+            _, flat = line_of_tensors(rows)
+        return Found(
+            identity=msgspec.structs.replace(self._identity, revision=asked or revision, layout=line.layout),
+            line=line,
+            rows=flat,
+            device=session.options.device,
+            leaves=leaves,
+            session=session,
+        )
+
+    def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
+        """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
+        asked = {name for name in open_fields if not getattr(identity, name)}
+        return _patiently(
+            lambda left_s: self._held_now(identity, asked, f" after {wait_s} s", within_s=left_s),
+            wait_s,
+            NotFound,
+            HubUnavailable,
+        )
+
+    def _held_now(
+        self, identity: Identity, asked: set[str], since: str = "", *, within_s: float | None = None
+    ) -> HoldingState:
+        """See `_held`. NotFound: nobody holds it now; `since` says how long that was so."""
+        best: HoldingState | None = None
+        others: dict[str, str] = {}
+        for member in self._member.hub.status(identity.model, within_s=within_s).members:
+            for held in member.holdings:
+                if member.member == self._member.id:
+                    continue
+                differ = {k: v for k, v in identity.differences(held.identity).items() if k not in asked}
+                if "revision" in differ:
+                    differ["revision"] = identity.revision, held.revision or held.identity.revision
+                    if identity.revision.startswith(("w1-", "h1-")) and held.is_of(identity.revision):
+                        del differ["revision"]
+                if differ:
+                    words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
+                    others[member.member[:8]] = ", ".join(words)
+                elif best is None or _num_have(held) > _num_have(best):
+                    best = held
+        if best is not None:
+            return best
+        seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
+        message = f"no member holds {identity.model!r} with this identity{since}{seen}"
+        raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
+
+    def _have_read(self, line: Line, revision: str, asked: str) -> bool:
+        """Whether members read these very files, which have no digests, and found what is asked for."""
+        same = msgspec.structs.replace(self._identity, revision=revision, layout=line.layout)
+        with contextlib.suppress(SourceError, HubUnavailable):  # then they are read as any others
+            return self._held_now(same, set()).is_of(asked)
+        return False
+
+    def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
+        """The tensors of a key, from a member that holds it; waits for one that has a place."""
+        return _patiently(
+            lambda left_s: self._ask_line_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
+        )
+
+    def _ask_line_now(self, held: HoldingState, within_s: float) -> Line:
+        asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
+        reply = self._member.ask_around(asked, within_s=within_s)
+        last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
+        for upstream in reply.upstreams:
+            try:
+                with self._member.peer(
+                    upstream, held.key, stall_s=self._settings.stall_s / 4
+                ) as peer:  # others know, too
+                    peer.lease()
+                    line = described(peer.table())
+                    if line.layout != held.identity.layout:
+                        raise FormatError("its tensors are not those of its layout", uri=f"penstock:{upstream.member}")
+                    return line
+            except PenstockError as error:
+                last = error
+        raise last
+
+
+def _patiently(ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
+    """Ask, with the seconds left, until there is an answer; raise what is `passing` only once the time is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return ask(max(LEAST_ASK_S, deadline - time.monotonic()))
+        except passing:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(ASK_S)
+
+
+def _num_have(held: HoldingState) -> int:
+    return sum(stop - start for start, stop in held.have)

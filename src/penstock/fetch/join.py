@@ -1,0 +1,288 @@
+"""What a user calls: `join` a fleet, `run` from it, `offer` and `hub.server` to it, `leave`.
+
+In: a model's name, a hub or none, targets. Out: filled targets, a `FetchReport`; then a source for others.
+Not here: the running fetch (`run`), the hub's side (`hub.app`), holding weights for engines (`keeper.keeper`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from blake3 import blake3
+
+from penstock.config import Settings, parse_bytes
+from penstock.digest.leaf import revision as root_revision
+from penstock.engine.trace import Trace, open_trace
+from penstock.errors import ConfigError, IntegrityError, PenstockError
+from penstock.fetch.discover import Discovery, Target
+from penstock.fetch.provenance import Outcome
+from penstock.fetch.report import FetchReport, report_of
+from penstock.fetch.run import Fetch
+from penstock.fetch.storage_reader import StoragePart
+from penstock.hub.client import TIMEOUT_S, HubClient
+from penstock.hub.identity import Identity
+from penstock.loader.into import targets_of
+from penstock.loader.report import Phases
+from penstock.loader.session import resolve_device
+from penstock.peer.local_weights import Holding
+from penstock.peer.member import Member
+from penstock.peer.shutdown import until_stopped
+from penstock.peer.weight_layout import line_of_tensors
+from penstock.storage.weight_set import Uris
+
+
+class Fleet:
+    """This process as a member. A context manager; leaving it drains readers and leaves.
+
+    Made by `join`. One thread at a time calls its methods.
+    """
+
+    def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
+        self.identity, self.member, self._settings = identity, member, settings
+        self._max_readers = max_readers
+        self._left = threading.Event()
+
+    def fetch(
+        self,
+        target: Target,
+        *,
+        fallback: Uris | None = None,
+        device: str | int | torch.device = "cpu",
+        storage_options: Mapping[str, str] | None = None,
+        wait_s: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> FetchReport:
+        """Fill `target` from members that hold the model, and from storage what none of them has or reads.
+
+        Args:
+            target: a module or a dict of tensors, filled in place; or an empty dict, filled with new tensors at the
+                end, all or none.
+            fallback: where storage has it; None: only from members.
+            device: of new tensors.
+            storage_options: see `load`.
+            wait_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
+            trace: where to save a Chrome trace.
+
+        Returns:
+            What came from where. From then on, until `leave`, this process is a source.
+
+        Raises:
+            NotFound: nobody holds it and there is no fallback.
+            PlanError: the target's tensors are not those of the fallback.
+            SourceError, IntegrityError: see `Fetch.run`; `mutated` says whether a target that was given was touched.
+
+        Ownership: the tensors are the caller's, and must not change while this process serves them: see `fence`.
+        """
+        phases = Phases(_name="discover")
+        record = open_trace(trace)
+        is_over = threading.Event()
+        with ExitStack() as stack:
+            stack.callback(is_over.set)
+            found = Discovery(self.identity, self.member, self._settings).find(
+                target, fallback, resolve_device(device), storage_options, wait_s, stack
+            )
+            phases.enter("allocate")
+            holding, made = found.allocate(target, self._max_readers, is_over.is_set)
+            phases.enter("register")
+            self.member.show(holding)
+            storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
+            phases.enter("connect")
+            outcome = self._fill(holding, storage, phases, record, is_new=made is not None)
+            holding.become("whole")
+            self.member.beat_now()
+            if made is not None:
+                assert isinstance(target, MutableMapping)
+                target.update(made)
+            if trace is not None:
+                record.save(trace)
+            storage_bytes = storage.nbytes if storage is not None else 0
+            header_bytes = found.session.weights.opening_bytes if found.session is not None else 0
+            return report_of(
+                holding, outcome, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
+            )
+
+    def _fill(
+        self, holding: Holding, storage: StoragePart | None, phases: Phases, record: Trace, *, is_new: bool
+    ) -> Outcome:
+        """Run the fetch of a holding that is shown; one that fails is hidden.
+
+        Raises: as `fetch`; `mutated` where the memory was given (not `is_new`) and touched.
+        """
+        running = Fetch(
+            self.member,
+            holding,
+            storage=storage,
+            stall_s=self._settings.stall_s,
+            trace=record,
+            on_first=lambda: phases.enter("move"),
+        )
+        try:
+            with running:
+                outcome = running.run()
+            phases.enter("commit")
+            if holding.damage is not None:
+                raise holding.damage
+            if not holding.has_manifest:  # with one, each byte was compared with what it should be
+                holding.check_revision(self.identity.revision)
+                if storage is not None and storage.nbytes:
+                    storage.check_unchanged()
+        except BaseException as error:
+            self.member.hide(holding, 0.0)
+            if isinstance(error, PenstockError) and not is_new:
+                # Storage writes before it hands chunks on.
+                is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
+                error.mutated = error.mutated or is_touched
+            raise
+        return outcome
+
+    def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
+        """Be a source of weights that this process has already: digest them, then let others read.
+
+        Args:
+            tensors: contiguous, on one device; they must not change until `fence` or `leave`.
+            revision: what they are; None: the root of their digests.
+
+        Returns:
+            The key under which they are offered.
+        """
+        line, rows = line_of_tensors(targets_of(tensors))
+        chunks = np.arange(line.chunks.num_chunks)
+        draft = Holding(self.identity, line, rows)
+        leaves = draft.digest(chunks)
+        root = root_revision(line.table, line.chunks.leaf_bytes, leaves)
+        identity = msgspec.structs.replace(
+            self.identity, revision=revision or self.identity.revision or root, layout=line.layout
+        )
+        holding = Holding(identity, line, rows, max_readers=self._max_readers)
+        holding.gain(chunks, leaves)
+        holding.path = "offered"
+        holding.become("whole")
+        self.member.show(holding)
+        return holding.key
+
+    def fence(self) -> None:
+        """Before the weights change: give no more leases and make readers' descriptors stale; they go elsewhere."""
+        for holding in self.member.holdings:
+            self.member.hide(holding, 0.0)
+
+    def serve(self, *, timeout_s: float | None = None) -> None:
+        """Be a source until `leave`, SIGTERM or SIGINT; then drain readers and leave.
+
+        Args:
+            timeout_s: return after this long, still a member; None: no bound.
+
+        Raises:
+            IntegrityError: see `check`; this process has left the fleet.
+        """
+        try:
+            if until_stopped(self._left, self.check, timeout_s):
+                self.leave()
+        except IntegrityError:
+            self.leave()
+            raise
+
+    def check(self) -> None:
+        """Raise unless what this process serves is still what was verified. Costs microseconds.
+
+        One chunk of it is digested again with every beat. Weights that differ are no longer served from that moment;
+        fetch them again, or call `fence` if the change was meant.
+
+        Raises:
+            IntegrityError: a chunk changed in memory; names the chunk and the model.
+        """
+        self.member.check()
+
+    def leave(self, drain_s: float = 10.0) -> None:
+        """Give no new leases, wait for readers at most `drain_s`, say good-bye. Idempotent."""
+        self._left.set()
+        self.member.leave(drain_s)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(10.0 if kind is None else 0.0)
+
+
+def join(
+    model: str,
+    *,
+    hub: str | None = None,
+    token: str | None = None,
+    revision: str = "",
+    dtype: str = "",
+    quantization: str | Mapping[str, Any] = "",
+    parallel: Mapping[str, str] | None = None,
+    role: str = "target",
+    post_processing: str = "",
+    engine: str = "",
+    device_capability: str = "",
+    rack: str = "",
+    listen: str | None = None,
+    transports: Sequence[str] | None = None,
+    max_readers: int = 4,
+    max_bytes_per_s: int | str = 0,
+    min_gb_per_s: float = 0.0,
+    memory_bytes: int | str | None = None,
+) -> Fleet:
+    """Become a member of the fleet that exchanges `model`.
+
+    Args:
+        model: the name members agree on.
+        hub: `http(s)://host:port`, `unix:///path`; None: this host's own, which the first to join hosts.
+        token: of hub and doors, where they ask for one.
+        revision: exchange only this one, by its `w1-` root or as that begins, or by a word of one's own; empty: that of
+            the fallback, or what the fleet has.
+        dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only when all agree.
+        quantization: the quantisation config, or a digest of it.
+        parallel: coordinates, e.g. `{"tp": "1/4"}`.
+        rack: a word near hosts share.
+        listen: `host:port` where other hosts reach this member; None: this host only.
+        transports: names allowed (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
+        max_readers: readers of this member at once; more are sent elsewhere.
+        max_bytes_per_s: of all readers of this member together, e.g. `"2G"`; 0: no cap.
+        min_gb_per_s: members that give less than this are not used, and said to be slow; 0: any pace will do.
+        memory_bytes: bound of host staging when storage is read.
+
+    Raises:
+        HubUnavailable: there is no hub at `hub`. ConfigError, MissingExtra: an argument, or a package for it.
+    """
+    if not model:
+        raise ConfigError("a model needs a name")
+    if not isinstance(quantization, str):
+        ordered = msgspec.json.encode(quantization, order="deterministic")
+        quantization = str(blake3(ordered).hexdigest(length=16))
+    settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
+    identity = Identity(
+        model=model,
+        revision=revision,
+        dtype=dtype,
+        quantization=quantization,
+        parallel=dict(parallel or {}),
+        role=role,
+        post_processing=post_processing,
+        engine=engine,
+        device_capability=device_capability,
+    )
+    cap = parse_bytes(max_bytes_per_s)
+    member = Member(
+        # A question must be given up well before a fetch gives up for want of an answer.
+        HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
+        rack=rack,
+        listen=listen,
+        transports=transports,
+        max_bytes_per_s=cap,
+        min_gb_per_s=min_gb_per_s,
+        stall_s=settings.stall_s,
+    )
+    return Fleet(identity, member, settings, max_readers=max_readers)

@@ -1,0 +1,147 @@
+"""The verb behind `penstock pull`: a model from the fleet into files, or to a device to see how it gets there.
+
+In: a model's name. Out: a directory of shards with index and manifest, whole or not there; a `FetchReport`.
+Not here: fetching (`join`), the format (`storage.safetensors`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.config import Settings
+from penstock.digest.leaf import num_leaves, revision, take_leaves
+from penstock.errors import IntegrityError
+from penstock.fetch.discover import Placed
+from penstock.fetch.join import Fleet
+from penstock.fetch.report import FetchReport
+from penstock.peer.local_weights import Holding
+from penstock.storage.output import OutputSet, require_free, typed
+from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
+from penstock.types import GB, Manifest, TensorTable
+
+SHARD_BYTES = 5 * GB
+"""Of a shard, at most, but for a tensor that is larger. Source: the default of transformers' `save_pretrained`."""
+
+
+def pull(
+    fleet: Fleet,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    device: str | int | torch.device = "cpu",
+    fallback: Uris | None = None,
+    wait_s: float | None = None,
+) -> FetchReport:
+    """Fetch the fleet's model; write it to a directory, or only see how it gets to a device.
+
+    Args:
+        fleet: a member, as of `join`.
+        to: a directory that is not there, or empty; it appears whole, with its manifest. None: nothing is written.
+        device: where it is fetched to; the host, where it is written.
+        fallback, wait_s: see `Fleet.fetch`.
+
+    Returns:
+        The fetch's report; with `to`, `phases` has `write` too.
+
+    Raises:
+        ConfigError: the directory is there and has something in it; nothing was fetched.
+        DiskFull, DestinationError: it cannot be written; nothing is left of it.
+        PenstockError: see `Fleet.fetch`.
+
+    Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
+    """
+    if to is None:
+        return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s)
+    target = Path(to).absolute()
+    with typed(target):
+        require_free(target)
+    files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
+    try:
+        report = fleet.fetch(files, fallback=fallback, wait_s=wait_s)
+        begun = time.perf_counter()
+        files.publish(target, next(one for one in fleet.member.holdings if one.key == report.key))
+    finally:
+        files.close()
+    phases = {**report.phases, "write": time.perf_counter() - begun}
+    return replace(report, phases=phases, wall_s=sum(phases.values()))
+
+
+class _Files(Placed):
+    """Tensors that lie in the files themselves: mapped, so that the kernel writes them out as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._output: OutputSet | None = None
+
+    def place(self, table: TensorTable) -> list[torch.Tensor]:
+        """See `Placed`. Makes the files, with room for all. DiskFull, DestinationError."""
+        placed, body_nbytes = _places(table)
+        output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"})
+        output.create()
+        output.open()
+        whole = [_mapped(self._directory / name) for name in output.names]
+        starts = placed.offset + np.array(output.data_offset, np.int64)[placed.file_index]
+        runs = zip(placed.file_index.tolist(), starts.tolist(), placed.nbytes.tolist(), strict=True)
+        return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
+
+    def publish(self, target: Path, holding: Holding) -> None:
+        """Let the files appear at `target`, with index and manifest."""
+        assert self._output is not None
+        # The names, shapes and places are read back from what was written; the digests are those of the fetch.
+        with open_weights(
+            [str(self._directory / name) for name in self._output.names], settings=Settings.read()
+        ) as written:
+            manifest = encode(_digested(written.manifest, holding))
+        self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest})
+
+    def close(self) -> None:
+        """Leave nothing that was not published."""
+        if self._output is not None:
+            self._output.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
+    """The rows at places in files of at most `SHARD_BYTES`, the widest elements of each first; bytes of each file."""
+    nbytes = table.nbytes.tolist()
+    file_index, offset = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
+    bodies = [0]
+    for row, length in enumerate(nbytes):
+        if bodies[-1] and bodies[-1] + length > SHARD_BYTES:
+            bodies.append(0)
+        file_index[row] = len(bodies) - 1
+        bodies[-1] += length
+    filled = [0] * len(bodies)
+    for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
+        offset[row] = filled[file_index[row]]
+        filled[file_index[row]] += nbytes[row]
+    return replace(table, file_index=file_index, offset=offset), bodies
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    with typed(path), open(path, "r+b") as file:
+        return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
+
+
+def _digested(written: Manifest, holding: Holding) -> Manifest:
+    """The manifest of what was written, with the digests that were verified when it came."""
+    line = holding.line
+    row_of = {name: row for row, name in enumerate(line.table.names)}
+    rows = np.array([row_of[name] for name in written.tensors.names], np.int64)
+    counts = num_leaves(line.table.nbytes, line.chunks.leaf_bytes)
+    if len(rows) != len(line.table):
+        raise IntegrityError(f"{len(rows)} tensors were written of {len(line.table)}")
+    return replace(
+        written,
+        leaf_bytes=line.chunks.leaf_bytes,
+        leaves=take_leaves(holding.leaves, counts, rows),
+        revision=revision(line.table, line.chunks.leaf_bytes, holding.leaves),
+    )

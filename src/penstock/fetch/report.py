@@ -1,0 +1,88 @@
+"""What a fetch did: what came from where and why, seconds by phase, verified against what.
+
+In: a holding and an outcome. Out: frozen values and a few lines for people.
+Not here: progress while it runs (`penstock status`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.fetch.provenance import Outcome
+from penstock.peer.local_weights import Holding
+from penstock.types import GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """Outcome of one fetch."""
+
+    model: str
+    key: str
+    revision: str
+    """`w1-`: the root of all digests that were compared or made."""
+    num_tensors: int
+    nbytes: int
+    storage_bytes: int
+    """Bytes of weights this process asked of storage."""
+    header_bytes: int
+    """Bytes it asked of storage besides, to know what the weights are; 0 without a fallback.
+
+    Of each file 16 KiB (the file, where it is shorter), or the header where that is longer; the index and the manifest
+    whole. Every member with a fallback reads them: they say which weights it wants, and so whom it may ask.
+    """
+    wall_s: float
+    phases: Mapping[str, float]
+    """Seconds of `discover`, `allocate`, `register`, `move`, `commit`; they sum to `wall_s`."""
+    nbytes_by_path: Mapping[str, int]
+    """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
+    why: Mapping[str, str]
+    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
+    faults: tuple[str, ...]
+    """Sources that failed on the way, and how."""
+    verified: bool
+    verified_against: str
+    """Whose digests the bytes were compared with."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Decimal GB per second of wall time."""
+        return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+        paths = [
+            f"{nbytes / GB:.2f} GB by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
+        ]
+        lines = [
+            f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s "
+            f"({self.gb_per_s:.2f} GB/s): {phases}",
+            f"paths: {'; '.join(paths) or 'none'}",
+            f"verified against {self.verified_against}; revision {self.revision[:19]}",
+        ]
+        return "\n".join(lines + [f"fault on the way: {fault}" for fault in self.faults])
+
+
+def report_of(
+    holding: Holding, outcome: Outcome, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
+) -> FetchReport:
+    """The report of a fetch that ended well."""
+    against = "the manifest's digests" if holding.has_manifest else "digests made by who had the bytes first"
+    return FetchReport(
+        model=holding.identity.model,
+        key=holding.key,
+        revision=holding.root(),
+        num_tensors=len(holding.line.table),
+        nbytes=holding.line.nbytes,
+        storage_bytes=storage_bytes,
+        header_bytes=header_bytes,
+        wall_s=sum(phases.values()),
+        phases=phases,
+        nbytes_by_path=dict(outcome.nbytes_by_path),
+        why=dict(outcome.why),
+        faults=tuple(outcome.faults),
+        verified=True,
+        verified_against=against,
+    )

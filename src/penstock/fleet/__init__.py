@@ -1,1 +1,0 @@
-"""The journey from peers: discovery, coordination, transfer, verification."""

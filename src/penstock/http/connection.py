@@ -1,0 +1,244 @@
+"""What both ends of the `transport.http` transport share: one connection, and the request that crosses it.
+
+In: a connected socket. Out: bytes moved between it and views of memory, heads of messages.
+Not here: who may read (`server`), which connections (`transport.http`).
+
+    POST /v1/regions/GENERATION   a `ReadRequest`, msgpack   ->   200, Content-Length: the runs' bytes, then a seal
+      Accept-Encoding: penstock-planes   ->   or, Content-Encoding the same: frames of `byte_planes` and the seal, as
+      chunks
+
+The **seal** is sent after the last byte only if the generation still holds then: bytes without it are not believed.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from penstock.errors import FormatError
+from penstock.types import I64, MIB
+
+MAX_HEAD_BYTES = 8 << 10
+"""Longest head of a request or an answer. Ours are under 400 bytes."""
+MAX_RUNS = 4096
+"""Runs of one request at most: 64 KiB of columns."""
+MAX_BODY_BYTES = 128 << 10
+"""Longest body of a request: the columns and 200 bytes."""
+PIECE_BYTES = 4 * MIB
+"""Asked of the kernel in one call, so that a fence is seen soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
+MAX_VIEWS = 256
+"""Views given to one scattering call. Reason: below the kernel's 1,024 (IOV_MAX), past which it refuses."""
+SEAL = struct.Struct("<8sQ")
+SEAL_WORD = b"penstock"
+CODING = "penstock-planes"
+"""What a reader accepts, and the server may send."""
+CHUNK_HEAD = 10
+"""Bytes of a chunk's head as we write it: eight digits, a line's end."""
+_CHUNK_HEAD = re.compile(rb"[0-9a-f]{8}\r\n")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of bytes wanted of one region, and what shows that its descriptor was given to whoever asks."""
+
+    endpoint: Annotated[str, msgspec.Meta(max_length=128)]
+    key: Annotated[bytes, msgspec.Meta(max_length=64)]
+    nbytes: _Count
+    """Of the region, as the descriptor says."""
+    src: _Columns
+    length: _Columns
+    """Offsets and bytes of the runs, little-endian int64."""
+
+    def runs(self) -> tuple[I64, I64]:
+        """Offsets and lengths. FormatError unless all lie in the region."""
+        if len(self.src) != len(self.length) or len(self.src) % 8:
+            raise FormatError(f"columns of {len(self.src)} and {len(self.length)} bytes")
+        src, length = np.frombuffer(self.src, "<i8"), np.frombuffer(self.length, "<i8")
+        inside = (
+            (src >= 0) & (length > 0) & (src <= self.nbytes) & (length <= self.nbytes - np.clip(src, 0, self.nbytes))
+        )
+        if not inside.all():
+            raise FormatError("a run lies outside the region")
+        return src.astype(np.int64), length.astype(np.int64)
+
+
+class Wire:
+    """One connection. A call that moves nothing within the pace raises TimeoutError; one that fails, OSError."""
+
+    def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
+        self._sock, self._is_tls = sock, isinstance(sock, ssl.SSLSocket)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._pace_s = -1.0
+        self.set_pace(pace_s)
+
+    def set_pace(self, pace_s: float) -> None:
+        """How long a call may wait for the first byte it can move."""
+        if pace_s == self._pace_s:
+            return
+        self._pace_s = pace_s
+        if self._is_tls:
+            self._sock.settimeout(pace_s)
+            return
+        limit = struct.pack("ll", int(pace_s), int(pace_s % 1 * 1e6))
+        self._sock.settimeout(None)  # the kernel keeps time, so that one call can fill a view
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def head(self, wait_s: float, begun: bytes = b"", *, first_s: float | None = None) -> tuple[bytes, bytes]:
+        """Receive the head of a message: it, and what came behind it. `(b"", b"")` if the other end is done.
+
+        Args:
+            wait_s: for all of it, from its first byte on.
+            begun: what came already.
+            first_s: for the first byte; None: `wait_s`.
+
+        Raises:
+            FormatError: it is too long.
+            TimeoutError, OSError: as the class says.
+        """
+        found, deadline = begun, time.monotonic() + (wait_s if first_s is None or begun else first_s)
+        while (end := found.find(b"\r\n\r\n")) < 0:
+            if len(found) > MAX_HEAD_BYTES:
+                raise FormatError("a head without an end")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the head did not come to its end")
+            self.set_pace(max(left, 0.001))
+            had, got = bool(found), self._receive(4096)
+            if not got:
+                return b"", b""
+            if not had and first_s is not None:
+                deadline = time.monotonic() + wait_s
+            found += got
+        return found[:end], found[end + 4 :]
+
+    def body(self, nbytes: int, begun: bytes, wait_s: float) -> bytes:
+        """Receive a small body whole, within `wait_s`."""
+        found, deadline = begun, time.monotonic() + wait_s
+        while len(found) < nbytes:
+            self.set_pace(max(deadline - time.monotonic(), 0.001))
+            got = self._receive(nbytes - len(found))
+            if not got or time.monotonic() > deadline:
+                raise TimeoutError("the body did not come to its end")
+            found += got
+        return found
+
+    def fill(self, view: memoryview, begun: bytes = b"") -> bytes:
+        """Receive until the view is full; what is left of `begun`, which came already. OSError if it ends before."""
+        at = min(len(begun), len(view))
+        view[:at] = begun[:at]
+        while at < len(view):
+            got = self.receive_into([view[at:]])
+            if not got:
+                raise ConnectionAbortedError("the connection ended")
+            at += got
+        return begun[len(view) :]
+
+    def send_all(self, data: bytes) -> None:
+        """Send a short message."""
+        self._sock.sendall(data)
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        """Send from the front of these views, without a copy of ours; how many bytes went."""
+        try:
+            if self._is_tls:
+                return self._sock.send(views[0])
+            return self._sock.sendmsg(views[:MAX_VIEWS]) if len(views) > 1 else self._sock.send(views[0])
+        except BlockingIOError as error:
+            raise TimeoutError("nothing could be sent") from error
+
+    def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Receive into the front of these views; how many bytes came, 0 at the end of the connection."""
+        try:
+            if self._is_tls:
+                return self._sock.recv_into(views[0])
+            if len(views) == 1:
+                return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
+            return self._sock.recvmsg_into(views[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError as error:  # SO_RCVTIMEO ran out
+            raise TimeoutError("nothing came") from error
+
+    def _receive(self, nbytes: int) -> bytes:
+        try:
+            return self._sock.recv(nbytes)
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came") from error
+
+    def cut(self) -> None:
+        """End the connection, whoever is sending or receiving by it; from any thread, at once."""
+        try:
+            # Not SSLSocket's own, which makes a receiver in another thread take ciphertext for the bytes.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end was first
+
+    def close(self) -> None:
+        """Close the socket; not while another thread uses it (`cut` is for that)."""
+        self._sock.close()
+
+
+def front(views: list[memoryview], nbytes: int = PIECE_BYTES) -> list[memoryview]:
+    """The first views, together at most `nbytes` and `MAX_VIEWS`."""
+    found, left = [], nbytes
+    for view in views[:MAX_VIEWS]:
+        found.append(view[:left])
+        left -= len(found[-1])
+        if not left:
+            break
+    return found
+
+
+def advance(views: list[memoryview], nbytes: int) -> None:
+    """Take `nbytes` off the front of these views."""
+    done = 0
+    for view in views:
+        if nbytes < len(view):
+            break
+        nbytes -= len(view)
+        done += 1
+    del views[:done]
+    if nbytes:
+        views[0] = views[0][nbytes:]
+
+
+def fields(head: bytes) -> tuple[str, dict[str, str]]:
+    """First line and header fields (names in lower case) of a head. FormatError if it is none."""
+    lines = head.decode("latin-1").split("\r\n")
+    found: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip() or name.lower() in found:
+            raise FormatError("a malformed or repeated header field")
+        found[name.lower()] = value.strip()
+    return lines[0], found
+
+
+def chunk_head(nbytes: int) -> bytes:
+    """What comes before a chunk; after it there is a line's end. Of 0 bytes: the last one."""
+    return b"%08x\r\n" % nbytes
+
+
+def chunk_bytes(head: memoryview, limit: int) -> int:
+    """Bytes of the chunk behind a head of ours. FormatError if it is none, or says more than `limit`."""
+    if not _CHUNK_HEAD.fullmatch(head) or int(bytes(head[:8]), 16) > limit:
+        raise FormatError("a malformed or too long chunk")
+    return int(bytes(head[:8]), 16)
+
+
+def content_length(found: dict[str, str]) -> int:
+    """The body's bytes. FormatError if they are not said in so many digits."""
+    text = found.get("content-length", "")
+    if "transfer-encoding" in found or not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise FormatError("no Content-Length")
+    return int(text)

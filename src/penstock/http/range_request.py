@@ -1,0 +1,317 @@
+"""One ranged, conditional HTTP request and its answer, checked against what was first seen.
+
+In: an `Address` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error, or
+`Failed` where another attempt may help.
+Not here: connections (`client`), the attempts (`storage.http`), pauses between them (`retry`), signing
+(`storage.objects`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from http.client import BadStatusLine
+from types import TracebackType
+from typing import Protocol, TypedDict
+from urllib.parse import SplitResult
+
+from penstock.errors import (
+    FormatError,
+    NotFound,
+    PermissionDenied,
+    SourceChanged,
+    SourceTruncated,
+    SourceUnavailable,
+)
+from penstock.http.client import Pool
+from penstock.http.retry import Patience
+
+_MAX_REDIRECTS = 5
+"""Redirects followed for one range. Source: the bound curl's manual recommends is 50; model hubs need 1 or 2."""
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Answers worth another attempt. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
+
+_CREDENTIAL_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
+"""Codes of HTTP 400 that mean the credentials are wrong. Source: the S3 API's list of error responses."""
+
+_ERROR_BODY_BYTES = 16 << 10
+"""Bytes of an error's body read to find its code. Reason: S3's are under 1 KiB; nothing larger is worth waiting for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validators:
+    """What tells one state of an object from another."""
+
+    etag: str = ""
+    """As sent, with its quotes and weakness mark."""
+    last_modified: str = ""
+    """HTTP date."""
+    nbytes: int
+
+    @property
+    def condition(self) -> dict[str, str]:
+        """The header that makes a request fail (412) if the object is another one."""
+        if self.etag and not self.etag.startswith("W/"):
+            return {"If-Match": self.etag}
+        return {"If-Unmodified-Since": self.last_modified} if self.last_modified else {}
+
+    @property
+    def identity(self) -> str:
+        """The ETag, or else the date; "" where the server gave neither."""
+        return self.etag or self.last_modified
+
+    def differs(self, headers: Message) -> str | None:
+        """How an answer's headers show another object; None when they do not."""
+        etag, modified = headers.get("ETag", ""), headers.get("Last-Modified", "")
+        if self.etag and etag:
+            same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
+            return None if same else f"its ETag was {self.etag} and is {etag}"
+        if self.last_modified and modified:
+            same = modified == self.last_modified
+            return None if same else f"it was last modified {self.last_modified} and now {modified}"
+        return "the answer carries neither ETag nor Last-Modified any more" if self.identity else None
+
+
+class Address(Protocol):
+    """Where an object can be had just now."""
+
+    def url(self) -> SplitResult:
+        """The URL to read from, signed or redirected as need be."""
+        ...
+
+    def headers(self, url: SplitResult) -> Mapping[str, str]:
+        """What to send to `url` besides range and condition."""
+        ...
+
+    def renew(self, status: int) -> bool:
+        """The URL was refused with `status`: forget it. False when that cannot help."""
+        ...
+
+    def moved(self, url: SplitResult, location: str) -> str | None:
+        """Follow a redirect from `url`; None when followed, or why not."""
+        ...
+
+
+class Failed(Exception):
+    """An attempt ended early; worth another one unless patience runs out."""
+
+    def __init__(
+        self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
+    ) -> None:
+        super().__init__(why)
+        self.why, self.silent, self.wait_s, self.cause = why, silent, wait_s, cause
+
+    def ask(self, patience: Patience, byte_range: tuple[int, int]) -> None:
+        """Pause before another attempt, or raise as `Patience.failed`."""
+        patience.failed(self.why, byte_range=byte_range, silent=self.silent, wait_s=self.wait_s, cause=self.cause)
+
+
+class Exchange:
+    """One request and its answer, redirects followed; a context manager that gives the connection back.
+
+    Args:
+        uri: what errors call it.
+        address: where it is.
+        pool: connections.
+        byte_range: wanted, `[start, stop)`.
+        seen: what it was when first seen; None: this is the first look.
+        to_the_end: ask for all from `start` on; no more than the range is read of the answer.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        address: Address,
+        pool: Pool,
+        *,
+        byte_range: tuple[int, int],
+        seen: Validators | None,
+        to_the_end: bool = False,
+    ) -> None:
+        self._uri, self._address, self._pool, self._seen = uri, address, pool, seen
+        self._range = byte_range
+        last = "" if to_the_end else str(byte_range[1] - 1)
+        self._limit = seen.nbytes if to_the_end and seen else byte_range[1]
+        self._headers = {"Range": f"bytes={byte_range[0]}-{last}", **(seen.condition if seen else {})}
+        self.stop = byte_range[1]
+        self.code = ""
+
+    def __enter__(self) -> Exchange:
+        for _ in range(_MAX_REDIRECTS + 1):
+            self._url = self._address.url()
+            self._send()
+            location = self.reply.headers.get("Location") if self.reply.status in _REDIRECTS else None
+            if location is None:
+                if self.reply.status >= 300:
+                    self._read_code()
+                return self
+            self._read_code()
+            self._pool.put(self._url, self._connection, self.reply)
+            why_not = self._address.moved(self._url, location)
+            if why_not:
+                raise SourceUnavailable(why_not, uri=self._uri)
+        raise SourceUnavailable(f"it redirects more than {_MAX_REDIRECTS} times", uri=self._uri)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pool.put(self._url, self._connection, None if kind else self.reply)
+
+    def _send(self) -> None:
+        """Send the request; a kept-alive connection that the server closed meanwhile is replaced at once."""
+        headers = {**self._headers, **self._address.headers(self._url)}
+        for fresh in (False, True):
+            with _failing(self._uri):
+                self._connection = self._pool.get(self._url, fresh=fresh)
+            reused = self._connection.used
+            try:
+                with _failing(self._uri):
+                    self.reply = self._connection.request(self._url, headers)
+                return
+            except BaseException as error:
+                self._connection.close()
+                stale = (
+                    reused and isinstance(error, Failed) and isinstance(error.cause, (ConnectionError, BadStatusLine))
+                )
+                if not stale or fresh:
+                    raise
+
+    def _read_code(self) -> None:
+        """Read a refusal's short body, for its code and so that the connection can be used again."""
+        body, got = bytearray(_ERROR_BODY_BYTES), 0
+        with _failing(self._uri):
+            while got < len(body) and (n := self.reply.readinto(memoryview(body)[got:])):
+                got += n
+        found = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[:got])
+        self.code = found[1].decode() if found else ""
+
+    def refused(self) -> bool:
+        """A refusal that a new URL may cure; the old one is forgotten."""
+        return self.reply.status in {400, 401, 403, 404, 410} and self._address.renew(self.reply.status)
+
+    def check(self) -> None:
+        """Raise unless the answer holds bytes of the range asked for, of the object first seen; sets `stop`."""
+        status, headers, (start, stop) = self.reply.status, self.reply.headers, self._range
+        if status not in {200, 206}:
+            raise self._error()
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise FormatError(
+                f"it is stored or sent with Content-Encoding {headers['Content-Encoding'][:40]!r}",
+                uri=self._uri,
+                hint="store it as it is: weights are read in ranges",
+            )
+        if self._seen is None:
+            return
+        differs = self._seen.differs(headers)
+        if differs:
+            raise self._changed(differs)
+        if status == 200:
+            if self.reply.length not in {None, self._seen.nbytes}:
+                raise self._changed(f"it had {self._seen.nbytes} bytes and has {self.reply.length}")
+            if start:
+                raise self._protocol("the server ignores Range and would send everything")
+            return
+        first, last, total = self._content_range()
+        if total not in {None, self._seen.nbytes}:
+            raise self._changed(f"it had {self._seen.nbytes} bytes and has {total}")
+        if first != start or not start <= last < self._limit:
+            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, the answer holds {first}-{last}")
+        if self.reply.length not in {None, last + 1 - first}:
+            raise self._protocol(f"the answer for {last + 1 - first} bytes holds {self.reply.length}")
+        self.stop = min(last + 1, stop)
+
+    def first_seen(self) -> Validators:
+        """What the object is, from the first answer; raises as `check`."""
+        headers = self.reply.headers
+        nbytes: int | None
+        if self.reply.status == 416 and headers.get("Content-Range", "").replace(" ", "") == "bytes*/0":
+            nbytes = 0
+        else:
+            self.check()
+            nbytes = self._content_range()[2] if self.reply.status == 206 else self.reply.length
+        if nbytes is None:
+            raise self._protocol("the server does not tell the size")
+        return Validators(etag=headers.get("ETag", ""), last_modified=headers.get("Last-Modified", ""), nbytes=nbytes)
+
+    def readinto(self, view: memoryview) -> int:
+        """Some bytes of the body into `view`, at least one. Failed when there are none."""
+        with _failing(self._uri):
+            got = self.reply.readinto(view)
+        if not got:
+            raise Failed("the connection closed before the end of the answer")
+        return got
+
+    def _content_range(self) -> tuple[int, int, int | None]:
+        text = self.reply.headers.get("Content-Range", "")
+        found = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
+        if not found:
+            raise self._protocol(f"the answer's Content-Range is {text[:80]!r}")
+        return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+
+    def _changed(self, how: str) -> SourceChanged:
+        return SourceChanged(how, uri=self._uri, byte_range=self._range, hint="load again to read the new one")
+
+    def _protocol(self, what: str) -> SourceUnavailable:
+        return SourceUnavailable(what, uri=self._uri, byte_range=self._range, hint="the server or a proxy is at fault")
+
+    def _error(self) -> Exception:
+        """The answer's status as one of our errors, or as `Failed` where another attempt may help."""
+        status = self.reply.status
+        what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
+        where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
+        if status in _RETRIED:
+            return Failed(what, wait_s=_seconds_of(self.reply.headers.get("Retry-After", "")))
+        if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
+            return PermissionDenied(what, **where, hint="check the credentials and what they may read")
+        if status in {404, 410}:
+            return NotFound(what, **where)
+        if status == 412:
+            return self._changed("the object is not the one first seen (HTTP 412)")
+        if status == 416:
+            total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("Content-Range", ""))
+            if self._seen and total and int(total[1]) != self._seen.nbytes:
+                return self._changed(f"it had {self._seen.nbytes} bytes and has {total[1]}")
+            return SourceTruncated(what, **where)
+        region = self.reply.headers.get("x-amz-bucket-region", "")
+        hint = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
+        return SourceUnavailable(what, **where, hint=hint)
+
+
+def _seconds_of(after: str) -> float | None:
+    """Seconds that a `Retry-After` asks for, given as such or as a date; None where it asks for none."""
+    if re.fullmatch(r"\d{1,9}", after):
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+class _Where(TypedDict):
+    uri: str
+    byte_range: tuple[int, int] | None
+
+
+@contextlib.contextmanager
+def _failing(uri: str) -> Iterator[None]:
+    """Map what sockets, TLS and the HTTP parser raise."""
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise SourceUnavailable(
+            f"the server's certificate does not verify: {error.verify_message}",
+            uri=uri,
+            hint="set ca_file to the PEM bundle that signs it",
+        ) from error
+    except (TimeoutError, BlockingIOError) as error:
+        raise Failed("timed out", silent=True, cause=error) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Failed(f"{type(error).__name__}: {error}"[:200], cause=error) from error

@@ -1,0 +1,1 @@
+"""The directory service of a fleet: its state, its server, its client."""

@@ -1,0 +1,76 @@
+"""Addresses of doors, as members announce them: what is accepted, and how a Unix socket is opened safely.
+
+In: a string that another member chose. Out: its parts, or why it is not used; a connected socket.
+Not here: the requests that go there (`peer.client`), which doors a member has (`peer.server`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.net.peercred import connect_unix
+
+DOOR_PATTERN = (
+    r"^(?:unix://(/[!-~]{1,106})"
+    r"|http(s?)://(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_.-]{1,253})):([0-9]{1,5}))\Z"
+)
+"""`unix:///path`, `http://host:port` or `https://[v6]:port`, without anything behind it. A Unix path has at most 107
+bytes. Source: unix(7)."""
+_DOOR = re.compile(DOOR_PATTERN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorAddress:
+    """Where a door listens: `host` and `port`, or the `path` of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    is_tls: bool = False
+
+
+def parse_door(door: str) -> DoorAddress | None:
+    """Return the parts of a door's address, or None where it is not a plain one."""
+    found = _DOOR.fullmatch(door)
+    if found is None:
+        return None
+    path, tls, v6, host, port = found.groups()
+    if path:
+        return DoorAddress(path=path)
+    return DoorAddress(host=v6 or host, port=int(port), is_tls=bool(tls)) if 0 < int(port) <= 65535 else None
+
+
+def private_socket_fault(path: str) -> str:
+    """Return why a Unix socket is not one of this user's in a private directory; empty: it is.
+
+    Other users, and services of this one, have sockets too: a member that says it is on this host could otherwise have
+    requests sent to any of them.
+    """
+    users = {os.geteuid(), 0}
+    try:
+        found, parent = os.lstat(path), os.lstat(Path(path).parent)
+    except OSError as error:
+        return error.strerror or "it cannot be looked at"
+    if not stat.S_ISSOCK(found.st_mode):
+        return "it is no socket"
+    if found.st_uid not in users or parent.st_uid not in users:
+        return "it is another user's"
+    if not stat.S_ISDIR(parent.st_mode) or parent.st_mode & 0o077:
+        return "its directory is not private: other users could put their own socket there"
+    return ""
+
+
+def connect_unix_door(path: str, timeout_s: float) -> socket.socket:
+    """Connect to a Unix socket that passed `private_socket_fault`.
+
+    Raises:
+        PermissionError: another user's process listens there; nothing was sent. OSError: nobody does.
+    """
+    if fault := private_socket_fault(path):
+        raise PermissionError(fault)  # it was replaced since it was chosen
+    return connect_unix(path, timeout_s)

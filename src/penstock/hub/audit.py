@@ -1,0 +1,94 @@
+"""Where the hub's audit lines go: stderr, or files of bounded size, so many lines of each caller a second.
+
+In: records of the logger `penstock.audit`. Out: lines; for those left out, one that says how many.
+Not here: what is audited (`app`, `grants`, `directory`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import logging.handlers
+import os
+import threading
+from collections import Counter
+from io import TextIOWrapper
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.hub.rate import RateLimit
+
+CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="hub")
+"""Whose question is being answered: `Caller.name`, or `STRANGER`."""
+STRANGER = "stranger"
+"""All callers that show no token of this hub's: they share one rate, whatever their addresses."""
+LINES_PER_S, LINES_AT_ONCE = 100.0, 10_000
+"""Of one caller. 1,000 members that start together are issued 4,000 grants within seconds; a caller that is refused in
+a loop writes 15 KB a second at most, and takes 6 hours to fill the files."""
+FILE_BYTES, NUM_OLD_FILES = 64 << 20, 4
+"""When a file is begun anew, and how many earlier ones are kept: 320 MiB in all."""
+_FORMAT = "%(asctime)s %(name)s %(message)s"
+
+
+class LimitedHandler(logging.Handler):
+    """Passes records on to another handler, at a bounded rate for each caller.
+
+    Args:
+        inner: gets them; closed with this.
+    """
+
+    def __init__(self, inner: logging.Handler) -> None:
+        super().__init__()
+        self._inner = inner
+        inner.setFormatter(logging.Formatter(_FORMAT))
+        self._limit = RateLimit(LINES_PER_S, LINES_AT_ONCE)
+        self._counting, self._left_out = threading.Lock(), Counter[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging."""
+        caller = CALLER.get()
+        if not self._limit.allow(caller):
+            with self._counting:
+                self._left_out[caller] += 1
+            return
+        with self._counting:
+            count = self._left_out.pop(caller, 0)
+        if count:
+            self._tell(caller, count)
+        self._inner.handle(record)
+
+    def _tell(self, caller: str, count: int) -> None:
+        message = f"event=left_out caller={caller} lines={count}"
+        self._inner.handle(logging.LogRecord("penstock.audit", logging.WARNING, __file__, 0, message, None, None))
+
+    def close(self) -> None:
+        """See logging; says how many lines were left out last."""
+        with self._counting:
+            left_out, self._left_out = self._left_out, Counter[str]()
+        for caller, count in left_out.items():
+            self._tell(caller, count)
+        self._inner.close()
+        super().close()
+
+
+class _PrivateFile(logging.handlers.RotatingFileHandler):
+    """Files that only their user reads: lines name models and members."""
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = os.open(self.baseFilename, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "a", encoding="utf-8")
+
+
+def audit_to(path: Path | None) -> LimitedHandler:
+    """Return a handler that appends to a file, or with None writes to stderr.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        return LimitedHandler(logging.StreamHandler())
+    try:
+        return LimitedHandler(_PrivateFile(path, maxBytes=FILE_BYTES, backupCount=NUM_OLD_FILES))
+    except OSError as error:
+        hint = "a file in a directory that the hub's user can write to"
+        raise ConfigError(f"the audit cannot be written to {path}: {error}", hint=hint) from error

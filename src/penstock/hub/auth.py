@@ -1,0 +1,209 @@
+"""Who may ask the hub, and about which models.
+
+In: a token file, which may change, or certificates. Out: an `Auth`; of a request, the `Caller`.
+Not here: grants between members (`grants`), the sockets (`app`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from penstock.errors import ConfigError, FormatError, SourceError
+from penstock.storage import text_of
+from penstock.storage.local import read_bounded
+
+_log = logging.getLogger("penstock.hub")
+LIFE_HEADER = "Penstock-Life"
+"""Where a caller shows the secret of the member that it speaks for."""
+MAX_TOKENS_BYTES = 1 << 20
+"""Longest token file that is read: some thousand tokens with their patterns."""
+
+TOKEN_CALLER = "token:"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+def member_of(life: str) -> str:
+    """The member id of a process life's secret, which alone it shows: an id is spoken for by who can name its secret.
+
+    So every hub can tell, one that has just started too, and no hub keeps a secret.
+    """
+    return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks.
+
+    Attributes:
+        models: patterns of model names it may ask about; None: all.
+        name: what it authenticated with, which says nothing secret: `token:` and the beginning of a digest,
+            `certificate:` and the names in it; `anybody`, where the hub asks for neither.
+        certificate: the names in the certificate that it showed; empty: the hub asks for none.
+    """
+
+    models: tuple[str, ...] | None = None
+    name: str = "anybody"
+    certificate: str = ""
+
+    def may_ask(self, models: Iterable[str]) -> bool:
+        """Whether every one of these models is among its own."""
+        if self.models is None:
+            return True
+        return all(any(fnmatchcase(model, pattern) for pattern in self.models) for model in models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auth:
+    """How callers show who they are; the default asks nothing, and then the hub listens on a Unix socket.
+
+    Attributes:
+        token_file: the bearer tokens that are taken; None: none are asked for.
+        certificate, private_key: PEM files the hub shows; with them it speaks TLS.
+        client_ca: PEM file; callers must show a certificate that it signed.
+    """
+
+    token_file: TokenFile | None = None
+    certificate: Path | None = None
+    private_key: Path | None = None
+    client_ca: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        token_file: Path | None = None,
+        certificate: Path | None = None,
+        private_key: Path | None = None,
+        client_ca: Path | None = None,
+    ) -> Auth:
+        """From files.
+
+        Args:
+            token_file: read again whenever it changes. A token a line, at least 16 characters, then the patterns of the
+                models it is for (none: all); `#` begins a remark.
+            certificate: see the class. private_key: see the class. client_ca: see the class.
+
+        Raises:
+            ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
+        """
+        if client_ca is not None and certificate is None:
+            raise ConfigError("callers' certificates need the hub's own", hint="give --cert and --key")
+        if (certificate is None) != (private_key is None):
+            raise ConfigError("a certificate and its key come together", hint="give both --cert and --key")
+        tokens = None if token_file is None else TokenFile(token_file)
+        return cls(token_file=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
+
+    @property
+    def guards(self) -> bool:
+        """Whether a stranger is kept out."""
+        return self.token_file is not None or self.client_ca is not None
+
+    @property
+    def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
+        """Bearer tokens that are good now, with their callers."""
+        return () if self.token_file is None else self.token_file.tokens()
+
+    def caller(self, authorization: str, certificate: str = "") -> Caller | None:
+        """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token.
+
+        Args:
+            authorization: the header.
+            certificate: the names in the certificate that was shown, and checked, where `client_ca` asks for one.
+        """
+        if self.token_file is None:
+            return Caller(name=f"certificate:{certificate}", certificate=certificate) if certificate else Caller()
+        scheme, _, given = authorization.partition(" ")
+        found: Caller | None = None
+        shown = given.strip().encode("utf-8", "replace")
+        for token, caller in self.tokens:
+            if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
+                found = caller
+        return None if found is None else replace(found, certificate=certificate)
+
+
+class TokenFile:
+    """A file of tokens, read again when it changes, so that a token can be added or revoked while the hub runs.
+
+    A file that cannot be read, or has a fault, changes nothing: the tokens read last stay good, and an error is logged.
+
+    Args:
+        path: see `Auth.of`.
+
+    Raises:
+        ConfigError: the file cannot be read at first, or has a fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._seen = self._stamp()
+        self._tokens = read_tokens(path)
+
+    def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
+        """Return the tokens that are good now. Looks at the file's stamp each time: 3 us."""
+        stamp = self._stamp()
+        if stamp != self._seen:
+            with self._lock:
+                if stamp != self._seen:
+                    self._seen = stamp
+                    self._read()
+        return self._tokens
+
+    def reread(self) -> None:
+        """Read the file again whether or not its stamp has changed: SIGHUP."""
+        with self._lock:
+            self._seen = self._stamp()
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self._tokens = read_tokens(self._path)
+        except ConfigError as error:
+            _log.error("%s; the tokens read before stay good", error.message)
+        else:
+            _log.warning("token file %s was read again: %d tokens are good", self._path, len(self._tokens))
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def first_token(path: str | Path | None) -> str | None:
+    """What a caller shows: the first token of a file; None without one. ConfigError: as `Auth.of`."""
+    return None if path is None else read_tokens(Path(path))[0][0].decode()
+
+
+def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
+    """See `Auth.of`."""
+    try:
+        text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
+    except (SourceError, FormatError, UnicodeDecodeError) as error:
+        hint = "a token a line: `openssl rand -hex 32` makes one"
+        raise ConfigError(f"token file {path} cannot be read: {error}", hint=hint) from error
+    tokens = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if not _TOKEN.fullmatch(words[0]):
+            hint = "openssl rand -hex 32 makes one"
+            raise ConfigError(f"{path}:{number}: a token is 16 to 512 letters, digits and ._~+/=-", hint=hint)
+        tokens.append((words[0].encode(), Caller(tuple(words[1:]) or None, _token_name(words[0]))))
+    if not tokens:
+        raise ConfigError(f"token file {path} has no token", hint="openssl rand -hex 32 makes one")
+    return tuple(tokens)
+
+
+def _token_name(token: str) -> str:
+    """What a token is called in logs and counts."""
+    return TOKEN_CALLER + hashlib.sha256(b"penstock caller 1\n" + token.encode()).hexdigest()[:12]

@@ -1,0 +1,381 @@
+"""A member's side of the hub: one method a question, each with a deadline.
+
+In: messages. Out: the hub's answers, its faults as typed errors.
+Not here: what is asked when (`peer.member`), who hosts the hub of one host (`local_hub`).
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.closing import Closing
+from penstock.config import Settings
+from penstock.errors import (
+    ConfigError,
+    HubUnavailable,
+    MissingExtra,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    SourceBusy,
+    UnknownMember,
+)
+from penstock.hub.auth import LIFE_HEADER, member_of
+from penstock.hub.messages import (
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    Complaint,
+    Fault,
+    FlightReply,
+    FlightRequest,
+    Hello,
+    Status,
+    Welcome,
+    Why,
+    WhyRequest,
+)
+from penstock.hub.sync_messages import SyncReply, SyncRequest
+from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
+
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT_S = 10.0
+"""A question is given up after this, tries and all; what peers are known stays usable meanwhile."""
+ATTEMPT_S = 5.0
+"""One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
+REACH_S = 20.0
+"""Who just began to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
+REST = 4.0
+"""Who asks again and again rests so many times as long as the last answer took: a hub that is slow, since it shares two
+cores with 64 processes that copy, is asked less. Without it questions piled up until it was given up as silent."""
+MAX_REST_S = 5.0
+_MAX_PAUSE_S = 0.5
+_MAX_CONNECTIONS = 16
+T = TypeVar("T")
+_FAULT = msgspec.json.Decoder(Fault)
+_ERRORS: dict[int, type[PenstockError]] = {
+    400: ConfigError,
+    401: PermissionDenied,
+    403: PermissionDenied,
+    404: ConfigError,
+    405: ConfigError,
+    409: PlanError,
+    410: UnknownMember,
+    413: PlanError,
+    422: PlanError,
+    429: SourceBusy,
+}
+
+
+class Line(Protocol):
+    """How the hub is reached now; it may be elsewhere after a failure.
+
+    Attributes:
+        is_busy: it did not answer in time, and its process is known to run: it will.
+    """
+
+    is_busy: bool
+
+    def reach(self, within_s: float) -> str:
+        """Its URL: `unix:///path`, `http://host:port`, `https://...`.
+
+        Raises:
+            PenstockError: there is none, and none can be made; HubUnavailable: another did not make it in time.
+        """
+
+    def reached(self) -> None:
+        """It answered."""
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """It could not be asked; `silent`: it took the question and did not answer."""
+
+    def close(self) -> None:
+        """No more questions."""
+
+
+class FixedLine:
+    """A hub at one address."""
+
+    is_busy = False
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def reach(self, within_s: float) -> str:
+        """See `Line`."""
+        return self._url
+
+    def reached(self) -> None:
+        """See `Line`."""
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """See `Line`: it is asked again there."""
+
+    def close(self) -> None:
+        """See `Line`."""
+
+
+class HubClient(Closing):
+    """Asks the hub; from any thread. Every question may be asked twice: it is, until its deadline, if the hub is away.
+
+    Args:
+        line: where the hub is.
+        token: shown to it.
+        ca_file: PEM bundle trusted besides the system's roots.
+        certificate: PEM files of our own certificate and key (None: in the same), for a hub that asks for one.
+        timeout_s: deadline of a question.
+        life: the secret of the member that this speaks for; None: a new one.
+
+    Attributes:
+        member: whom it can speak for; the one id that the hub takes from it.
+        is_local: the hub is this host's own, which another process hosts when its host is gone.
+        has_token: whether it shows a token. The hub alone is shown it: never another member.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        certificate: tuple[Path, Path | None] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        life: str | None = None,
+    ) -> None:
+        self._line = line
+        life = life or secrets.token_hex(16)
+        self.member, self.has_token = member_of(life), token is not None
+        self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
+        self._ca_file, self._certificate = ca_file, certificate
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._http: tuple[str, httpx.Client] | None = None
+        self._closed, self.is_local = False, False
+        self._took_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the hub is late and not away; see `Line`."""
+        return self._line.is_busy
+
+    @property
+    def rest_s(self) -> float:
+        """How long who asks in a loop should rest at least before the next question; see `REST`."""
+        return min(REST * self._took_s, MAX_REST_S)
+
+    @classmethod
+    def connect(
+        cls,
+        hub: str | None,
+        token: str | None = None,
+        *,
+        ca_file: Path | None = None,
+        certificate: tuple[Path, Path | None] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        life: str | None = None,
+    ) -> HubClient:
+        """A client of the hub at a URL, or with None of this host's and user's own, which the first to ask hosts.
+
+        Certificates that are not given are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
+
+        Raises:
+            ConfigError: the URL is none. MissingExtra: httpx, or for None FastAPI, is not installed.
+            HubUnavailable: None, and the hub cannot be hosted.
+        """
+        try:
+            import httpx  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("a fleet needs httpx", hint="pip install 'penstock[hub]'") from error
+        line: Line
+        if hub is None:
+            from penstock.hub.local_hub import LocalLine
+
+            line = LocalLine()
+        elif hub.startswith(("unix:///", "http://", "https://")):
+            line = FixedLine(hub.rstrip("/"))
+        else:
+            raise ConfigError(f"{hub!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
+        settings = Settings.read()
+        if certificate is None and settings.cert_file is not None:
+            certificate = settings.cert_file, settings.key_file
+        ca_file = settings.ca_file if ca_file is None else ca_file
+        client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
+        client.is_local = hub is None
+        if hub is None:
+            line.reach(REACH_S)
+        return client
+
+    def hello(self, hello: Hello) -> Welcome:
+        """Join as a process life.
+
+        Raises:
+            PermissionDenied: the token, or the id is another life's.
+            ConfigError: the hub speaks another major version of the protocol.
+        """
+        welcome = self._ask("POST", "/v1/hello", hello, Welcome)
+        if fault := version_fault(welcome.protocol, "the hub", "this process"):
+            raise ConfigError(fault, hint=UPGRADE_HINT)
+        return welcome
+
+    def beat(self, member: str, beat: Beat) -> None:
+        """The member lives and holds this. UnknownMember: say hello, then beat again."""
+        self._ask("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
+
+    def leave(self, member: str) -> None:
+        """The member is gone for good."""
+        self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
+
+    def flight(self, request: FlightRequest, *, within_s: float | None = None) -> FlightReply:
+        """Whom to take chunks from. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/flight", request, FlightReply, within_s=within_s)
+
+    def claim(self, request: ClaimRequest) -> ClaimReply:
+        """Chunks to read from storage. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/claim", request, ClaimReply)
+
+    def sync(self, request: SyncRequest) -> SyncReply:
+        """Who takes part in a sync, and grants for some. UnknownMember: see `beat`."""
+        return self._ask("POST", "/v1/sync", request, SyncReply)
+
+    def complain(self, complaint: Complaint) -> None:
+        """A source could not be used. UnknownMember: see `beat`."""
+        self._ask("POST", "/v1/complain", complaint, None)
+
+    def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
+        """Members and what they hold, of one model or all."""
+        query = "" if model is None else f"?model={quote(model, safe='')}"
+        return self._ask("GET", f"/v1/status{query}", None, Status, within_s=within_s)
+
+    def why(self, request: WhyRequest) -> Why:
+        """Why who takes a model from whom."""
+        return self._ask("POST", "/v1/why", request, Why)
+
+    def close(self) -> None:
+        """Let go of connections, and of the hub if this process hosts it; idempotent."""
+        with self._lock:
+            self._closed = True
+            http, self._http = self._http, None
+        if http is not None:
+            http[1].close()
+        self._line.close()
+
+    # `type[T] | None` with one return type: None is given where nothing is returned.
+    def _ask(self, method: str, path: str, body: object, gives: type[T] | None, *, within_s: float | None = None) -> T:
+        """Ask until answered or the deadline: `timeout_s`, or sooner, `within_s`.
+
+        Raises:
+            HubUnavailable: the deadline; the last failure is its cause. Else what the hub's fault says.
+        """
+        import httpx
+
+        content = b"" if body is None else msgspec.json.encode(body)
+        begun = time.monotonic()
+        timeout_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
+        deadline = begun + timeout_s
+        pause_s = 0.01
+        last: Exception
+        while True:
+            left_s = max(0.05, deadline - time.monotonic())
+            attempt_s = min(left_s, ATTEMPT_S)
+            url = self._line.reach(left_s)
+            http = self._client(url)
+            try:
+                answer = http.request(method, path, content=content, timeout=attempt_s, headers=self._headers)
+                self._line.reached()
+                self._took_s = time.monotonic() - begun
+                if answer.status_code != 503:
+                    return self._answered(answer, gives, url)
+                last = HubUnavailable(_fault(answer).error, uri=url)
+            except httpx.HTTPError as error:
+                last = error
+                # At the end of the deadline there is no time left to tell a silent hub from a busy one.
+                had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
+                silent = had_time and isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
+                if isinstance(error, httpx.TimeoutException):
+                    self._took_s = time.monotonic() - begun
+                # The client stays open: other threads may wait for answers, and it has dropped the broken connection.
+                self._line.failed(url, silent=silent)
+            except RuntimeError as error:
+                if not http.is_closed:
+                    raise
+                last = error  # another thread's failure closed it
+                self._drop(http)
+            if self._closed or time.monotonic() + pause_s >= deadline:
+                message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
+                hint = "is it running, and can this host reach its address?"
+                raise HubUnavailable(message, uri=url, hint=hint) from last
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _answered(self, answer: httpx.Response, gives: type[T] | None, url: str) -> T:
+        if answer.is_success:
+            if gives is None:
+                return None  # type: ignore[return-value]
+            try:
+                return msgspec.json.decode(answer.content, type=gives)
+            except msgspec.MsgspecError as error:
+                message = f"what answers is not a hub of this version: {error}"
+                raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
+        fault = _fault(answer)
+        kind = _ERRORS.get(answer.status_code, HubUnavailable)
+        raise kind(fault.error, uri=url, hint=fault.hint or None)
+
+    def _client(self, url: str) -> httpx.Client:
+        """The connections to this address; those to an earlier one are closed."""
+        with self._lock:
+            if self._closed:
+                raise HubUnavailable("this client was closed", uri=url)
+            if self._http is not None and self._http[0] == url:
+                return self._http[1]
+            before, self._http = self._http, (url, self._open(url))
+            opened = self._http[1]
+        if before is not None:
+            before[1].close()
+        return opened
+
+    def _open(self, url: str) -> httpx.Client:
+        import httpx
+
+        from penstock.hub.client_transport import HubTransport
+
+        if url.startswith("unix://"):
+            transport = HubTransport(url.removeprefix("unix://"), max_connections=_MAX_CONNECTIONS)
+            return httpx.Client(transport=transport, base_url="http://hub", trust_env=False)
+        trust: ssl.SSLContext | None = None
+        if url.startswith("https://"):
+            try:
+                trust = ssl.create_default_context()
+                if self._ca_file is not None:
+                    trust.load_verify_locations(self._ca_file)
+                if self._certificate is not None:
+                    trust.load_cert_chain(*self._certificate)
+            except OSError as error:
+                hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
+                raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
+        transport = HubTransport(None, max_connections=_MAX_CONNECTIONS, trust=trust)
+        return httpx.Client(transport=transport, base_url=url, trust_env=False)
+
+    def _drop(self, http: httpx.Client) -> None:
+        """Connect anew next time; a thread that failed by an earlier client does not close the one made since."""
+        with self._lock:
+            if self._http is not None and self._http[1] is http:
+                self._http = None
+        http.close()
+
+
+def _fault(answer: httpx.Response) -> Fault:
+    try:
+        return _FAULT.decode(answer.content)
+    except msgspec.MsgspecError:
+        return Fault(error=f"status {answer.status_code}, and not of a hub")

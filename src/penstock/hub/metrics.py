@@ -1,0 +1,106 @@
+"""What the hub counts, for Prometheus.
+
+In: a directory; requests as they are answered. Out: a page. Not here: the route (`openapi`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.errors import MissingExtra
+from penstock.hub.directory import Directory
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+except ImportError as error:
+    raise MissingExtra("the hub needs prometheus-client", hint="pip install 'penstock[hub]'") from error
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_COUNTS = {
+    "hellos": "Process lives that joined.",
+    "leaves": "Members that left of their own accord.",
+    "grants": "Grants issued.",
+    "claimed_chunks": "Chunks given out to be read from storage.",
+    "complaints": "Complaints about sources.",
+    "proofs": "Complaints that proved a source to say wrong digests.",
+}
+
+
+class Metrics:
+    """Of one hub process."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._registry = CollectorRegistry()
+        self._seconds = Histogram(
+            "penstock_hub_request_seconds",
+            "From the head of a request to its answer.",
+            ["operation"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._refusals = Counter(
+            "penstock_hub_refusals", "Answers that are not 2xx.", ["status"], registry=self._registry
+        )
+        self._registry.register(_Fleet(directory))
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[None]:
+        """Count a request and its time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.labels(operation).observe(time.perf_counter() - start)
+
+    def refused(self, status: int) -> None:
+        """Count an answer that is not 2xx."""
+        self._refusals.labels(str(status)).inc()
+
+    def page(self) -> bytes:
+        """Prometheus' text format.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+        return bytes(generate_latest(self._registry))
+
+
+class _Fleet:
+    """The state of the fleet, read when it is asked for."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing beforehand: the store is not asked when the hub starts."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Members, holdings by state, chunks being read from storage, and the directory's counts."""
+        status = self._directory.status()
+        yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=len(status.members))
+        states: Tally[tuple[str, str]] = Tally()
+        claims: Tally[str] = Tally()
+        for member in status.members:
+            for holding in member.holdings:
+                states[holding.identity.model, holding.state] += 1
+                claims[holding.identity.model] += sum(stop - start for start, stop in holding.claims)
+        held = GaugeMetricFamily("penstock_hub_holdings", "Holdings.", labels=["model", "state"])
+        for (model, state), count in states.items():
+            held.add_metric([model, state], count)
+        yield held
+        reading = GaugeMetricFamily("penstock_hub_claims", "Chunks members read from storage now.", labels=["model"])
+        for model, count in claims.items():
+            reading.add_metric([model], count)
+        yield reading
+        for name, about in _COUNTS.items():
+            yield CounterMetricFamily(f"penstock_hub_{name}", about, value=self._directory.counts[name])

@@ -1,0 +1,121 @@
+"""The hub's pages beside its questions, and the OpenAPI document of all.
+
+In: the operations of `app`. Out: routes, a document whose schemas msgspec makes of the messages.
+Not here: the operations (`app`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from penstock.hub.auth import LIFE_HEADER, Auth
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Fault, MemberId, Word
+
+if TYPE_CHECKING:
+    from penstock.hub.app import _Operation
+    from penstock.hub.metrics import Metrics
+
+_REF = "#/components/schemas/{name}"
+
+
+def add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
+    """`/healthz`: the process answers; `/readyz`: its store does, too; `/metrics`."""
+    from penstock.hub.app import check_caller
+
+    async def healthz() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    async def readyz() -> Response:
+        await run_in_threadpool(directory.store.read, "hub/life")
+        return Response("ok\n", media_type="text/plain")
+
+    async def page(request: Request) -> Response:
+        check_caller(request, auth)
+        return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
+
+    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
+        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
+
+
+def document(operations: Iterable[_Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    operations = tuple(operations)
+    named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
+    _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, faults)
+    for path, about in (
+        ("/healthz", "The process answers."),
+        ("/readyz", "The store answers, too."),
+        ("/metrics", "For Prometheus."),
+    ):
+        page = {"description": "text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        get: dict[str, Any] = {"summary": about, "operationId": path[1:], "responses": {"200": page}}
+        if path != "/healthz":
+            get["responses"]["503"] = _fault(faults[503])
+        if path == "/metrics":
+            get["responses"]["401"] = _fault(faults[401])
+        else:
+            get["security"] = []
+        paths[path] = {"get": get}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock hub", "version": "1", "description": "Who holds what; never the bytes."},
+        "paths": paths,
+        "components": {"schemas": dict(components)},
+    }
+    if auth.token_file is not None:
+        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"token": []}]
+    described: dict[str, Any] = _as_ecma(found)
+    return described
+
+
+def _as_ecma(value: Any) -> Any:
+    r"""Write the ends of patterns as JSON Schema does: its `$` is Python's `\Z`, which no newline may follow."""
+    if isinstance(value, dict):
+        return {
+            name: one.replace(r"\Z", "$") if name == "pattern" and isinstance(one, str) else _as_ecma(one)
+            for name, one in value.items()
+        }
+    return [_as_ecma(one) for one in value] if isinstance(value, list) else value
+
+
+def _described(operation: _Operation, faults: Mapping[int, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
+    if operation.gives is None:
+        found["responses"]["204"] = {"description": "done"}
+    else:
+        found["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
+    for status, what in faults.items():
+        found["responses"][str(status)] = _fault(what)
+    if operation.takes is not None:
+        found["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+    parameters: list[dict[str, Any]] = []
+    if "{member}" in operation.path:
+        schema = msgspec.json.schema(MemberId)
+        parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
+    if operation.name == "status":
+        schema = msgspec.json.schema(Word)
+        parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
+    if operation.speaker is not None:
+        about = "The secret that the member's id is the digest of."
+        parameters.append(
+            {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
+        )
+    return found | ({"parameters": parameters} if parameters else {})
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
+
+
+def _fault(what: str) -> dict[str, Any]:
+    return {"description": what, **_json("Fault")}

@@ -1,0 +1,305 @@
+"""The hub's sockets: where it listens, in this process's main thread or in one of its own.
+
+In: a directory, an address. Out: a running hub.
+Not here: the app (`app`), who hosts the hub of one host (`local_hub`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, HubUnavailable, MissingExtra
+from penstock.fork import let_go_in_children
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.net.acceptor import Acceptor
+from penstock.net.admission import Admission
+from penstock.net.limits import ConnectionLimits, descriptor_limit, raise_descriptor_limit
+from penstock.net.listener import BACKLOG, GuardedListener
+
+if TYPE_CHECKING:
+    import uvicorn
+
+START_S = 20.0
+"""Importing FastAPI on a busy machine takes some seconds."""
+STOP_S = 5.0
+_CUTS_A_TICK = 100
+"""Connections over their deadline that are cut in one tick of uvicorn (0.1 s): each costs the loop 0.1 ms."""
+GC_THRESHOLD = (20_000, 50, 100)
+"""Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
+_KEEP_ALIVE_S = 75
+"""Several beats: a member's connection stays."""
+_log = logging.getLogger("penstock.hub")
+
+
+def bind(listen: str, auth: Auth) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        listen: `unix:///path`, `host:port`, `[v6]:port`; port 0 takes any that is free.
+        auth: an address that is no Unix socket needs one that keeps strangers out.
+
+    Raises:
+        ConfigError: the address does not parse, is taken, or is open to strangers.
+    """
+    if listen.startswith("unix://"):
+        return _bind_unix(Path(listen.removeprefix("unix://")))
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535 or not host:
+        raise ConfigError(f"cannot listen on {listen!r}", hint="write host:port or unix:///path")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
+    family, _, _, _, address = found[0]
+    if not auth.guards:
+        # Loopback, too: every user of this host can connect to it.
+        raise ConfigError(
+            f"{listen} is open to strangers, other users of this host among them: nobody is asked who they are",
+            hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
+        )
+    if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
+        _log.warning("tokens cross the network unencrypted on %s: --cert and --key encrypt them", listen)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        hint = "an address of this host; port 0 takes a free one"
+        raise ConfigError(f"cannot listen on {listen!r}: {error}", hint=hint) from error
+    return bound
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket for this user alone; a dead one in its place is removed."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
+                raise ConfigError(f"{path} is in use", hint="choose another path")
+            path.unlink()
+        os.fchmod(bound.fileno(), 0o600)  # the mode of the path that bind makes
+        bound.bind(os.fspath(path))
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on unix://{path}: {error}") from error
+    except ConfigError:
+        bound.close()
+        raise
+    return bound
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def url_of(bound: socket.socket, auth: Auth) -> str:
+    """What to give as `hub=`."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix://{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if auth.certificate is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _refusal(auth: Auth) -> bytes:
+    """Return what is said to a connection that finds no place; members ask again after it."""
+    if auth.certificate is not None:
+        return b""
+    return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvicorn.Server:
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtra("the hub needs uvicorn", hint="pip install 'penstock[hub]'") from error
+    from penstock.hub.app import create_app
+    from penstock.hub.connection import protocol_for
+
+    class Server(uvicorn.Server):
+        """uvicorn's, with the listener's limits: accepts at a bounded rate, and cuts what is over its deadline."""
+
+        _acceptor: Acceptor
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=[])
+
+            def make_protocol() -> asyncio.Protocol:
+                protocol: Any = config.http_protocol_class
+                made: asyncio.Protocol = protocol(
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                )
+                return made
+
+            self._acceptor = Acceptor(listener, make_protocol, config.ssl)
+            self._acceptor.start()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self._acceptor.close()
+            listener.close()
+            await super().shutdown(sockets=[])
+
+        async def on_tick(self, counter: int) -> bool:
+            listener.admission.sweep(most=_CUTS_A_TICK)
+            return await super().on_tick(counter)
+
+    config = uvicorn.Config(
+        create_app(directory, auth),
+        # Not uvloop, where it is installed: it accepts by itself, past the listener's limits.
+        loop="asyncio",
+        http=protocol_for(listener, auth),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=auth.certificate,
+        ssl_keyfile=auth.private_key,
+        ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the hub's certificate cannot be used: {error}") from error
+    return Server(config)
+
+
+def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; then answer what is under way and return. SIGHUP has the token file read again.
+
+    The main thread calls it.
+
+    Args:
+        directory: answers.
+        listen: see `bind`.
+        auth: who may ask.
+        ready: told the URL once the socket listens.
+
+    Raises:
+        ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
+    """
+    auth = auth or Auth()
+    bound = bind(listen, auth)
+    limits = ConnectionLimits.for_descriptors(raise_descriptor_limit(), idle_s=_KEEP_ALIVE_S)
+    url = url_of(bound, auth)
+    listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
+    try:
+        server = _server(directory, auth, listener)
+    except BaseException:
+        listener.close()
+        raise
+    # What a hub keeps are values without cycles, made anew with each beat: looking through them for cycles finds none.
+    # With a threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms
+    # (benchmarks/results/cpu2_202611/hub.md). Connections that ended leave cycles, 2 KB a member's life: 20,000 objects
+    # of them are about 2 MB.
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    def reread(number: int, frame: FrameType | None) -> None:
+        if auth.token_file is not None:
+            auth.token_file.reread()
+
+    # uvicorn ends by a signal, then raises it once more for who heard it before: here it must not end the process.
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        ready(url)
+        server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        listener.close()
+        if listen.startswith("unix://"):
+            Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
+
+
+_CLOSED_IN_CHILDREN = let_go_in_children(GuardedListener.close)
+"""A child of a fork that lived on would keep the socket of a hub that died."""
+
+
+class HubThread:
+    """A hub in a thread of this process, on a socket that already listens.
+
+    Ownership: takes the socket. The thread ends with the process.
+
+    Args:
+        directory: answers.
+        bound: see `bind`.
+        auth: who may ask.
+        limits: of its connections; None: by the descriptors that this process may open.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        bound: socket.socket,
+        auth: Auth | None = None,
+        *,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        auth = auth or Auth()
+        self.url = url_of(bound, auth)
+        # Half of the descriptors: the rest of this process needs some, too.
+        limits = limits or ConnectionLimits.for_descriptors(descriptor_limit() // 2, idle_s=_KEEP_ALIVE_S)
+        self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
+        _CLOSED_IN_CHILDREN.add(self._listener)
+        try:
+            self._server = _server(directory, auth, self._listener)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
+
+    def start(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            HubUnavailable: it did not start.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise HubUnavailable("the hub's thread did not start", uri=self.url)
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        """Answer what is under way, then end; at most some seconds. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+        self._listener.close()

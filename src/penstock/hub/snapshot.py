@@ -1,0 +1,318 @@
+"""What the hub knows of one key at a moment: who has or gets it, who was complained of, and the relay among them.
+
+In: the store's entries. Out: a `View`. Not here: changing anything (`directory`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+
+from penstock.hub.claims import Bools
+from penstock.hub.messages import Complaint, Hello, HoldingState, MemberStatus, Status
+from penstock.hub.store import Entry, Store
+from penstock.hub.sync_directory import states_of
+from penstock.plan.relay import DISTRUST, Node, Relay
+
+T = TypeVar("T")
+CHEAP_LOOK_S = 0.0005
+"""A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of one member and key."""
+
+    hello: Hello
+    since: float
+    """When the member came, by the hub's clock."""
+    holding: HoldingState
+    num_have: int
+    asked: float = 0.0
+    """When it last asked for upstreams or claims, by the hub's clock."""
+    reads_storage: bool = False
+    certificate: str = ""
+    """See `Known`."""
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of a member."""
+
+    hello: Hello
+    since: float
+    seen: float
+    keys: tuple[str, ...] = ()
+    caller: str = ""
+    """What it authenticated with when it said hello."""
+    certificate: str = ""
+    """The names in the certificate that it showed then."""
+
+
+class Complained(msgspec.Struct, frozen=True, array_like=True):
+    """What the store keeps of a complaint."""
+
+    complaint: Complaint
+    caller: str
+    """What the complainer authenticated with: `Caller.name`."""
+    is_proven: bool = False
+    """Whether it came with a proof that holds."""
+
+
+HELD = msgspec.msgpack.Decoder(Held)
+KNOWN = msgspec.msgpack.Decoder(Known)
+COMPLAINED = msgspec.msgpack.Decoder(Complained)
+
+
+class View:
+    """One key, as the store had it when this was made.
+
+    Args:
+        held: members that have or get it.
+        complaints: those that still count.
+        before: the view that this one follows: its parents are kept where members do not say theirs.
+    """
+
+    def __init__(
+        self, held: Mapping[str, Held], complaints: Mapping[str, Complained], *, before: View | None = None
+    ) -> None:
+        self.held = held
+        self._complained = tuple(complaints.values())
+        self.complaints = tuple(one.complaint for one in self._complained)
+        self._parents = before.parents if before is not None else {}
+        self._relays: dict[int, Relay] = {}
+        self._had: dict[tuple[int, frozenset[str]], Bools] = {}
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Receiver -> parent, of the relays asked for so far."""
+        found = dict(self._parents) if not self._relays else {}
+        for relay in self._relays.values():
+            found |= relay.parents
+        return found
+
+    @cached_property
+    def complainers(self) -> dict[str, frozenset[str]]:
+        """Member -> who complains of it."""
+        found: dict[str, set[str]] = {}
+        for complaint in self.complaints:
+            found.setdefault(complaint.of, set()).add(complaint.member)
+        return {member: frozenset(names) for member, names in found.items()}
+
+    @cached_property
+    def proven(self) -> frozenset[str]:
+        """Members of which it is proven that they say wrong digests."""
+        return frozenset(one.complaint.of for one in self._complained if one.is_proven)
+
+    @cached_property
+    def callers(self) -> dict[str, frozenset[str]]:
+        """Member -> the callers whose complaints count for all, each once, however many members it speaks for.
+
+        Not those of wrong bytes: they count for all where they are proven, and else for their reader alone.
+        """
+        found: dict[str, set[str]] = {}
+        for one in self._complained:
+            if one.complaint.fault != "wrong bytes":
+                found.setdefault(one.complaint.of, set()).add(one.caller)
+        return {member: frozenset(names) for member, names in found.items()}
+
+    def num_complaining(self, member: str) -> int:
+        """Callers that complain of it; a proof counts as many as it takes."""
+        return DISTRUST if member in self.proven else len(self.callers.get(member, ()))
+
+    @cached_property
+    def num_sharing(self) -> int:
+        """Members that fill and can read storage."""
+        return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
+
+    @cached_property
+    def reading(self) -> frozenset[str]:
+        """Members that say they read from storage."""
+        return frozenset(name for name, held in self.held.items() if held.holding.claims)
+
+    def reader_silent_s(self, *, besides: str) -> float:
+        """How long the least silent of the other members that read storage received nothing; -1: there is none."""
+        silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
+        return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
+
+    def demoted(self, member: str) -> bool:
+        """Nobody is sent there first, and what it has does not count."""
+        return self.num_complaining(member) >= DISTRUST
+
+    def out_of_reach(self, reader: str) -> list[str]:
+        """Members that this one cannot take from: it says so, or they are demoted."""
+        return [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
+
+    def relay(self, num_chunks: int) -> Relay:
+        """Among the members that cut the line into as many chunks."""
+        if num_chunks not in self._relays:
+            same = ((name, held) for name, held in self.held.items() if held.holding.num_chunks == num_chunks)
+            self._relays[num_chunks] = Relay(self._node(name, held) for name, held in same)
+        return self._relays[num_chunks]
+
+    def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
+        """Whom a member may ask that is not in this view; of no chunks, as most cut the line; near ones first."""
+        sizes = Counter(held.holding.num_chunks for held in self.held.values())
+        num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
+        asks = Node(
+            member=reader.member,
+            host=reader.host,
+            rack=reader.rack,
+            device=holding.device,
+            num_have=0,
+            num_chunks=max(1, num_chunks),
+        )
+        return self.relay(num_chunks).around(asks)
+
+    def had(self, reader: str, num_chunks: int) -> Bools:
+        """Chunks of the members that `reader` can take from."""
+        avoid = frozenset(self.out_of_reach(reader))
+        if (num_chunks, avoid) not in self._had:
+            same = (held.holding.have for held in self.held.values() if held.holding.num_chunks == num_chunks)
+            if avoid:
+                named = ((name, held.holding) for name, held in self.held.items() if name not in avoid)
+                same = (holding.have for _, holding in named if holding.num_chunks == num_chunks)
+            edges = np.array([edge for have in same for bounds in have for edge in bounds], np.int64)
+            # How many ranges begin less how many end, up to each chunk, is how many members have it.
+            begun = np.bincount(edges[::2], minlength=num_chunks + 1)
+            ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
+            self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
+        return self._had[num_chunks, avoid]
+
+    def _node(self, name: str, held: Held) -> Node:
+        holding = held.holding
+        return Node(
+            member=name,
+            host=held.hello.host,
+            rack=held.hello.rack,
+            device=holding.device,
+            joined=held.since,
+            num_have=held.num_have,
+            num_chunks=holding.num_chunks,
+            draining=holding.state == "draining" or bool(holding.tier),  # the last to be asked
+            num_readers=holding.num_readers,
+            max_readers=holding.max_readers,
+            num_links=held.hello.num_links,
+            complainers=self.complainers.get(name, frozenset()),
+            num_complaining=self.num_complaining(name),
+            parent=holding.parent or self._parents.get(name, ""),
+        )
+
+
+class Reading:
+    """Makes views of one key, each entry decoded once for each version."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._held: dict[str, tuple[bytes, Held]] = {}
+        self._complaints: dict[str, tuple[bytes, Complained]] = {}
+        self._view: View | None = None
+
+    def read(self) -> View:
+        """The key as the store has it now.
+
+        Raises:
+            HubUnavailable: the store did not answer.
+        """
+        held = self._store.scan(f"hold/{self._key}/")
+        complaints = self._store.scan(f"complaint/{self._key}/")
+        self._held = _decoded(HELD, held, self._held)
+        self._complaints = _decoded(COMPLAINED, complaints, self._complaints)
+        self._view = View(
+            {name: value for name, (_, value) in self._held.items()},
+            {name: value for name, (_, value) in self._complaints.items()},
+            before=self._view,
+        )
+        return self._view
+
+
+def _decoded(
+    decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, Entry], before: Mapping[str, tuple[bytes, T]]
+) -> dict[str, tuple[bytes, T]]:
+    found = {}
+    for name, entry in entries.items():
+        known = before.get(name)
+        same = known is not None and known[0] == entry.version
+        found[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
+    return found
+
+
+class Look:
+    """Looks at one key, not more often than its share of the time allows."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._lock = threading.Lock()
+        self._view: View | None = None
+        self._next = 0.0
+
+    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> View:
+        """The key as it is (`again`), or as it was when last looked at."""
+        with self._lock:
+            start = timer()
+            if self._view is None or again or start >= self._next:
+                self._view = self._reading.read()
+                for num_chunks in {held.holding.num_chunks for held in self._view.held.values()}:
+                    self._view.relay(num_chunks)
+                stop = timer()
+                cost_s = stop - start
+                self._next = stop if cost_s < CHEAP_LOOK_S else stop + cost_s / share
+            return self._view
+
+
+def note_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
+    """Let `keys_of` find a holding's key, for so long."""
+    store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
+
+
+def keys_of(store: Store, model: str) -> tuple[str, ...]:
+    """The keys under which members have or get a model."""
+    return tuple(sorted(store.scan(f"model/{quote(model, safe='')}/")))
+
+
+def status(store: Store, model: str | None, now: float) -> Status:
+    """Members and what they hold; of one model, those that have or get it.
+
+    Raises:
+        HubUnavailable: the store did not answer.
+    """
+    held: dict[str, list[HoldingState]] = {}
+    complained: Counter[str] = Counter()
+    for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
+        for name, entry in store.scan(f"hold/{below}").items():
+            held.setdefault(name.rpartition("/")[2], []).append(HELD.decode(entry.value).holding)
+        complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
+    syncs = {
+        name: states
+        for name, all_states in states_of(store).items()
+        if (states := [state for state in all_states if model in (None, state.name)])
+    }
+    if model is None:
+        found = store.scan("member/")
+    else:
+        asked = ((name, store.read(f"member/{name}")) for name in {*held, *syncs})
+        found = {name: entry for name, entry in asked if entry is not None}
+    members = []
+    for name, entry in sorted(found.items()):
+        known = KNOWN.decode(entry.value)
+        members.append(
+            MemberStatus(
+                member=name,
+                name=known.hello.name,
+                host=known.hello.host,
+                rack=known.hello.rack,
+                doors=known.hello.doors,
+                age_s=max(0.0, now - known.since),
+                silent_s=max(0.0, now - known.seen),
+                holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
+                syncs=tuple(syncs.get(name, ())),
+                complaints=complained[name],
+            )
+        )
+    return Status(members=tuple(members))

@@ -1,0 +1,1 @@
+"""Operations of conversions: what is made of the tensors of a checkpoint."""

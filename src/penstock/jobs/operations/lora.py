@@ -1,0 +1,317 @@
+"""Merge a LoRA adapter of PEFT's form into its base.
+
+In / Out: see `operation`; the sources are the base and the adapter. FP32 until the last rounding, to the base's dtype.
+Not here: reading `adapter_config.json` and the base's `config.json` (`jobs.request_defaults`).
+
+    linear      W + s * B @ A            W: [out, in]    transposed where W is [in, out] (GPT-2's Conv1D)
+    embedding   W + s * (B @ A).T        W: [num, dim]   A: [r, num], B: [dim, r]
+    bias        b + s * B.bias           `lora_bias`
+    others      the adapter's own: `modules_to_save`, trained biases, embeddings of a resized vocabulary
+
+`W` is the adapter's `base_layer.weight` where it has one (PEFT saves those of adapted embeddings and heads), else the
+base's. An adapter that changes the embedding or the head of a model that ties them gives a model that does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, PlanError
+from penstock.jobs.operations.operation import FLOATS, all_of, as_it_is, specs_of, whole
+from penstock.plan.tasks import Input, Output, Recipe, Spec
+from penstock.types import TensorTable
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS = 256
+"""Multiplied at once. Reason: a product's bits depend on how many rows it has; those of a task are cut on this, so
+that they are the same however tasks are cut."""
+_SHOWN = 5
+_PREFIX = "base_model.model."
+_NAMED = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out")
+"""Of the configuration: what the operation's name says."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Of `init_lora_weights`. Source: PEFT 0.21, tuners/lora/layer.py: these take what they begin with out of the base."""
+_NOT_A_SUM = {
+    "use_dora": "DoRA rescales the base's columns",
+    "alora_invocation_tokens": "an activated adapter (aLoRA) applies to some tokens only",
+    "use_qalora": "QA-LoRA pools what goes into the adapter",
+    "use_bdlora": "BD-LoRA's factors are block diagonal",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "arrow_config": "Arrow routes each token to one of several adapters",
+    "kasa_config": "KaSA truncates the base's weights",
+    "layer_replication": "replicated layers are not in the base",
+    "trainable_token_indices": "adapters of single tokens' embeddings are not supported",
+}
+"""Options under which W + s * B @ A is not what PEFT computes, or under which tensors are not laid out as for it.
+Source: PEFT 0.21, tuners/lora/config.py and variants.py."""
+_HEADS = {
+    "model.embed_tokens.weight": "lm_head.weight",
+    "transformer.wte.weight": "lm_head.weight",
+    "model.language_model.embed_tokens.weight": "lm_head.weight",
+    "language_model.model.embed_tokens.weight": "language_model.lm_head.weight",
+}
+"""Input embedding -> output head, which ties to it. Source: `_tied_weights_keys` of transformers 5's causal models."""
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in|tok_embeddings|lm_head)\.weight$")
+"""What may be tied to something."""
+
+_FUSED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.weight$")
+
+
+@dataclass(slots=True)
+class _Change:
+    """What an adapter does to one tensor of the base."""
+
+    replaced: Spec | None = None
+    """The adapter's own tensor, in place of the base's."""
+    a: Spec | None = None
+    b: Spec | None = None
+    """The factors of a product that is added."""
+    bias: Spec | None = None
+    """A vector that is added."""
+
+    @property
+    def is_of_embedding(self) -> bool:
+        """Whether the product is that of an embedding, which PEFT keeps transposed."""
+        return self.a is not None and self.a.name.endswith("lora_embedding_A")
+
+    @property
+    def specs(self) -> list[Spec]:
+        """All tensors of the adapter that it takes."""
+        return [spec for spec in (self.replaced, self.a, self.b, self.bias) if spec is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMerge:
+    """See the module. Results are the same bit for bit on one kind of processor: products are the library's own.
+
+    Source: Hu et al., "LoRA", 2021, section 4.1; names and options as of PEFT 0.21.
+
+    Args:
+        adapter_config: what `adapter_config.json` says.
+        tied: what the base's `config.json` says of `tie_word_embeddings`; None: nothing.
+
+    Raises:
+        ConfigError: the adapter is of a kind that is not a sum.
+    """
+
+    adapter_config: Mapping[str, Any] = field(hash=False)
+    tied: bool | None = None
+    _of_config: dict[str, Any] = field(default_factory=dict, init=False, compare=False, hash=False, repr=False)
+    """What `recipes` found that `config` has to say: of a resized vocabulary, of embeddings that are no longer tied."""
+
+    def __post_init__(self) -> None:
+        options, begun = self.adapter_config, str(self.adapter_config.get("init_lora_weights", ""))
+        if options.get("peft_type", "LORA") != "LORA":
+            raise ConfigError(f"lora-merge: an adapter of the type {options['peft_type']}, not LORA")
+        for option, why in _NOT_A_SUM.items():
+            if options.get(option):
+                raise ConfigError(f"lora-merge: {why} ({option}): it cannot be merged", hint="merge it with PEFT")
+        if begun.lower().startswith(_CHANGE_THE_BASE):
+            hint = "have PEFT convert it when it is saved (path_initial_model_for_weight_conversion)"
+            raise ConfigError(f"lora-merge: init_lora_weights={begun!r} changed the base itself", hint=hint)
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return f"lora-merge({ {key: self.adapter_config[key] for key in _NAMED if key in self.adapter_config} })"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`. PlanError also where tensors of the adapter have no place in the base."""
+        if len(sources) != 2:
+            raise PlanError(f"lora-merge takes a base and an adapter, not {len(sources)} sources")
+        base = {spec.name: spec for spec in specs_of(sources[0])}
+        changes = _changes_of(specs_of(sources[1]))
+        self._of_config.clear()
+        added, dropped = self._untie(base, changes)
+        if unused := [spec.name for name in changes if name not in base | added for spec in changes[name].specs]:
+            shown = ", ".join(sorted(unused)[:_SHOWN])
+            message = f"{len(unused)} tensors of the adapter have no place in the base: {shown}"
+            hint = "is it of this base? `penstock inspect` shows the names of both"
+            if any(_FUSED_EXPERTS.search(name) for name in unused):
+                hint = "adapters of fused experts (target_parameters) are not supported: merge it with PEFT"
+            raise PlanError(message, hint=hint)
+        kept = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
+        are_turned = bool(self.adapter_config.get("fan_in_fan_out")) or any(
+            _ways(base[name].shape, change.a, change.b) == (False, True)
+            for name, change in changes.items()
+            if name in base and change.a is not None and change.b is not None and not change.is_of_embedding
+        )
+        return [self._recipe(name, spec, changes.get(name), are_turned) for name, spec in (*kept, *added.items())]
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`. Order: after `recipes`."""
+        changed = dict(config)
+        for key, value in self._of_config.items():
+            # Of a model of several modalities, the text model's.
+            text = changed.get("text_config")
+            if isinstance(text, Mapping) and (key in text or key not in changed):
+                changed["text_config"] = {**text, key: value}
+            if key in changed or not isinstance(text, Mapping):
+                changed[key] = value
+        return changed
+
+    def _untie(self, base: Mapping[str, Spec], changes: dict[str, _Change]) -> tuple[dict[str, Spec], set[str]]:
+        """The head that the result has besides the base's tensors, by the base's tensor it begins as; and what of the
+        base it has not. Notes what that means for the configuration.
+        """
+        embedding = next((name for name in _HEADS if name in base), None)
+        if embedding is None:
+            heads = set(_HEADS.values())
+            unknown = [name for name in changes if _EMBEDDING.search(name) and name in base and name not in heads]
+            if unknown and self.tied is not False:
+                message = "the adapter changes an embedding, and nothing says which head is tied to it"
+                hint = "untie the base, and say so in its config.json: tie_word_embeddings"
+                raise PlanError(message, tensor=unknown[0], hint=hint)
+            return {}, set()
+        head = _HEADS[embedding]
+        changed = changes.get(embedding)
+        rows = (changed.replaced if changed is not None and changed.replaced else base[embedding]).shape[0]
+        if rows != base[embedding].shape[0]:
+            self._of_config["vocab_size"] = rows
+        if changed is None and head not in changes:
+            return {}, set()
+        is_tied = bool(self.tied) or (self.tied is None and head not in base)
+        if is_tied and self._stays_tied(changed, changes.get(head)):
+            changes.pop(head, None)
+            return {}, {head} & base.keys()
+        if not is_tied and head not in base:
+            return {}, set()  # a model without a head
+        if is_tied or self.tied is None:
+            self._of_config["tie_word_embeddings"] = False
+        begins, other = base.get(head, base[embedding]), changes.get(head)
+        if (other.replaced if other is not None and other.replaced else begins).shape[0] != rows:
+            message = f"the adapter makes the vocabulary {rows} long, but not that of the head"
+            raise PlanError(message, tensor=head, hint="save the adapter with save_embedding_layers=True")
+        return ({} if head in base else {head: begins}), set()
+
+    def _stays_tied(self, embedding: _Change | None, head: _Change | None) -> bool:
+        """Whether embedding and head were changed alike: tied while they were trained, or resized and not trained."""
+        if embedding is None or head is None:
+            return False
+        trained = self.adapter_config.get("modules_to_save") or ()
+        are_trained = embedding.a or head.a or any(re.search(r"(embed_tokens|wte|lm_head)$", one) for one in trained)
+        return bool(self.adapter_config.get("ensure_weight_tying")) or not are_trained
+
+    def _recipe(self, name: str, base: Spec, change: _Change | None, are_turned: bool) -> Recipe:
+        """One tensor of the result, which begins as `base` of the first source.
+
+        Args:
+            name, base, change: of the tensor.
+            are_turned: whether linear layers' weights are [in, out], where a shape does not tell.
+        """
+        if change is None:
+            return as_it_is(0, base, name)
+        source, begins = (0, base) if change.replaced is None else (1, change.replaced)
+        if not all(spec.dtype in FLOATS for spec in (base, *change.specs)):
+            raise PlanError(
+                f"an adapter cannot be added to {base.dtype}", tensor=name, hint="dequantise the base first"
+            )
+        resizable = bool(_EMBEDDING.search(name))
+        if begins.shape[1 if resizable else 0 :] != base.shape[1 if resizable else 0 :]:
+            message = f"the adapter's own tensor is {list(begins.shape)}, that of the base {list(base.shape)}"
+            raise PlanError(message, tensor=name, hint="is it of this base?")
+        output = replace(base, name=name, shape=begins.shape)
+        if change.a is None and change.b is None and change.bias is None and begins.dtype == base.dtype:
+            return as_it_is(source, begins, name)
+        inputs: tuple[Input, ...] = (whole(source, begins),)
+        if change.bias is not None:
+            if change.bias.shape != begins.shape:
+                raise PlanError(f"the adapter's {list(change.bias.shape)} do not fit {list(begins.shape)}", tensor=name)
+            inputs += (whole(1, change.bias),)
+        elif change.a is not None or change.b is not None:
+            a, b = change.a, change.b
+            if a is None or b is None:
+                raise PlanError("the adapter has one factor of a product, not both", tensor=name)
+            plain, turned = _ways(output.shape, a, b)
+            if not (plain or turned) or (change.is_of_embedding and not turned):
+                message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"
+                raise PlanError(message, tensor=name)
+            if plain and turned and not change.is_of_embedding:
+                turned = are_turned and name not in _HEADS.values()  # a head is no Conv1D
+            inputs += (all_of(1, a), all_of(1, b) if turned else whole(1, b))
+        if not begins.shape:
+            return Recipe(outputs=(Output(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
+        return Recipe(outputs=(Output(spec=output),), inputs=inputs, num_rows=begins.shape[0], align=_ROWS)
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        from penstock.loader.tensor import torch_dtype
+
+        weight, *others = (tensor for tensor in inputs if tensor is not None)
+        output = recipe.outputs[0].spec
+        dtype = torch_dtype(output.dtype)
+        if not others:
+            return [weight.to(dtype)]
+        module = re.sub(r"\.(weight|bias)$", "", output.name)
+        if len(others) == 1:
+            # The rank of a bias is that of the weight beside it, which the configuration says.
+            return [others[0].float().mul_(self._scale(module, None)).add_(weight).to(dtype)]
+        a, b = (one.float() for one in others)
+        scale = self._scale(module, a.shape[0])
+        if recipe.inputs[2].at is None:  # transposed: rows of the result are columns of A
+            a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
+        made = weight.new_empty(weight.shape, dtype=dtype)
+        for at in range(0, len(weight), _ROWS):
+            change = (b[at : at + _ROWS] @ a).mul_(scale)
+            made[at : at + _ROWS] = change.add_(weight[at : at + _ROWS])
+        return [made]
+
+    def _scale(self, module: str, rank: int | None) -> float:
+        if rank is None:
+            rank = int(self._by_pattern("rank_pattern", module, self.adapter_config.get("r", 8)))
+        alpha = self._by_pattern("alpha_pattern", module, self.adapter_config.get("lora_alpha", rank))
+        return float(alpha) / (rank**0.5 if self.adapter_config.get("use_rslora") else rank)
+
+    def _by_pattern(self, key: str, module: str, otherwise: float) -> float:
+        patterns: Mapping[str, float] = self.adapter_config.get(key) or {}
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return otherwise
+
+
+def _ways(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
+    """Whether B @ A has this shape, and whether its transpose has."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        return False, False
+    made = (b.shape[0], a.shape[1])
+    return tuple(shape) == made, tuple(shape) == made[::-1]
+
+
+def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
+    """What an adapter's tensors do, by the names of the base's tensors.
+
+    PEFT saves a wrapped module's own tensors under `base_layer`, and what was trained whole under the module's name. Of
+    a resized embedding that was also trained whole it saves both copies and the result, the last under the plain name.
+    """
+    changes: dict[str, _Change] = {}
+    named = {spec.name.removeprefix(_PREFIX): spec for spec in specs}
+    for name, spec in named.items():
+        if ".original_module." in name:
+            continue
+        if (plain := name.replace(".modules_to_save.", ".")) != name and plain in named:
+            continue
+        for suffix, tensor, part in _PARTS:
+            if plain.endswith(suffix):
+                setattr(changes.setdefault(plain.removesuffix(suffix) + tensor, _Change()), part, spec)
+                break
+        else:
+            changes.setdefault(plain.replace(".base_layer.", "."), _Change()).replaced = spec
+    return changes
+
+
+_PARTS = (
+    (".lora_A.weight", ".weight", "a"),
+    (".lora_B.weight", ".weight", "b"),
+    (".lora_B.bias", ".bias", "bias"),
+    (".lora_embedding_A", ".weight", "a"),
+    (".lora_embedding_B", ".weight", "b"),
+)
+"""Suffix of an adapter's tensor -> the base's tensor that it changes, and as what."""

@@ -1,0 +1,386 @@
+"""Operations: what a conversion does to tensors. The protocol, copying and renaming, and one operation after another.
+
+In: the sources' tensors, without bytes. Out: recipes (what is made of what); then, for rows of one, its tensors.
+Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.cuts`).
+
+    recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from penstock.errors import ConfigError, PlanError
+from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
+from penstock.types import Box, DType, TensorTable
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+"""What is computed with."""
+UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
+"""What torch has no dtype for: it is copied, and shown to no operation."""
+
+
+class Operation(Protocol):
+    """What is done. Immutable, and made anew in every worker from the same words (`penstock.jobs.operations.spec`)."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports, with what it was told; part of the job's key."""
+        ...
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """What is made of what, in the order in which the inputs lie in storage.
+
+        Raises:
+            PlanError: the sources do not fit each other or the operation.
+        """
+        ...
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """Make rows `[start, stop)` of a recipe's outputs.
+
+        Args:
+            recipe: one of `recipes`.
+            start, stop: rows of it.
+            inputs: what `Input.taken` says of each, contiguous, on one device; None: nothing of it. Not
+                to be kept; may be overwritten: nobody else has them.
+
+        Returns:
+            One tensor for each output, of the rows it gives, on the same device; the same bits however rows are cut.
+        """
+        ...
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint's `config.json` as it is to be afterwards."""
+        ...
+
+
+ReadPart = Callable[[int, int, int], "torch.Tensor"]
+"""`(input, start, stop)` -> elements [start, stop) of an input of a recipe, flat. Valid until the same input is read
+again; whoever asked may write into it."""
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """An operation that can also make a tensor which it needs whole from parts that it reads, perhaps more than once.
+
+    A worker asks for parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
+    """
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """Elements that a part's size is a multiple of, but for the last part; 0: the recipe is made at once only."""
+        ...
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """Make the recipe's outputs in parts.
+
+        Args:
+            recipe: one of `recipes` that has a `part_unit`.
+            num_part: elements of a part.
+            read: reads a part of an input. Raises what reading raises.
+
+        Returns:
+            For each part one tensor for each output: the bytes of it that come next.
+        """
+        ...
+
+
+report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
+"""Whom a worker has told to listen while an operation runs."""
+
+
+def report_progress() -> None:
+    """Say that the running operation gets on. Cheap; a task that says so is not taken for hung, however long it takes.
+
+    Order: from the thread that `run` was called on; elsewhere it does nothing.
+    """
+    if (report := report_to.get()) is not None:
+        report()
+
+
+def specs_of(table: TensorTable) -> list[Spec]:
+    """A table's tensors, in file order."""
+    rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
+    return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
+
+
+def whole(source: int, spec: Spec) -> Input:
+    """All rows of a tensor, each for the same row of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape))
+
+
+def all_of(source: int, spec: Spec) -> Input:
+    """All of a tensor, for whatever rows of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
+
+
+def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
+    """A tensor copied, perhaps under another name."""
+    made = spec if name is None else replace(spec, name=name)
+    # Rows of packed elements may end within a byte: such a tensor is not cut.
+    row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
+    align = 0 if not spec.shape or row_bits % 8 else 1
+    return Recipe(
+        outputs=(Output(spec=made),),
+        inputs=(whole(source, spec),),
+        num_rows=spec.shape[0] if spec.shape else 1,
+        align=align,
+        copies=True,
+    )
+
+
+def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
+    """The only source. PlanError where there are several."""
+    if len(sources) != 1:
+        hint = "merge them first: average, linear, slerp, ties"
+        raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
+    return sources[0]
+
+
+class Unchanged:
+    """The configuration stays."""
+
+    __slots__ = ()
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Unchanged):
+    """Tensors as they are: into shards of another size, into one file, out of one store into another."""
+
+    name = "copy"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        return [as_it_is(0, spec) for spec in specs_of(one(sources, self.name))]
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        return [tensor for tensor in inputs if tensor is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Copy):
+    """Tensors under other names; those renamed to nothing are left out.
+
+    Args:
+        rules: (pattern, replacement) as of `re.sub`; the first whose pattern is found anywhere in a name counts.
+    """
+
+    rules: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        for pattern, replacement in self.rules:
+            try:
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError, TypeError) as error:
+                raise ConfigError(f"{pattern!r} is not a pattern, or {replacement!r} not for it: {error}") from error
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """See `Operation.name`."""
+        return f"rename({', '.join(f'{a}={b}' for a, b in self.rules)})"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        found = []
+        for spec in specs_of(one(sources, "rename")):
+            name = spec.name
+            for pattern, replacement in self.rules:
+                if re.search(pattern, name):
+                    name = re.sub(pattern, replacement, name)
+                    break
+            if name:
+                found.append(as_it_is(0, spec, name))
+        if sources[0].names and not found:
+            raise PlanError("rename: every tensor is left out", hint="its rules give empty names for all")
+        return found
+
+
+class Chain:
+    """One operation on what others give, in one reading and one writing.
+
+    What the last makes of several recipes that are not cut alike, or otherwise than row by row, is one recipe that is
+    not cut.
+
+    Args:
+        first: what is done before: to all sources by one operation, or to each source by one of its own.
+        second: what is done with what they give.
+    """
+
+    def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
+        self._each = tuple(first) if isinstance(first, Sequence) else ()
+        self._first = self._each[0] if isinstance(first, Sequence) else first
+        self._second = second
+        self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        before = f"[{'; '.join(one.name for one in self._each)}]" if self._each else self._first.name
+        return f"{before}, {self._second.name}"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        firsts = list(self._firsts(sources))
+        tables = []
+        for source in range(len(self._each) or 1):
+            outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
+            if any(spec.group for spec in outputs):
+                raise PlanError(f"{self._first.name} gives several weight sets: nothing can follow it")
+            tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
+        seconds = list(self._second.recipes(tables))
+        maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
+        group = list(range(len(firsts)))
+
+        def root(i: int) -> int:
+            while group[i] != i:
+                i = group[i]
+            return i
+
+        for recipe in seconds:
+            makers = [root(maker[given.source, given.spec.name]) for given in recipe.inputs]
+            for other in makers:
+                group[root(other)] = min(makers)
+        parts: dict[int, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
+        for recipe in seconds:
+            given = recipe.inputs[0]
+            parts.setdefault(root(maker[given.source, given.spec.name]), ([], []))[1].append(recipe)
+        for i, found in enumerate(firsts):
+            if root(i) in parts:
+                parts[root(i)][0].append(found)
+        made = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
+        self._parts = {made[i].outputs[0].spec.path: parts[at] for i, at in enumerate(sorted(parts))}
+        return made
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Return what it is made of."""
+        return (*(self._each or (self._first,)), self._second)
+
+    def _firsts(self, sources: Sequence[TensorTable]) -> Iterator[tuple[Operation, int, Recipe]]:
+        """What is done before: by which operation, to which of the tables that the second gets, by which recipe."""
+        if not self._each:
+            yield from ((self._first, 0, recipe) for recipe in self._first.recipes(sources))
+            return
+        if len(sources) != len(self._each):
+            raise PlanError(f"{self.name}: prepared for {len(self._each)} sources, not {len(sources)}")
+        for i, (operation, table) in enumerate(zip(self._each, sources, strict=True)):
+            for recipe in operation.recipes([table]):
+                yield operation, i, replace(recipe, inputs=tuple(replace(one, source=i) for one in recipe.inputs))
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
+        left = iter(inputs)
+        between: dict[tuple[int, str], torch.Tensor] = {}
+        for operation, source, part in firsts:
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            found = operation.run(part, *rows, [next(left) for _ in part.inputs])
+            between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, found, strict=True)}
+        made: list[torch.Tensor] = []
+        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
+        for part in seconds:
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            made += self._second.run(part, *rows, [_cut(between, given, used) for given in part.inputs])
+        return made
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """See `Streamed.part_unit`. The second must take rows by themselves; a part is at least as many as it takes."""
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
+        operation, _, first = firsts[0]
+        if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, Streamed):
+            return 0
+        unit, spec = operation.part_unit(first), first.outputs[0].spec
+        for part in seconds:
+            by_rows = part.align > 0 and spec.shape[:1] == (part.num_rows,)
+            if not by_rows or any(given.at != 0 or given.box != Box.full(given.spec.shape) for given in part.inputs):
+                return 0
+        return unit and -(-_row_unit(spec, seconds) // unit) * unit
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Streamed.run_parts`."""
+        import torch
+
+        (((operation, source, first),), seconds) = self._parts[recipe.outputs[0].spec.path]
+        assert isinstance(operation, Streamed)
+        spec, num_done = first.outputs[0].spec, 0
+        unit = _row_unit(spec, seconds)
+        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
+
+        def made_of(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+            rows = flat.reshape(-1, *spec.shape[1:])
+            between, made = {(source, spec.name): rows}, list[torch.Tensor]()
+            for part in seconds:
+                inputs = [_cut(between, given, used) for given in part.inputs]
+                made += self._second.run(part, start, start + len(rows), inputs)
+            return made
+
+        rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
+        for (part,) in operation.run_parts(first, num_part, read):
+            flat = torch.cat([rest, part]) if len(rest) else part
+            whole = len(flat) // unit * unit
+            rest = flat[whole:].clone()  # what it lies in is overwritten by the next part
+            if whole:
+                yield made_of(flat[:whole], num_done // row)
+                num_done += whole
+        if len(rest):
+            yield made_of(rest, num_done // row)
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`: that of the first source is the result's."""
+        return self._second.config(self._first.config(config))
+
+
+def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
+    """Elements of the fewest rows that recipes of a tensor take."""
+    return max(1, math.prod(spec.shape[1:])) * math.lcm(*(part.align for part in seconds))
+
+
+def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
+    """A group of recipes and those of what they give, as one."""
+    rows = firsts[0].num_rows
+    row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
+    row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
+    for recipe in seconds:
+        for given in recipe.inputs:
+            row_by_row &= given.at == 0 and given.box == Box.full(given.spec.shape)
+    outputs = tuple(out for recipe in seconds for out in recipe.outputs)
+    inputs = tuple(given for recipe in firsts for given in recipe.inputs)
+    copies = len(outputs) == len(inputs) == 1 and all(recipe.copies for recipe in (*firsts, *seconds))
+    if row_by_row:
+        align = math.lcm(*(recipe.align for recipe in (*firsts, *seconds)))
+        return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align, copies=copies)
+    return Recipe(
+        outputs=tuple(replace(out, per=0) for out in outputs),
+        inputs=tuple(replace(given, at=None) for given in inputs),
+        num_rows=1,
+        align=0,
+        copies=copies,
+    )
+
+
+def _cut(between: Mapping[tuple[int, str], torch.Tensor], given: Input, used: Counter[tuple[int, str]]) -> torch.Tensor:
+    """A whole tensor as an input of the second operation; row by row it is the rows already."""
+    at = given.source, given.spec.name
+    if given.box == Box.full(given.spec.shape):
+        return between[at] if used[at] == 1 else between[at].clone()
+    return between[at][tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()

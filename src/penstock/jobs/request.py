@@ -1,0 +1,102 @@
+"""What is asked of a conversion: sources that are opened, words completed by what lies beside them, the job they give.
+
+In: URIs, words, bounds. Out: an `Asked`.
+Not here: the plan (`job`), where the result grows (`convert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from penstock.config import Settings, parse_bytes
+from penstock.errors import IntegrityError
+from penstock.jobs.job import Job, plan_job
+from penstock.jobs.messages import Words
+from penstock.jobs.operations.spec import Word, operation_of
+from penstock.jobs.request_defaults import completed
+from penstock.storage import text_of
+from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.types import MIB
+
+WORKER_MEMORY_BYTES = 512 * MIB
+"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+
+MIN_TASK_BYTES = MIB // 4
+"""A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be made, and of what."""
+
+    settings: Settings
+    opened: Sequence[WeightSet]
+    job: Job
+    words: Words
+    """The job for workers, but for where they write."""
+
+
+def ask(
+    sources: Uris,
+    to: str | None,
+    operations: Sequence[Word],
+    task_bytes: int | str,
+    shard_bytes: int | str,
+    storage_options: Mapping[str, str] | None,
+    verify: bool | None,
+    stack: ExitStack,
+    memory_bytes: int | str | None = None,
+) -> Asked:
+    """Open the sources until the stack ends, complete the words by them, plan the job: arguments of `convert`.
+
+    Tasks are smaller than asked for where they would not fit a worker's `memory_bytes` otherwise.
+    """
+    settings, options = Settings.read(), dict(storage_options or {})
+    opened = [
+        stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in _uris(sources)
+    ]
+    if verify and (why := next((one.why_unverified for one in opened if one.why_unverified), None)):
+        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
+    words = [*operations, *([{"op": "store", "format": to}] if to is not None else [])]
+    words = completed(words, opened, settings, options)
+    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
+    wanted = parse_bytes(task_bytes)
+
+    def planned(task_bytes: int) -> Job:
+        return plan_job(
+            operation_of(words),
+            [one.manifest for one in opened],
+            task_bytes=task_bytes,
+            shard_bytes=parse_bytes(shard_bytes),
+            verify=verify is not False,
+            words=words,
+        )
+
+    job = planned(wanted)
+    while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
+        # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
+        smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
+        if (found := planned(smaller)).least_bytes.max(initial=0) >= least:
+            break  # the largest is not cut
+        job, wanted = found, smaller
+    told = Words(
+        sources=tuple(_uris(sources)),
+        operation=tuple(dict(word) for word in words),
+        key=job.key,
+        directory="",
+        task_bytes=wanted,
+        shard_bytes=parse_bytes(shard_bytes),
+        leaf_bytes=job.leaf_bytes,
+        memory_bytes=budget,
+        stall_s=settings.stall_s,
+        storage_options=options,
+        verify=verify is not False,
+    )
+    return Asked(settings=settings, opened=opened, job=job, words=told)
+
+
+def _uris(sources: Uris) -> list[str]:
+    several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
+    return [text_of(one) for one in several]

@@ -1,0 +1,1 @@
+"""Worker processes of conversions: how they are started, what they run."""

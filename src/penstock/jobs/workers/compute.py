@@ -1,0 +1,179 @@
+"""Where a worker computes: the host's own memory, or a CUDA device behind pinned buffers.
+
+In: bytes in a host buffer; an operation. Out: its outputs' bytes in host memory, and their digests, perhaps later.
+Not here: which tasks (`worker`), what is computed (`jobs.operations.operation`).
+
+    CUDA:  pinned --copy--> device --run, digest--> device --copy--> pinned     one stream for each of the three
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.digest.leaf import leaf_digests
+from penstock.engine.executors import Pending
+from penstock.engine.place_cuda import CudaRegistrar
+from penstock.errors import DeviceOutOfMemory
+from penstock.jobs.workers.buffers import Buffers, cut, packed
+from penstock.types import U64
+
+Pieces = Sequence[tuple[int, int]]
+"""Byte ranges of one output that are digested, each for itself."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What became of a task, once the step that gave it is over."""
+
+    raw: list[torch.Tensor]
+    """Bytes of each output in host memory, flat uint8."""
+    digests: U64
+    """Of the pieces of all outputs, in order."""
+    buffer: torch.Tensor | None = None
+    """What `raw` lies in, to be put back."""
+
+
+class Lane(Protocol):
+    """One place to compute.
+
+    Attributes:
+        device: where that is.
+        copies: whether what `place` gives is a copy of the host's bytes.
+        buffers: of host memory that bytes come from and go to.
+    """
+
+    device: torch.device
+    copies: bool
+    buffers: Buffers
+
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
+        """What is packed in a host buffer, as flat uint8 tensors where `make` wants them.
+
+        Ownership: the buffer is the lane's until the pending is done.
+        """
+        ...
+
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
+        """Call `run`, digest what it gives, bring it to host memory; all there once the pending is done."""
+        ...
+
+    def entered(self) -> AbstractContextManager[None]:
+        """What runs within computes here, and is complete when its results are copied to the host."""
+        ...
+
+
+class HostLane:
+    """Computes where the bytes are."""
+
+    copies = False
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See `Lane.entered`."""
+        return nullcontext()
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.device, self.buffers = torch.device("cpu"), Buffers(memory_bytes)
+
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
+        """See `Lane.place`."""
+        return cut(buffer, sizes), None
+
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
+        """See `Lane.make`."""
+        raw = [as_bytes(tensor) for tensor in run()]
+        digests, at = np.empty(sum(len(some) for some in pieces), np.uint64), 0
+        for one, some in zip(raw, pieces, strict=True):
+            view = as_view(one)
+            for start, stop in some:
+                leaf_digests(view[start:stop], stop - start, digests[at : at + 1])
+                at += 1
+        return Made(raw, digests), None
+
+
+class CudaLane:
+    """Computes on one device."""
+
+    copies = True
+
+    def __init__(self, memory_bytes: int, device: torch.device) -> None:
+        self.device, self.buffers = device, Buffers(memory_bytes, registrar=CudaRegistrar(device))
+        self._up, self._work, self._down = (torch.cuda.Stream(device) for _ in range(3))
+
+    def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
+        """See `Lane.place`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._up), _Room(self.device):
+            there = torch.empty(packed(sizes)[-1], dtype=torch.uint8, device=self.device)
+            there.copy_(buffer[: len(there)], non_blocking=True)
+            there.record_stream(self._work)
+            return cut(there, sizes), _Passed(self._up)
+
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
+        """See `Lane.make`."""
+        from penstock.digest.cuda import leaf_digests_cuda
+
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
+            outputs = [as_bytes(tensor) for tensor in run()]
+            start = [out.data_ptr() + a for out, some in zip(outputs, pieces, strict=True) for a, _ in some]
+            nbytes = [b - a for some in pieces for a, b in some]
+            got = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self.device)
+            self._down.wait_stream(self._work)
+        sizes = [8 * len(nbytes), *(len(out) for out in outputs)]
+        buffer = self.buffers.get(packed(sizes)[-1])
+        digests, *raw = cut(buffer, sizes)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._down):
+            for here, there in zip([digests.view(torch.int64), *raw], [got, *outputs], strict=True):
+                here.copy_(there, non_blocking=True)
+                there.record_stream(self._down)
+            return Made(raw, digests.numpy().view(np.uint64), buffer), _Passed(self._down)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See `Lane.entered`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
+            yield
+
+
+class _Passed:
+    """All that was queued on a stream so far."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return bool(self._event.query())
+
+
+class _Room:
+    """The house's error for a device without room."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info(self._device)
+            message = f"{self._device} has {free} of {total} bytes free, which a task does not fit in"
+            raise DeviceOutOfMemory(message, hint="lower task_bytes or memory_bytes") from error
+
+
+def as_view(raw: torch.Tensor) -> memoryview:
+    """Flat uint8 host memory as a writable view."""
+    array: npt.NDArray[np.uint8] = raw.numpy()
+    return array.data
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, flat; a copy where it is not contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

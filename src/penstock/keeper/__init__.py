@@ -1,0 +1,1 @@
+"""The keeper: models that stay in memory, and processes that attach to them."""

@@ -1,0 +1,116 @@
+"""What a keeper's door says, as tensors of this process: its regions mapped, its rows viewed, its digests compared.
+
+In: a line, a map, a log. Out: tensors that are the keeper's memory.
+Not here: finding a keeper, its lease (`attach`); mapping one region (`transport.mapped_region`).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError, FormatError
+from penstock.hub.messages import HoldingMap, HoldingState, LogReply
+from penstock.loader.tensor import as_tensors
+from penstock.peer.local_weights import Holding, column, located
+from penstock.peer.weight_layout import Line
+from penstock.transport.descriptor import decode
+from penstock.transport.mapped_region import Region, map_region
+from penstock.types import I64, U64
+
+NEAREST = ("shm", "cuda_ipc")
+"""Transports whose memory can be mapped."""
+MAX_THREADS = 16
+"""That digest host memory: at 10 GB/s each they take what the memory of a host gives."""
+
+
+def leaves_in(line: Line, log: LogReply) -> U64:
+    """The keeper's digests, in the order of the line. FormatError unless there is one for every leaf."""
+    chunks, given = column(log.chunks, "<u4"), column(log.leaves, "<u8").view(np.uint64)
+    count = line.chunks.num_chunks
+    if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
+        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
+    leaves = np.zeros(len(line.chunks.leaf_row), np.uint64)
+    at = line.chunks.leaves_of(chunks)
+    if len(at) != len(given):
+        raise FormatError(f"a keeper's log has {len(given)} digests for {len(at)} leaves")
+    leaves[at] = given
+    return leaves
+
+
+def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
+    """Every region of the holding, mapped. ConfigError: one has no descriptor that can be."""
+    regions = []
+    for offered in where.regions:
+        name = next((name for name in NEAREST if name in offered), None)
+        if name is None:
+            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
+        regions.append(map_region(decode(offered[name]), device=device))
+    return regions
+
+
+def tensors_in(
+    line: Line, where: HoldingMap, regions: Sequence[Region]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
+    region_of, offset_of = located(line, where, [one.nbytes for one in regions])
+    table = line.table
+    made: dict[int, torch.Tensor] = {}
+    rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
+    for number, region in enumerate(regions):
+        whole = _bytes_of(region)
+        mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
+        offsets = offset_of[mine].tolist()
+        dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
+        made |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
+        for row, offset in zip(mine, offsets, strict=True):
+            rows[row] = whole[offset : offset + int(table.nbytes[row])]
+    empty = [row for row in range(len(table)) if row not in made]
+    device = torch.device(regions[0].device if regions else "cpu")
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    for row in empty:
+        made[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
+        rows[row] = none
+    return rows, {name: made[row] for row, name in enumerate(table.names)}
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """`[nbytes]` uint8, a view that keeps the region mapped."""
+    if region.device == "cpu":
+        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
+        return whole[region.offset : region.offset + region.nbytes]
+    # Kernels that use it may be queued still when the last tensor goes; unmapping waits for nobody.
+    weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
+    return torch.as_tensor(region.owner, device=region.device)
+
+
+def _settle(pid: int, device: str) -> None:
+    if pid == os.getpid():  # a forked child has no device
+        torch.cuda.synchronize(device)
+
+
+def differing(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
+    """Digest every chunk as it is mapped here: which of them differ from their digests.
+
+    Raises:
+        IntegrityError: the digests are not those of the revision.
+
+    Cost: reads all of the memory; on the host by as many threads as the process has cores, 16 at most.
+    """
+    mapped = Holding(held.identity, line, rows, leaves=leaves)
+    mapped.check_revision(held.revision)
+    chunks = np.arange(line.chunks.num_chunks)
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
+    if mapped.device.type != "cpu" or num_threads < 2:
+        digests = mapped.digest(chunks)
+    else:
+        # Several parts a thread: a core that others use, too, holds back one of them and not the whole.
+        parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
+            digests = np.concatenate(list(pool.map(mapped.digest, parts)))
+    return mapped.differing(chunks, digests, leaves)

@@ -1,0 +1,139 @@
+"""The tier of a local disk: a nameless file a block, its bytes digested on the way out and compared on the way back.
+
+In: a directory. Out: rooms that leave nothing behind, whatever becomes of the process.
+Not here: which blocks lie there (`memory.tiers`); the cache of remote objects, which outlives a process
+(`storage.cache`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.errors import ConfigError, DestinationError, IntegrityError
+from penstock.storage.files import FileSource
+from penstock.storage.output import typed
+from penstock.storage.page_cache import address_of, reserve
+from penstock.types import U64
+
+_PAGE_BYTES = 4096
+"""What direct I/O asks of addresses, offsets and lengths; see `files`."""
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class SpillRoom:
+    """One file.
+
+    Attributes:
+        why: why bytes went through the page cache; "" while those of whole pages did not.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, settings: Settings) -> None:
+        self.nbytes, self._directory, self._settings = nbytes, directory, settings
+        self._leaves: U64 = np.zeros(-(-nbytes // LEAF_BYTES), np.uint64)
+        self._lock = threading.Lock()
+        self._source: FileSource | None = None
+        with typed(directory):
+            self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._direct_fd, self.why = -1, ""
+        try:
+            with typed(directory):
+                reserve(self._fd, nbytes)
+            self._open_direct()
+        except DestinationError:
+            self.close()
+            raise
+
+    def _open_direct(self) -> None:
+        try:
+            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+        except OSError as error:
+            self.why = f"direct I/O refused at open ({error.strerror})"
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See `Room.write`. Done on return, but for what the system has not written out yet."""
+        first = offset // LEAF_BYTES
+        leaf_digests(data, LEAF_BYTES, self._leaves[first : first + -(-len(data) // LEAF_BYTES)])
+        with typed(self._directory):
+            done = self._write_direct(offset, data)
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """Write the whole pages past the page cache; bytes written."""
+        whole = len(data) // _PAGE_BYTES * _PAGE_BYTES
+        if self.why or not whole or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
+            return 0
+        try:
+            return os.pwrite(self._direct_fd, data[:whole], offset) // _PAGE_BYTES * _PAGE_BYTES
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.why = "direct I/O refused at the first write (EINVAL)"
+            return 0
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Room.read`. Done on return."""
+        with self._lock:
+            if self._source is None:
+                self._source = FileSource(f"/proc/self/fd/{self._fd}", settings=self._settings)
+        self._source.readv(offset, [into])
+        first = offset // LEAF_BYTES
+        got: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
+        leaf_digests(into, LEAF_BYTES, got)
+        if not np.array_equal(got, self._leaves[first : first + len(got)]):
+            message = "bytes that were put there come back changed"
+            raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
+
+    def settle(self) -> None:
+        """See `Room.settle`. What went through the page cache does not stay there."""
+        with typed(self._directory):
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """See `Room.close`."""
+        if self._source is not None:
+            self._source.close()
+        fds, self._fd, self._direct_fd = {self._fd, self._direct_fd} - {-1}, -1, -1
+        for fd in fds:
+            os.close(fd)
+
+
+class SpillTier:
+    """Files of one directory, without names.
+
+    Args:
+        directory: made if it is not there; on a local disk.
+        settings: of reading files.
+
+    Raises:
+        ConfigError: no file without a name can be made there.
+    """
+
+    name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
+
+    def __init__(self, directory: str | os.PathLike[str], *, settings: Settings) -> None:
+        self.directory, self._settings = Path(directory), settings
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            message = f"cannot keep bytes there: {error.strerror}"
+            raise ConfigError(message, uri=str(directory), hint="name a directory of a local disk") from error
+
+    def open_room(self, nbytes: int) -> SpillRoom:
+        """See `Tier.open_room`."""
+        return SpillRoom(self.directory, nbytes, self._settings)
+
+    def trim(self) -> None:
+        """See `Tier.trim`."""
+
+    def close(self) -> None:
+        """See `Tier.close`."""

@@ -1,0 +1,446 @@
+"""Weights of one key in this process's memory: where they lie, which chunks are verified, what readers are told.
+
+In: a line and its tensors, registered with transports; chunks as they are verified. Out: the map and the log.
+Not here: serving them (`server`), filling them (`fetch.run`).
+
+    gain(chunks, leaves) --> log --> log_after(serial): a reader learns of chunks while we still receive
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.digest.leaf import leaf_digests, revision
+from penstock.errors import FormatError, IntegrityError
+from penstock.hub.identity import Identity
+from penstock.hub.messages import HoldingMap, HoldingState, LogReply, State
+from penstock.memory.arena import ALIGN_BYTES, Arena
+from penstock.memory.tier_moves import SOURCE
+from penstock.peer.weight_layout import Line
+from penstock.plan.chunks import to_ranges
+from penstock.segments import Segments
+from penstock.transport.choose import Links
+from penstock.transport.descriptor import encode
+from penstock.transport.protocol import Handle, Lending, Memory
+from penstock.types import I64, U64
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Place:
+    """Where the line's rows lie: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+
+    regions: tuple[Memory, ...]
+    row_region: I64
+    row_offset: I64
+
+
+def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Place:
+    """Find the regions behind flat uint8 tensors: their arena where they lie in one, else their torch storage."""
+    regions: list[Memory] = []
+    at: dict[int, int] = {}
+    row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    for row, flat in enumerate(rows):
+        if not flat.numel():
+            continue
+        address = flat.data_ptr()
+        arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
+        if arena is not None:
+            base, nbytes = arena.address, arena.nbytes
+        else:
+            storage = flat.untyped_storage()
+            base, nbytes = storage.data_ptr(), storage.nbytes()
+        if base not in at:
+            at[base] = len(regions)
+            owner: object = arena if arena else flat
+            regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
+        row_region[row], row_offset[row] = at[base], address - base
+    return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+
+
+def column(raw: bytes, kind: str) -> I64:
+    """Numbers that a peer sent, little endian. FormatError where the bytes are no whole number of them."""
+    if len(raw) % np.dtype(kind).itemsize:
+        raise FormatError(f"a column of {len(raw)} bytes")
+    return np.frombuffer(raw, kind).astype(np.int64)
+
+
+def located(line: Line, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
+    """Per row of the line a peer's region and the offset in it; both mean nothing for a row of no bytes.
+
+    Args:
+        line: ours.
+        where: what the peer says.
+        room: bytes of each of its regions.
+
+    Raises:
+        FormatError: a row lies outside, or it says another number of rows.
+    """
+    region, offset = column(where.row_region, "<i4"), column(where.row_offset, "<i8")
+    nbytes = line.table.nbytes
+    fits = len(region) == len(offset) == len(nbytes)
+    if fits and len(nbytes):
+        held = nbytes > 0
+        of, at = region[held], offset[held]
+        fits = bool(((of >= 0) & (of < len(room))).all())
+        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[held])).all())
+    if not fits:
+        raise FormatError("a peer's map does not fit the line")
+    return region, offset
+
+
+def device_id(device: torch.device) -> str:
+    """A GPU's UUID, whatever number this process gives it; empty for the host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+class Holding:
+    """One rank's weights of a key.
+
+    Args:
+        identity: what they are; its key names them.
+        line: their order and chunks.
+        rows: per row of the line its bytes, flat uint8, all on one device; kept alive by this.
+        leaves: the digests they must have, where a manifest says so.
+        arenas: what the rows lie in, where they do.
+        max_readers: leases given at once.
+
+    Attributes:
+        leaves: per leaf of the line its digest; true for chunks in `have`, and for all where a manifest said so.
+        have: per chunk whether it was verified.
+        changed: notified when `have`, `state` or `generation` changes.
+        kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
+        damage: why it must not be read any more: bytes that were verified changed in memory; None: none are known to.
+        tier: where the bytes rest while they are not in `rows`; empty: they are.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        line: Line,
+        rows: Sequence[torch.Tensor],
+        *,
+        leaves: U64 | None = None,
+        arenas: Sequence[Arena] = (),
+        max_readers: int = 4,
+    ) -> None:
+        self.identity, self.key, self.line, self.rows = identity, identity.key(), line, list(rows)
+        self.device = rows[0].device if rows else torch.device("cpu")
+        self._device_id = device_id(self.device)
+        self.place = place_of(rows, arenas)
+        self.has_manifest = leaves is not None
+        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(line.chunks.leaf_row), np.uint64)
+        self.have: Bools = np.zeros(line.chunks.num_chunks, bool)
+        self.claims: tuple[tuple[int, int], ...] = ()
+        self.max_readers, self.num_readers = max_readers, 0
+        self.path, self.why, self.parent, self.gb_per_s, self.silent_s = "", "", "", 0.0, -1.0
+        self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
+        self.damage: IntegrityError | None = None
+        self._looked_at = -1
+        self.changed = threading.Condition()
+        self._root = ""
+        self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
+        self._num_logged = 0
+        self._told_by: list[str] = []
+        self._told: I64 = np.full(line.chunks.num_chunks, -1)
+        self._handles: list[dict[str, Handle]] = []
+        self._into: list[dict[str, Handle]] = []
+        self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
+        self._looking = threading.Lock()
+        self._look_at(rows)
+
+    def _look_at(self, rows: Sequence[torch.Tensor]) -> None:
+        self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
+        self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every chunk is verified."""
+        return bool(self.have.all())
+
+    def register(self, links: Links) -> None:
+        """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
+        if self._handles:
+            return
+        shown: list[dict[str, Handle]] = []
+        try:
+            for memory in self.place.regions:
+                shown.append(links.register(memory))
+            into = [links.register_into(*pair) for pair in zip(self.place.regions, shown, strict=True)]
+        except BaseException:
+            _close(shown)
+            raise
+        self._handles, self._into = shown, into
+
+    def handles(self, region: int) -> dict[str, Handle]:
+        """Our registrations of a region, by the transports that can read into it."""
+        return self._into[region]
+
+    def map(self, lease: str = "") -> HoldingMap:
+        """How a peer reads this; under a lease, with descriptors that end with it where the transport can do that."""
+        chunks = self.line.chunks
+        described = tuple(
+            {
+                name: encode(handle.lend(lease) if lease and isinstance(handle, Lending) else handle.descriptor)
+                for name, handle in handles.items()
+            }
+            for handles in self._handles
+        )
+        return HoldingMap(
+            key=self.key,
+            generation=self.generation,
+            leaf_bytes=chunks.leaf_bytes,
+            chunk_bytes=chunks.chunk_bytes,
+            num_chunks=chunks.num_chunks,
+            regions=described,
+            row_region=self.place.row_region.astype("<i4").tobytes(),
+            row_offset=self.place.row_offset.astype("<i8").tobytes(),
+        )
+
+    def take_back(self, lease: str) -> None:
+        """Refuse the descriptors that were given under a lease, where the transport can."""
+        for handles in self._handles:
+            for handle in handles.values():
+                if isinstance(handle, Lending):
+                    handle.take_back(lease)
+
+    def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
+        """What to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.
+
+        Args:
+            chunks: which, in the order wanted.
+            theirs_region: the peer's region of each row.
+            theirs_offset: where each row starts in it.
+        """
+        pieces = self.line.chunks.pieces(chunks)
+        src = theirs_offset[pieces.row] + pieces.start
+        dst = self.place.row_offset[pieces.row] + pieces.start
+        from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
+        found = {}
+        for pair in np.unique(from_to).tolist():
+            rows = np.flatnonzero(from_to == pair)
+            segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
+            theirs, ours = divmod(pair, len(self.place.regions))
+            # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor, and
+            # where chunks are as small as that, another chunk.
+            is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
+            padding = ALIGN_BYTES - 1 if is_ours else 0
+            found[theirs, ours] = segments.joined(padding_bytes=padding)
+        return found
+
+    def digest(self, chunks: I64) -> U64:
+        """Digest these chunks as they lie in memory: their leaves, chunk after chunk. The bytes must be there."""
+        table = self.line.chunks
+        at = table.leaves_of(chunks)
+        row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
+        if self.device.type == "cuda":
+            from penstock.digest.cuda import leaf_digests_cuda
+
+            got = leaf_digests_cuda(self._address[row] + start, nbytes, self.device)
+            return np.asarray(got.cpu().numpy()).view(np.uint64)
+        pieces, out, done = table.pieces(chunks), np.empty(len(at), np.uint64), 0
+        for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
+            count = -(-length // table.leaf_bytes)
+            data = self._host[r]
+            assert data is not None
+            leaf_digests(memoryview(data[first : first + length]), table.leaf_bytes, out[done : done + count])
+            done += count
+        return out
+
+    def differing(self, chunks: I64, got: U64, wanted: U64) -> I64:
+        """Which of the chunks have a leaf that differs."""
+        if np.array_equal(got, wanted):
+            return chunks[:0]
+        counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+        wrong = np.repeat(np.arange(len(chunks)), counts)[got != wanted]
+        differ: I64 = chunks[np.unique(wrong)]
+        return differ
+
+    def contradicts(self, chunks: I64, leaves: U64) -> I64:
+        """Which of a peer's chunks have other digests than the manifest says; none where there is none, see `hear`."""
+        if not self.has_manifest:
+            return chunks[:0]
+        return self.differing(chunks, leaves, self.leaves[self.line.chunks.leaves_of(chunks)])
+
+    def hear(self, chunks: I64, leaves: U64, teller: str) -> None:
+        """Note what somebody says the digests of chunks are, where no manifest says it: all who say it must agree.
+
+        Raises:
+            IntegrityError: they do not; nobody can tell who is right.
+        """
+        if self.has_manifest:
+            return
+        with self.changed:
+            known = chunks[self._told[chunks] >= 0]
+            if len(known):
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                said = leaves[np.repeat(self._told[chunks] >= 0, counts)]
+                wrong = self.differing(known, said, self.leaves[self.line.chunks.leaves_of(known)])
+                if len(wrong):
+                    other = self._told_by[self._told[wrong[0]]]
+                    raise IntegrityError(
+                        f"{other} and {teller} say different digests of chunk {int(wrong[0])}",
+                        hint="nobody can tell who is right without a manifest: write one with `penstock manifest`",
+                    )
+            new = self._told[chunks] < 0
+            if new.any():
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                self.leaves[self.line.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
+                self._told[chunks[new]] = len(self._told_by)
+                self._told_by.append(teller)
+
+    def gain(self, chunks: I64, leaves: U64) -> None:
+        """These chunks are verified, with these leaves: from now on others may read them."""
+        with self.changed:
+            new = ~self.have[chunks]
+            if not new.all():
+                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                chunks, leaves = chunks[new], leaves[np.repeat(new, counts)]
+            self.leaves[self.line.chunks.leaves_of(chunks)] = leaves
+            self.have[chunks] = True
+            self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
+            self._num_logged += len(chunks)
+            self.changed.notify_all()
+
+    def root(self) -> str:
+        """The `w1-` revision of all digests: what is held, once it is whole."""
+        return self._root or revision(self.line.table, self.line.chunks.leaf_bytes, self.leaves)
+
+    def check_revision(self, asked: str = "") -> None:
+        """Hold the digests to the revision, and to what was asked for, where those are roots, or begin as one does.
+
+        Raises:
+            IntegrityError: they are another's.
+        """
+        found = self.root()
+        for named in (self.identity.revision, asked):
+            if named.startswith("w1-") and not found.startswith(named):
+                raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
+
+    def canary(self, chance: random.Random) -> int | None:
+        """Digest one verified chunk again; its number if its bytes are no longer those that were verified.
+
+        The first is any, then each comes in its turn: all of them were looked at after as many calls.
+        """
+        with self.changed:
+            had = np.flatnonzero(self.have)
+        if not len(had) or self.damage is not None:
+            return None
+        later = had[had > self._looked_at] if self._looked_at >= 0 else had[chance.randrange(len(had)) :]
+        self._looked_at = int(later[0] if len(later) else had[0])
+        return self._looked_at if self.has_changed(self._looked_at) else None
+
+    def has_changed(self, chunk: int) -> bool:
+        """Digest a chunk again: whether it was verified and its bytes are other ones now."""
+        one = np.array([chunk], np.int64)
+        with self._looking:
+            with self.changed:
+                generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
+            if not is_here:
+                return False
+            got, wanted = self.digest(one), self.leaves[self.line.chunks.leaves_of(one)]
+        # Memory that was given up while it was digested may be another's by now.
+        return len(self.differing(one, got, wanted)) > 0 and generation == self.generation
+
+    def spoil(self, chunk: int) -> IntegrityError:
+        """Record that a verified chunk changed in memory; readers and the hub are told. Returns the error."""
+        row = int(self.line.chunks.pieces(np.array([chunk], np.int64)).row[0])
+        error = IntegrityError(
+            f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
+            uri=f"penstock:{self.key}",
+            tensor=self.line.table.names[row],
+            hint="call fence() before weights change; if nothing of yours wrote to them, suspect the memory",
+        )
+        with self.changed:
+            self.damage, self.why = error, error.message
+            self.changed.notify_all()
+        return error
+
+    def become(self, state: State) -> None:
+        """Say so to readers."""
+        if state == "whole":
+            self._root = self.root()
+        with self.changed:
+            self.state = state
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Readers' descriptors go stale, the registrations end. The tensors stay the caller's. Idempotent."""
+        with self.changed:
+            self.generation += 1
+            handles, self._handles, self._into, self.state = self._into, [], [], "draining"
+            self.changed.notify_all()
+        _close(handles)
+
+    def rest(self, tier: str) -> None:
+        """Let go of the memory: the same bytes are in this tier. After `close`."""
+        with self._looking, self.changed:
+            self.rows, self.place, self.tier, self.state = [], place_of([]), tier, "whole"
+            self._look_at(self.rows)
+
+    def wake(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
+        """The bytes are here again, all of them, and nobody reads them yet: it is to be registered anew."""
+        with self._looking, self.changed:
+            self.rows, self.place, self.tier, self.state = list(rows), place_of(rows, arenas), "", "whole"
+            self._look_at(rows)
+
+    def log_after(self, serial: int, wait_s: float) -> LogReply:
+        """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
+        deadline = time.monotonic() + wait_s
+        with self.changed:
+            while serial == self._num_logged and self.state == "filling" and self.damage is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self.changed.wait(left)
+            new = self._log[serial if serial <= self._num_logged else 0 : self._num_logged]
+            leaves = self.leaves[self.line.chunks.leaves_of(new)]
+            return LogReply(
+                generation=self.generation,
+                serial=self._num_logged,
+                state=self.state if self.damage is None else "damaged",  # type: ignore[arg-type]
+                chunks=new.astype("<u4").tobytes(),
+                leaves=leaves.astype("<u8").tobytes(),
+            )
+
+    def status(self) -> HoldingState:
+        """What the hub is told. Of what is only in its source no chunk can be read, until it was read anew."""
+        with self.changed:
+            is_away = self.tier == SOURCE
+            is_damaged = self.damage is not None and not is_away
+            return HoldingState(
+                key=self.key,
+                identity=self.identity,
+                num_chunks=self.line.chunks.num_chunks,
+                nbytes=self.line.nbytes,
+                have=() if is_away or is_damaged else to_ranges(np.flatnonzero(self.have)),
+                claims=self.claims,
+                silent_s=self.silent_s,
+                state="filling" if is_away else "draining" if is_damaged else self.state,  # type: ignore[arg-type]
+                num_readers=self.num_readers,
+                max_readers=self.max_readers,
+                parent=self.parent,
+                device=str(self.device),
+                device_id=self._device_id,
+                path=self.path[:1024],
+                why=self.why[:1024],
+                gb_per_s=self.gb_per_s,
+                kept=self.kept,
+                tier=self.tier,
+                revision=self._root,
+            )
+
+
+def _close(handles: Sequence[dict[str, Handle]]) -> None:
+    for one in handles:
+        for handle in one.values():
+            handle.close()

@@ -1,0 +1,398 @@
+"""A member's door: how others learn what it holds, ask for the right to read, and follow what it gains.
+
+In: HTTP/1.1 on a Unix socket, and on TCP where other hosts are to come; msgpack bodies. Out: maps, leases, logs.
+Not here: weight bytes (`transport`), sockets (`http_listener`), asking (`client`), who may (`hub.grants`).
+
+    POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
+    GET    /v1/leases/L/map                 HoldingMap
+    GET    /v1/leases/L/table               TableMessage
+    GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
+    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
+    DELETE /v1/leases/L
+    GET    /v1/alive                        204; the one question that anybody may ask
+           /v1/ROOM/...                     what a room of this member's answers, see `Room`
+"""
+
+from __future__ import annotations
+
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+    StaleDescriptor,
+)
+from penstock.hub.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply
+from penstock.hub.version_negotiation import UPGRADE_HINT, Announced, version_fault
+from penstock.net.listener import ThreadedListener
+from penstock.peer.http_listener import RequestHandler, listen_tcp, listen_unix
+from penstock.peer.local_weights import Holding
+from penstock.peer.weight_layout import describe
+from penstock.transport.http import EVERYWHERE, host_and_port
+
+MAX_BODY_BYTES = 64 << 10
+"""Longest request body; a lease request is under 1 KiB."""
+MAX_WAIT_S = 5.0
+"""Longest a log request waits for news."""
+LEASE_TTL_S = 15.0
+"""A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
+
+CheckGrant = Callable[[LeaseRequest], None]
+"""Raises PermissionDenied unless the request may read."""
+
+
+Recall = Callable[[str], AbstractContextManager[str]]
+"""Brings back memory of a key that rests elsewhere, and keeps it there meanwhile; gives why it is not there yet."""
+
+
+class Room(Protocol):
+    """What answers below a path of its own; it checks grants itself, before it says anything."""
+
+    def answer(
+        self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
+    ) -> object:
+        """A value for msgpack, or None for none; raises what the door tells as a `Fault`.
+
+        Args:
+            path: below the room's own.
+            body: reads it; FormatError if it is empty, or above this many bytes.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Leased:
+    reader: str
+    holding: Holding
+    attached: bool
+    seen: float = field(default_factory=time.monotonic)
+
+
+class Door:
+    """The server of one member. Started by the constructor; threads, one a connection.
+
+    Args:
+        path: of the Unix socket; its directory must be private to the user.
+        check_grant: who may read.
+        listen: `host:port` or `[v6]:port` to be reached from other hosts; port 0 chooses. None: this host only.
+        tls: context of the server side, of a listening door; None: plain.
+        max_bytes_per_s: of all readers together; 0: no cap.
+
+    Raises:
+        ConfigError: an address that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        check_grant: CheckGrant,
+        *,
+        listen: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        max_bytes_per_s: int = 0,
+    ) -> None:
+        self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
+        self._holdings: dict[str, Holding] = {}
+        self._leases: dict[str, _Leased] = {}
+        self._draining: set[str] = set()
+        self._lock = threading.Lock()
+        self._servers: list[ThreadedListener] = []
+        self.addresses: list[str] = []
+        self.rooms: dict[str, Room] = {}
+        self.recall: Recall = lambda key: nullcontext("")
+        self.doubt: Callable[[Holding, int], bool] = lambda holding, chunk: False
+        self.sign: Callable[[Holding, LogReply], LogReply] = lambda holding, reply: reply
+        try:
+            self._open(str(path), lambda: listen_unix(str(path), _handler(self)))
+            self.addresses.append(f"unix://{path}")
+            if listen is not None:
+                self._listen(listen, tls)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, listen: str, tls: ssl.SSLContext | None) -> None:
+        host, port = host_and_port(listen)
+        if host in EVERYWHERE:
+            message = f"a door at {listen} has no address that others can be told"
+            raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
+        server = self._open(listen, lambda: listen_tcp(host, port, _handler(self), tls))
+        where = f"[{host}]" if ":" in host else host
+        self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.address[1]}")
+
+    def _open(self, where: str, bind: Callable[[], ThreadedListener]) -> ThreadedListener:
+        try:
+            server = bind()
+        except (OSError, OverflowError) as error:
+            hint = "an address of this host; port 0 takes a free one"
+            raise ConfigError(f"the door cannot be opened at {where}: {error}", hint=hint) from error
+        self._servers.append(server)
+        return server
+
+    def show(self, holding: Holding) -> None:
+        """Let readers ask for this holding; it must be registered."""
+        with self._lock:
+            self._holdings[holding.key] = holding
+
+    def hide(self, key: str) -> None:
+        """No new leases for this key."""
+        with self._lock:
+            self._holdings.pop(key, None)
+
+    def num_readers(self, key: str) -> int:
+        """Leases in force of this key, those of engines that use the memory itself among them."""
+        with self._lock:
+            self._expire()
+            return sum(leased.holding.key == key for leased in self._leases.values())
+
+    def num_attached(self, key: str) -> int:
+        """Engines that use the memory of this key itself."""
+        with self._lock:
+            self._expire()
+            return sum(one.holding.key == key and one.attached for one in self._leases.values())
+
+    def retire(self, key: str) -> bool:
+        """Give no new leases for this key, if there is none in force; whether it is so."""
+        with self._lock:
+            self._expire()
+            is_free = all(leased.holding.key != key for leased in self._leases.values())
+            if is_free:
+                self._holdings.pop(key, None)
+        return is_free
+
+    def drain(self, key: str, wait_s: float) -> int:
+        """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
+        with self._lock:
+            self._draining.add(key)
+        self.hide(key)
+        deadline = time.monotonic() + wait_s
+        while (left := self.num_readers(key)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with self._lock:
+            self._draining.discard(key)
+        return left
+
+    def close(self) -> None:
+        """Stop serving, also those who are connected. Idempotent."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.close()
+            # A peer that is stopped leaves its connection open, whose thread would keep the holdings' memory.
+            server.admission.cut_all()
+
+    # What the handler asks.
+
+    def lease(self, request: LeaseRequest) -> Lease | Fault:
+        """A reader's place, or why not. What rests elsewhere is brought back first."""
+        self._check_grant(request)
+        given = self._lease(request)
+        if given is None:
+            with self.recall(request.key) as why:
+                if why:
+                    return Fault(error=why, hint="ask again")
+                given = self._lease(request)
+        if given is None:
+            with self._lock:
+                is_draining = request.key in self._draining
+            does = "is draining: it lets nobody new in to" if is_draining else "does not hold"
+            raise NotFound(f"this member {does} that key")
+        return given
+
+    def _lease(self, request: LeaseRequest) -> Lease | Fault | None:
+        """None: it is not shown."""
+        with self._lock:
+            self._expire()
+            holding = self._holdings.get(request.key)
+            if holding is None:
+                return None
+            if request.attach and not (holding.kept and holding.state == "whole"):
+                raise PermissionDenied("this member keeps no memory for others to use", hint="run `penstock keep`")
+            mine = [id_ for id_, one in self._leases.items() if one.holding.key == request.key]
+            others = [one for one in mine if self._leases[one].reader != request.member]
+            others = [one for one in others if not self._leases[one].attached]
+            if len(others) >= holding.max_readers and not request.attach:
+                readers = tuple(self._leases[one].reader for one in others)
+                return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
+            for one in mine:
+                if self._leases[one].reader == request.member:
+                    self._end(one)  # the reader starts anew
+            lease = secrets.token_hex(16)
+            self._leases[lease] = _Leased(request.member, holding, request.attach)
+            holding.num_readers = len(others) + (not request.attach)
+        return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
+
+    def share(self) -> int:
+        """What each reader may take a second now, so that all together keep to the cap; 0: no cap."""
+        with self._lock:
+            return self._max_bytes_per_s // max(1, sum(not one.attached for one in self._leases.values()))
+
+    def leased(self, lease: str) -> Holding:
+        """The holding of a lease, renewed. PermissionDenied when it is none, or has expired."""
+        with self._lock:
+            self._expire()
+            found = self._leases.get(lease)
+            if found is None:
+                raise PermissionDenied("no such lease, or it has expired", hint="ask for another")
+            found.seen = time.monotonic()
+            return found.holding
+
+    def map(self, lease: str) -> HoldingMap:
+        """How the holding of a lease is read, for as long as the lease lasts. PermissionDenied as `leased`."""
+        holding = self.leased(lease)
+        found = holding.map(lease)
+        with self._lock:
+            if lease not in self._leases:  # it ended meanwhile, before there was something to take back
+                holding.take_back(lease)
+        return found
+
+    def release(self, lease: str) -> None:
+        """End a lease. Idempotent."""
+        with self._lock:
+            self._end(lease)
+            self._expire()
+
+    def expire(self) -> None:
+        """End leases that were not renewed in time, and what was given under them; called with each beat."""
+        with self._lock:
+            self._expire()
+
+    def _end(self, lease: str) -> None:
+        ended = self._leases.pop(lease, None)
+        if ended is not None:
+            ended.holding.take_back(lease)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
+            self._end(lease)
+        for holding in self._holdings.values():
+            mine = (one for one in self._leases.values() if one.holding is holding and not one.attached)
+            holding.num_readers = sum(1 for _ in mine)
+
+
+class VersionRefused(Exception):
+    """The reader speaks another major version of the protocol."""
+
+
+def check_version(body: bytes) -> None:
+    """Check the version of a request that shows a grant, before the rest of it is looked at.
+
+    Raises:
+        VersionRefused: another major version. msgspec.DecodeError: it is malformed.
+    """
+    announced = msgspec.msgpack.decode(body, type=Announced)
+    if fault := version_fault(announced.protocol, "the reader", "this member"):
+        raise VersionRefused(fault)
+
+
+def _handler(door: Door) -> type[RequestHandler]:
+    return type("_DoorHandler", (_Handler,), {"door": door})
+
+
+class _Handler(RequestHandler):
+    """One connection."""
+
+    door: Door
+
+    def do_GET(self) -> None:
+        """Map, table, log, alive."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Lease."""
+        self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        """Release."""
+        self._answer(self._delete)
+
+    def _answer(self, reply: Callable[[list[str], Mapping[str, list[str]]], object]) -> None:
+        url = urlsplit(self.path)
+        try:
+            path, query = url.path.strip("/").split("/"), parse_qs(url.query)
+            room = self.door.rooms.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
+            found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)
+        except VersionRefused as error:
+            self._send(426, Fault(error=str(error), hint=UPGRADE_HINT))
+        except PermissionDenied as error:
+            self._send(403, Fault(error=error.message, hint=error.hint or ""))
+        except NotFound as error:
+            self._send(404, Fault(error=error.message))
+        except (PlanError, StaleDescriptor) as error:
+            self._send(409 if isinstance(error, PlanError) else 410, Fault(error=error.message, hint=error.hint or ""))
+        except (FormatError, msgspec.DecodeError, ValueError) as error:
+            self.close_connection = True
+            self._send(400, Fault(error=str(error)[:512]))
+        except PenstockError as error:
+            self._send(503, Fault(error=error.message, hint=error.hint or ""))
+        else:
+            if url.path != "/v1/alive":
+                # It showed a grant, a lease or a session: `alive` is the one question that asks for nothing.
+                self.place.prove(self.peer)
+            self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
+
+    def _send(self, code: int, value: object) -> None:
+        body = msgspec.msgpack.encode(value) if value is not None else b""
+        self.taking(len(body))
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _get(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if path == ["v1", "alive"]:
+            return None
+        if len(path) != 4 or path[:2] != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        holding = self.door.leased(path[2])
+        if path[3] == "map":
+            return self.door.map(path[2])
+        if path[3] == "table":
+            return describe(holding.line)
+        if path[3] == "log":
+            after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
+            if after < 0 or wait_ms < 0:
+                raise FormatError("after and wait_ms are not negative")
+            reply = self.door.sign(holding, holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
+            return msgspec.structs.replace(reply, max_bytes_per_s=self.door.share())
+        raise NotFound("no such thing here")
+
+    def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if len(path) == 4 and path[:2] == ["v1", "leases"] and path[3] == "doubt":
+            chunk = int(query.get("chunk", ["-1"])[0])
+            if self.door.doubt(self.door.leased(path[2]), chunk):
+                return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
+            return None
+        if path != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        body = self._body(MAX_BODY_BYTES)
+        check_version(body)
+        return self.door.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
+
+    def _body(self, most: int) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 < length <= most:
+            raise FormatError(f"a body of {length} bytes; at most {most}")
+        return self.take_body(length)
+
+    def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
+        if len(path) != 3 or path[:2] != ["v1", "leases"]:
+            raise NotFound("no such thing here")
+        self.door.release(path[2])
+        return None

@@ -1,0 +1,161 @@
+"""Byte copies as columns: many short runs of one address space that go to another.
+
+In: offsets and lengths of bytes. Out: the same bytes joined, cut, checked, as runs or as rectangles of runs.
+Not here: who copies them (`transport`, `cuda`), how they were planned (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PlanError
+from penstock.types import I64
+
+
+def spread(first: I64, counts: I64) -> I64:
+    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
+    return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Segments:
+    """Runs of bytes to read, as columns: `nbytes[i]` from `src[i]` of the peer's memory to `dst[i]` of ours.
+
+    Destinations of one read do not overlap.
+    """
+
+    src: I64
+    dst: I64
+    nbytes: I64
+
+    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Segments:
+        """Those rows."""
+        return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
+
+    def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
+        """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
+        if not len(self.src) == len(self.dst) == len(self.nbytes):
+            raise PlanError(f"columns of {len(self.src)}, {len(self.dst)} and {len(self.nbytes)} segments")
+        outside = self.nbytes < 0
+        for offset, total in ((self.src, src_nbytes), (self.dst, dst_nbytes)):
+            outside |= (offset < 0) | (offset > total) | (self.nbytes > total - np.clip(offset, 0, total))
+        if outside.any():
+            i = int(outside.argmax())
+            where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
+            raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
+
+    def joined(self, *, padding_bytes: int = 0) -> Segments:
+        """The same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one.
+
+        Args:
+            padding_bytes: neighbours may be so far apart, as far at both ends; what lies between is read too. Say so
+                only where that is nobody's: between tensors placed alike in two arenas, `memory.arena.ALIGN_BYTES - 1`.
+        """
+        rows = np.flatnonzero(self.nbytes)
+        rows = rows[np.argsort(self.dst[rows], kind="stable")]
+        if not len(rows):
+            return Segments(src=rows, dst=rows, nbytes=rows)
+        src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
+        first = np.ones(len(rows), bool)
+        gap = dst[1:] - dst[:-1] - nbytes[:-1]
+        first[1:] = (src[1:] - src[:-1] - nbytes[:-1] != gap) | (gap < 0) | (gap > padding_bytes)
+        heads = np.flatnonzero(first)
+        lasts = np.append(heads[1:], len(rows)) - 1
+        return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
+
+    def cut(self, most_bytes: int) -> Segments:
+        """The same bytes in the same order, longer runs cut to so many, empty ones left out."""
+        counts = -(-self.nbytes // most_bytes)
+        row = np.repeat(np.arange(len(counts)), counts)
+        skipped = spread(np.zeros(len(counts), np.int64), counts) * most_bytes
+        nbytes = np.minimum(self.nbytes[row] - skipped, most_bytes)
+        return Segments(src=self.src[row] + skipped, dst=self.dst[row] + skipped, nbytes=nbytes)
+
+
+_COLUMNS = "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
+class Rectangles:
+    """Equal runs at a pitch, as columns: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of the peer's memory to
+    `dst[i]` of ours, `src_pitch[i]` apart there and `dst_pitch[i]` here.
+
+    Destinations of one read do not overlap. Not changed: a transport may keep what it made of them while they live.
+    """
+
+    src: I64
+    dst: I64
+    run_bytes: I64
+    num_rows: I64
+    src_pitch: I64
+    dst_pitch: I64
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Rectangles:
+        """Those rows."""
+        return Rectangles(**{name: getattr(self, name)[which] for name in _COLUMNS})
+
+    @property
+    def nbytes(self) -> I64:
+        """Bytes of each."""
+        return self.run_bytes * self.num_rows
+
+    def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
+        """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
+        if len({len(getattr(self, name)) for name in _COLUMNS}) != 1:
+            raise PlanError("rectangles of uneven columns")
+        outside = (self.run_bytes < 1) | (self.num_rows < 1)
+        for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
+            room = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
+            outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (room < 0) | (pitch < 0)
+            # By division: the product of a hostile pitch and rows could wrap.
+            outside |= (self.num_rows > 1) & (self.num_rows - 1 > room // np.maximum(pitch, 1))
+        if outside.any():
+            i = int(outside.argmax())
+            where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
+            raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
+
+    def longest_runs(self) -> I64:
+        """Bytes of each one's runs, where both ends lie in one piece all of it."""
+        whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
+        return np.where(whole, self.nbytes, self.run_bytes)
+
+    def segments(self) -> Segments:
+        """The same bytes, a run each; those in one piece at both ends are one run."""
+        run = self.longest_runs()
+        rows = self.nbytes // run
+        at = np.repeat(np.arange(len(rows)), rows)
+        turn = spread(np.zeros(len(rows), np.int64), rows)
+        src, dst = self.src[at] + turn * self.src_pitch[at], self.dst[at] + turn * self.dst_pitch[at]
+        return Segments(src=src, dst=dst, nbytes=run[at])
+
+    def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
+        """Long runs, joined, and those that are shorter, where they are so many: for copy engines, and for a kernel."""
+        short = self.longest_runs() < short_bytes
+        if int(self.num_rows[short].sum()) < many:
+            return self.segments().joined(), None
+        return self[~short].segments().joined(), self[short]
+
+    def addressed(self, dst_base: int, src_base: int, about_bytes: int) -> Iterator[Rectangles]:
+        """The same with addresses for offsets, so many bytes of them at a time."""
+        for which in gathered(self.nbytes, about_bytes):
+            some = self[which]
+            yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)
+
+
+def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
+    """Rows of these lengths taken together: about so many bytes of them, and at most so many, if that is not 0."""
+    if not len(nbytes):
+        return
+    is_edge = np.diff((np.cumsum(nbytes) - 1) // about_bytes) != 0
+    if most_rows:
+        is_edge |= np.arange(1, len(nbytes)) % most_rows == 0
+    for start, stop in pairwise([0, *(np.flatnonzero(is_edge) + 1).tolist(), len(nbytes)]):
+        yield slice(start, stop)

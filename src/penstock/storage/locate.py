@@ -1,0 +1,291 @@
+"""What a URI stands for: which files of weights, called what, with which index and manifest beside them.
+
+In: a file, prefix, prefix, glob, index or list of files. Out: `Place`.
+Not here: what the files hold (`weight_set`), how they are opened (`open_source`).
+
+    directory --index there?--> its shards, else every *.safetensors --> Place(files, weight_map, sidecar)
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, NotFound, PermissionDenied
+from penstock.storage import REMOTE_SCHEMES, is_remote, list_uris, local_path, read_small, text_of
+from penstock.storage.safetensors import parse_index
+
+SIDECAR = "penstock.manifest"
+"""Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX = f"model{INDEX_SUFFIX}"
+_MODEL = re.compile(r"(^|/)model(-\d+-of-\d+)?\.safetensors$")
+_CONSOLIDATED = re.compile(r"(^|/)consolidated([.-][^/]*)?\.safetensors$")
+"""Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
+Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later."""
+_ONLY = "name a file, or a directory or prefix that has files of safetensors itself; other formats are not read"
+
+Uri = str | os.PathLike[str]
+Uris = Uri | Sequence[Uri]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Files that are one weight set."""
+
+    uri: str
+    """As the user named it, without secrets; for messages."""
+    files: tuple[tuple[str, str], ...]
+    """(name relative to the place, URI), sorted by name."""
+    weight_map: Mapping[str, str] | None
+    """Tensor -> file name, when an index was honoured."""
+    index_uri: str | None
+    sidecar_uri: str | None
+    """Where the manifest would be; None where there is no place for one. Files of one
+    directory share its manifest."""
+    index_bytes: int = 0
+    """Of the index that was read."""
+
+
+def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Place:
+    """Find the files of a weight set; bodies and headers are not read.
+
+    A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
+    `*.safetensors` count, not those of directories below, nor `consolidated*` beside `model*`.
+
+    Raises:
+        NotFound: no such place, or no safetensors file in it.
+        FormatError: the index is malformed, or names files outside its directory.
+    """
+    uris = texts_of(uri)
+    if len(uris) != 1:
+        return _of_list(uris)
+    place = uris[0]
+    prefix = _prefix_of(place)
+    if prefix is not None and place.endswith(INDEX_SUFFIX):
+        raw = read_small(place, settings=settings, storage_options=storage_options)
+        if raw is None:
+            raise NotFound("no such index", uri=display(place))
+        return _of_index(place, place, raw, prefix)
+    if _is_file(place):
+        return _of_files(place, [place], _beside(place))
+    if prefix is None or _is_glob(place):
+        found = list_uris(place, settings=settings, storage_options=storage_options)
+        return _of_files(place, _weights(found, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
+    return _of_directory(place, prefix, settings, storage_options)
+
+
+def look(uri: Uri) -> None:
+    """Whether a local place is there, before torch is imported to read it; no file is opened, a remote one not asked.
+
+    Raises:
+        NotFound: it is not there, or has no safetensors file. PermissionDenied, SourceUnavailable: see `list_uris`.
+    """
+    place = _text(uri)
+    if is_remote(place):
+        return
+    if _is_file(place) or place.endswith(INDEX_SUFFIX):
+        if not os.path.exists(place):
+            raise _nothing_at(place)
+        return
+    prefix = _prefix_of(place)
+    try:
+        found = list_uris(place if prefix is None or _is_glob(place) else prefix, settings=Settings.read())
+    except NotFound as error:
+        raise _nothing_at(place) from error
+    if _choose_index(prefix or "", found) is None:
+        _weights(found, place, prefix)
+
+
+def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+    if _is_http(place):
+        return _as_published(place, prefix, settings, options)
+    try:
+        found = list_uris(prefix, settings=settings, storage_options=options)
+    except PermissionDenied:
+        if not is_remote(place):
+            raise
+        return _as_published(place, prefix, settings, options)
+    except NotFound as error:
+        if not is_remote(place):
+            raise _nothing_at(place) from error
+        # An object may be called anything; only its listing tells it from a prefix.
+        if list_uris(place, settings=settings, storage_options=options) != [place]:
+            raise
+        return _of_files(place, [place], _beside(place))
+    index = _choose_index(prefix, found)
+    if index is not None:
+        raw = read_small(index, settings=settings, storage_options=options)
+        if raw is None:
+            raise NotFound("the index was removed while the directory was read", uri=display(index))
+        return _of_index(place, index, raw, prefix)
+    return _of_files(place, _weights(found, place, prefix), f"{prefix}{SIDECAR}")
+
+
+def _nothing_at(path: str) -> NotFound:
+    """What is said of a local path with no file in it, or that is not there."""
+    if os.path.isdir(path):
+        return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
+    scheme, _, rest = path.partition(":/")
+    hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in REMOTE_SCHEMES else None
+    return NotFound("no such file or directory", uri=path, hint=hint)
+
+
+def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+    """Where nothing can be listed: the two names under which checkpoints are published."""
+    index = f"{prefix}{_INDEX}"
+    try:
+        raw = read_small(index, settings=settings, storage_options=options)
+    except PermissionDenied:
+        raw = None  # what stores answer for an absent object to one who may not list
+    if raw is not None:
+        return _of_index(place, index, raw, prefix)
+    return _of_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
+
+
+def sidecar_uri(uri: Uri) -> str:
+    """Where the manifest of `uri` is written and looked for: in the directory, or beside the single file.
+
+    Raises:
+        ConfigError: a glob over directories, or a URL with a query, has no such place.
+    """
+    place = _text(uri)
+    prefix = _prefix_of(place)
+    where = _beside(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
+    if where is None:
+        raise ConfigError("a glob over directories or a query has no place for a manifest", uri=display(place))
+    return where
+
+
+def signature_uri(uri: Uri) -> str:
+    """Where the detached signature of that manifest is."""
+    return f"{sidecar_uri(uri)}.sig"
+
+
+def display(uri: str) -> str:
+    """`uri` without the user and query of a URL, where secrets stand."""
+    if not _is_http(uri):
+        return uri
+    from penstock.storage.http import clean
+
+    return clean(uri)
+
+
+def texts_of(uri: Uris) -> list[str]:
+    """Return the text of every path or URI given, `file://` taken away. ConfigError: see `text_of`."""
+    several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
+    return [_text(one) for one in several]
+
+
+def _text(uri: object) -> str:
+    text = text_of(uri)
+    return text if is_remote(text) else local_path(text)
+
+
+def _is_http(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def _is_glob(uri: str) -> bool:
+    """HTTP has no listing, and `?` begins a query there; a local path that exists is itself, whatever its letters."""
+    if _is_http(uri) or not glob.has_magic(uri):
+        return False
+    return is_remote(uri) or not os.path.lexists(local_path(uri))
+
+
+def _is_file(uri: str) -> bool:
+    """Whether `uri` names one file of weights: a local path by looking, a remote one by its name."""
+    if _is_glob(uri):
+        return False
+    if not is_remote(uri):
+        return os.path.isfile(local_path(uri)) or (uri.endswith(SUFFIX) and not os.path.isdir(local_path(uri)))
+    return uri.partition("?")[0].endswith(SUFFIX) if _is_http(uri) else uri.endswith(SUFFIX)
+
+
+def _prefix_of(uri: str) -> str | None:
+    """What stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
+    if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
+        prefix = uri[: uri.rfind("/") + 1]
+        return None if _is_glob(prefix) else prefix
+    return f"{uri.rstrip('/')}/"
+
+
+def _is_child(uri: str, prefix: str | None) -> bool:
+    return prefix is None or "/" not in uri.removeprefix(prefix)
+
+
+def _beside(file: str) -> str | None:
+    """Where a single file's manifest is; a URL with a query has no such place."""
+    return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
+
+
+def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
+    files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, prefix)]
+    if not files:
+        raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
+    if prefix is not None and any(_MODEL.search(name) for name in files):
+        return [name for name in files if not _CONSOLIDATED.search(name)]
+    return files
+
+
+def left_out(uri: str, taken: Collection[str]) -> list[str]:
+    """Paths of a local directory's files of safetensors that its weight set has not; none of other places."""
+    path = local_path(uri) if not is_remote(uri) else ""
+    if not os.path.isdir(path):
+        return []
+    found = list_uris(path, settings=Settings.read())
+    return [one for one in found if one.endswith(SUFFIX) and os.path.basename(one) not in taken]
+
+
+def _choose_index(prefix: str, found: Sequence[str]) -> str | None:
+    indexes = [name for name in found if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
+    named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
+    if named:
+        return named[0]
+    return indexes[0] if len(indexes) == 1 else None
+
+
+def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
+    weight_map = parse_index(raw, uri=display(index))
+    shards = sorted(set(weight_map.values()))
+    return Place(
+        uri=display(place),
+        files=tuple((shard, f"{prefix}{shard}") for shard in shards),
+        weight_map=weight_map,
+        index_uri=display(index),
+        sidecar_uri=f"{prefix}{SIDECAR}",
+        index_bytes=len(raw),
+    )
+
+
+def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Place:
+    return Place(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
+
+
+def _of_list(uris: Sequence[str]) -> Place:
+    if not uris:
+        raise ConfigError("an empty list of files")
+    seen: set[str] = set()
+    for uri in uris:
+        if uri in seen:
+            raise ConfigError("a file stands twice in the list", uri=display(uri))
+        seen.add(uri)
+    prefixes = {uri[: uri.rfind("/") + 1] for uri in uris}
+    sidecar = None if len(prefixes) > 1 or any(map(_is_http, uris)) else f"{prefixes.pop()}{SIDECAR}"
+    return _of_files(", ".join(map(display, uris[:3])) + (", ..." if len(uris) > 3 else ""), uris, sidecar)
+
+
+def _named(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Files by their last part, or by all below the directory they share where last parts clash."""
+    names = [uri.partition("?")[0].rpartition("/")[2] for uri in uris]
+    if len(set(names)) < len(names):
+        parts = [uri.split("/") for uri in uris]
+        shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False)))
+        names = ["/".join(part[shared:]) for part in parts]
+    return tuple(sorted(zip(names, uris, strict=True)))

@@ -1,0 +1,403 @@
+"""Weight sets: the files a URI names, opened, their headers read and held to index and manifest.
+
+In: a URI. Out: `WeightSet`, a manifest with an open source for each of its files; `build` adds digests.
+Not here: which files a URI names (`locate`), manifests as bytes (`manifest`), moving bodies (`engine`).
+
+    URI --resolve--> files --open, read headers, in parallel--> tables --join--> held to index, sidecar --> WeightSet
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from penstock.closing import Closing
+from penstock.config import Settings
+from penstock.digest import leaf
+from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
+from penstock.storage import Source, is_remote, open_source, read_small
+from penstock.storage.digester import digest_bodies
+from penstock.storage.locate import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
+from penstock.storage.manifest import (
+    Sidecar,
+    check_signature,
+    decode,
+    encode,
+    leaves_of,
+    read_sidecar,
+    sign,
+    unpack,
+)
+from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, read_header
+from penstock.storage.strict_json import clip
+from penstock.types import I64, U64, FileEntry, Manifest, TensorTable
+
+__all__ = [
+    "Names",
+    "Uri",
+    "Uris",
+    "WeightSet",
+    "build",
+    "check_signature",
+    "decode",
+    "encode",
+    "open_weights",
+    "resolve",
+    "sidecar_uri",
+    "sign",
+    "signature_uri",
+]
+
+Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
+"""Which tensors: a glob, a list of globs, a regex that is searched for, a test, or None for all."""
+
+_REMOTE_THREADS = 16
+"""Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
+the 100 shards of a large checkpoint in a few round trips. Reason: below the 32 connections a load itself opens."""
+_FEW_FILES = 8
+"""So many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as long again
+(60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow NFS."""
+
+_LOCAL_THREADS = 4
+"""Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WeightSet(Closing):
+    """A manifest and an open source for each of its files. Closing it closes the sources; also a context manager."""
+
+    uri: str
+    manifest: Manifest
+    sources: tuple[Source, ...]
+    """One for each of `manifest.files`, in that order."""
+    why_unverified: str | None
+    """Why there are no leaves to verify against; None when there are."""
+    opening_bytes: int
+    """Asked of storage to know all this: headers, index and manifest."""
+
+    def close(self) -> None:
+        """Close every source. Idempotent."""
+        for source in self.sources:
+            source.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Opened:
+    name: str
+    source: Source
+    header: Header
+
+
+def open_weights(
+    uri: Uris,
+    *,
+    settings: Settings,
+    storage_options: Mapping[str, str] | None = None,
+    names: Names = None,
+) -> WeightSet:
+    """Open the files that `uri` names and read their headers; bodies are not read.
+
+    Args:
+        uri: a file, a directory or prefix, a glob, an index file, or a list of files.
+        settings: limits and the cache.
+        storage_options: credentials and endpoints, as obstore names them.
+        names: only these tensors. With an index, files that hold none of them are not opened.
+
+    Returns:
+        Tensors in file order, files by name. The caller closes it.
+
+    Raises:
+        FormatError: a header, the index or the manifest is malformed, or they contradict each other.
+        IntegrityError: the manifest's revision is not that of its content.
+        NotFound: no such place, or a shard that the index names is missing.
+        PlanError: a name without wildcards is none of the tensors.
+        SourceError: the storage failed.
+    """
+    place = resolve(uri, settings=settings, storage_options=storage_options)
+    return open_place(place, settings=settings, storage_options=storage_options, names=names)
+
+
+def open_place(
+    place: Place,
+    *,
+    settings: Settings,
+    storage_options: Mapping[str, str] | None = None,
+    names: Names = None,
+) -> WeightSet:
+    """`open_weights` for a place already resolved."""
+    files = list(place.files)
+    if place.weight_map is not None and names is not None:
+        tensors = list(place.weight_map)
+        needed = {place.weight_map[tensors[row]] for row in _select(tensors, names, place.uri)}
+        files = [file for file in files if file[0] in needed]
+    opened, raw = _open_all(place, files, settings, storage_options)
+    try:
+        table = _join([one.header.tensors for one in opened], [one.name for one in opened], place.uri)
+        if place.weight_map is not None:
+            _hold_to_index(table, [one.name for one in opened], place.weight_map, str(place.index_uri))
+        manifest, why = _manifest(opened, table, raw, place)
+        if names is not None:
+            manifest = _take(manifest, np.asarray(_select(table.names, names, place.uri), np.int64))
+    except BaseException:
+        for one in opened:
+            one.source.close()
+        raise
+    headers = sum(max(one.header.data_offset, min(HEADER_GUESS_BYTES, one.source.nbytes)) for one in opened)
+    return WeightSet(
+        uri=place.uri,
+        manifest=manifest,
+        sources=tuple(one.source for one in opened),
+        why_unverified=why,
+        opening_bytes=headers + place.index_bytes + len(raw or b""),
+    )
+
+
+def _open_all(
+    place: Place, files: Sequence[tuple[str, str]], settings: Settings, options: Mapping[str, str] | None
+) -> tuple[list[_Opened], bytes | None]:
+    """Every file with its header, and the sidecar's bytes if it is there, all at once."""
+    remote = any(is_remote(uri) for _, uri in files)
+
+    def open_one(file: tuple[str, str]) -> _Opened:
+        name, uri = file
+        try:
+            source = open_source(uri, settings=settings, storage_options=options)
+        except NotFound as error:
+            if place.index_uri is None:
+                raise
+            message = f"the index names shard {clip(name)!r}, which is missing"
+            raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
+        try:
+            return _Opened(name=name, source=source, header=read_header(source))
+        except BaseException:
+            source.close()
+            raise
+
+    def sidecar() -> bytes | None:
+        if place.sidecar_uri is None:
+            return None
+        try:
+            return read_small(place.sidecar_uri, settings=settings, storage_options=options)
+        except PermissionDenied:
+            # A bucket that may be read but not listed says "forbidden" for "absent".
+            if remote:
+                return None
+            raise
+
+    if len(files) <= _FEW_FILES and not remote:
+        return _open_in_turn(files, open_one), sidecar()
+    threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-open") as pool:
+        raw = pool.submit(sidecar)
+        jobs = [pool.submit(open_one, file) for file in files]
+        try:
+            return [job.result() for job in jobs], raw.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            for job in jobs:
+                if not job.cancelled() and job.exception() is None:
+                    job.result().source.close()
+            raise
+
+
+def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
+    opened: list[_Opened] = []
+    try:
+        for file in files:
+            opened.append(open_one(file))
+    except BaseException:
+        for one in opened:
+            one.source.close()
+        raise
+    return opened
+
+
+def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
+    """One table of all files. FormatError when two of them hold the same name."""
+    if len(tables) == 1:
+        return tables[0]
+    names = tuple(chain.from_iterable(table.names for table in tables))
+    counts = [len(table) for table in tables]
+    file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
+    if len(set(names)) < len(names):
+        first: dict[str, int] = {}
+        for name, file in zip(names, file_index.tolist(), strict=True):
+            if name in first:
+                both = f"{clip(files[first[name]])!r} and {clip(files[file])!r}"
+                raise FormatError(f"tensor is in two files, {both}", uri=uri, tensor=clip(name))
+            first[name] = file
+    return TensorTable(
+        names=names,
+        dtypes=tuple(chain.from_iterable(table.dtypes for table in tables)),
+        shapes=tuple(chain.from_iterable(table.shapes for table in tables)),
+        file_index=file_index,
+        offset=np.concatenate([np.zeros(0, np.int64), *(table.offset for table in tables)]),
+        nbytes=np.concatenate([np.zeros(0, np.int64), *(table.nbytes for table in tables)]),
+    )
+
+
+def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], uri: str) -> None:
+    """FormatError unless the opened files hold exactly the tensors that the index puts there."""
+    said = list(map(weight_map.get, table.names))
+    found = [files[file] for file in table.file_index.tolist()]
+    if said != found:
+        row = next(row for row, (a, b) in enumerate(zip(said, found, strict=True)) if a != b)
+        where = "does not name it" if said[row] is None else f"puts it in {clip(said[row])!r}"
+        fault = f"tensor is in shard {clip(found[row])!r}, but the index {where}"
+        raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
+    opened = set(files)
+    if len(found) < sum(shard in opened for shard in weight_map.values()):
+        there = set(table.names)
+        name = next(name for name, shard in weight_map.items() if shard in opened and name not in there)
+        fault = f"the index puts it in shard {clip(weight_map[name])!r}, which does not hold it"
+        raise FormatError(fault, uri=uri, tensor=clip(name))
+
+
+def _manifest(
+    opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Place
+) -> tuple[Manifest, str | None]:
+    """The manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
+    files = tuple(
+        FileEntry(name=one.name, nbytes=one.source.nbytes, identity=one.source.identity, metadata=one.header.metadata)
+        for one in opened
+    )
+    if raw is None:
+        where = place.sidecar_uri
+        why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
+        revision = leaf.headers_revision([one.header.digest for one in opened])
+        bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
+        return bare, why
+    uri = display(str(place.sidecar_uri))
+    sidecar = read_sidecar(raw, uri=uri)
+    leaves = _match(sidecar, table, files, uri)
+    without = None if leaves is not None else f"the manifest at {uri} was made without digests"
+    return Manifest(
+        files=files, tensors=table, leaf_bytes=sidecar.leaf_bytes, leaves=leaves, revision=sidecar.revision
+    ), without
+
+
+def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
+    """Leaves in the order of `table`. FormatError where sidecar and headers differ; names the first difference."""
+    rows = leaf.name_order(table)
+    order = np.asarray(rows, np.int64)
+    same = sidecar.body == leaf.canonical(table, rows)
+    same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
+    same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
+    same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
+    if not same:
+        return _match_part(unpack(sidecar, uri=uri), table, files, uri)
+    if sidecar.leaves is None:
+        return None
+    back = np.empty_like(order)
+    back[order] = np.arange(len(rows))
+    leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
+    counts = leaf.num_leaves(table.nbytes, sidecar.leaf_bytes)
+    if leaves.size != int(counts.sum()):
+        raise FormatError(f"{leaves.size} leaves; the tensors have {int(counts.sum())}", uri=uri)
+    return leaf.take_leaves(leaves, counts[order], back)
+
+
+def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
+    """`_match` for some of the manifest's files; of each, every tensor must agree. Or the difference, named."""
+    at = {file.name: index for index, file in enumerate(stated.files)}
+    for file in files:
+        if file.name not in at:
+            raise FormatError(f"the manifest does not know the file {clip(file.name)!r}", uri=uri)
+        nbytes = stated.files[at[file.name]].nbytes
+        if nbytes != file.nbytes:
+            raise FormatError(f"{clip(file.name)!r} has {file.nbytes} bytes, the manifest says {nbytes}", uri=uri)
+    row_of = dict(zip(stated.tensors.names, range(len(stated.tensors)), strict=True))
+    rows = np.fromiter((row_of.get(name, -1) for name in table.names), np.int64, len(table))
+    if rows.size and rows.min() < 0:
+        unknown = clip(table.names[int(rows.argmin())])
+        raise FormatError("the manifest does not know the tensor", uri=uri, tensor=unknown)
+    places = np.array([at[file.name] for file in files], np.int64)
+    if len(table) < int(np.isin(stated.tensors.file_index, places).sum()):
+        there, opened = set(table.names), set(places.tolist())
+        held = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
+        name = next(name for name, file in held if file in opened and name not in there)
+        raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
+    _compare(table, stated.tensors.take(rows.tolist()), places, uri)
+    return leaves_of(stated, rows)
+
+
+def _compare(found: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
+    wrong = (stated.offset != found.offset) | (stated.file_index != places[found.file_index])
+    row = int(wrong.argmax()) if wrong.any() else -1
+    if found.dtypes != stated.dtypes or found.shapes != stated.shapes:
+        columns = zip(found.dtypes, stated.dtypes, found.shapes, stated.shapes, strict=True)
+        row = next(row for row, (a, b, c, d) in enumerate(columns) if a != b or c != d)
+    if row >= 0:
+        fault = "dtype, shape or place in the manifest is not that of the file's header"
+        raise FormatError(fault, uri=uri, tensor=clip(found.names[row]))
+
+
+def _take(manifest: Manifest, rows: I64) -> Manifest:
+    """The same set with only these tensors; its revision stays that of the whole."""
+    return Manifest(
+        files=manifest.files,
+        tensors=manifest.tensors.take(rows.tolist()),
+        leaf_bytes=manifest.leaf_bytes,
+        leaves=leaves_of(manifest, rows),
+        revision=manifest.revision,
+    )
+
+
+def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
+    """Rows that `names` asks for, in the order of `tensors`."""
+    if isinstance(names, re.Pattern):
+        return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
+    if names is None:
+        return list(range(len(tensors)))
+    if callable(names):
+        return [row for row, tensor in enumerate(tensors) if names(tensor)]
+    globs = [names] if isinstance(names, str) else list(names)
+    row_of = {tensor: row for row, tensor in enumerate(tensors)}
+    found: set[int] = set()
+    missing: list[str] = []
+    for one in globs:
+        rows = [row_of[one]] if one in row_of else []
+        if any(c in one for c in "*?["):
+            match = re.compile(fnmatch.translate(one)).match
+            rows += [row for row, tensor in enumerate(tensors) if match(tensor)]
+        found.update(rows)
+        if not rows:
+            missing.append(one)
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
+        raise PlanError(message, uri=uri, hint="`penstock inspect URI --all` lists them")
+    return sorted(found)
+
+
+def build(weights: WeightSet, *, leaf_bytes: int = leaf.LEAF_BYTES, threads: int = 0) -> Manifest:
+    """Read every body once and digest it.
+
+    Args:
+        weights: an open set, of all its tensors; leaves it may have are ignored.
+        leaf_bytes: bytes under one digest.
+        threads: readers, each with its own buffer of `digester.WINDOW_BYTES`; 0 chooses by cores.
+
+    Raises:
+        ConfigError: `leaf_bytes` is not positive.
+        SourceError: as `Source.readv`.
+    """
+    if leaf_bytes <= 0:
+        raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
+    manifest = weights.manifest
+    threads = threads or min(8, os.cpu_count() or 1)
+    leaves = digest_bodies(weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads)
+    return Manifest(
+        files=manifest.files,
+        tensors=manifest.tensors,
+        leaf_bytes=leaf_bytes,
+        leaves=leaves,
+        revision=leaf.revision(manifest.tensors, leaf_bytes, leaves),
+    )

@@ -1,0 +1,164 @@
+"""Bytes copied between two sets of memory of this process that are laid out alike, over and over: flips, snapshots.
+
+In: memories of equal sizes, and which strips of them. Out: the bytes, and the seconds they took.
+Not here: what is copied when (`sync.receive.staging_copy`, `sync.publish.snapshot`), memory of other processes
+(`sync.receive.transfer`).
+
+    strips --packed ones joined--> long runs: the copy engine;  many short ones: one kernel a region (host: numpy)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.cuda.driver import load_driver
+from penstock.cuda.pack import plan_copy
+from penstock.digest.strip import Bytes, Strips, memory_at
+from penstock.errors import DestinationError, PlanError
+from penstock.segments import Segments
+from penstock.sync.regions import locate
+from penstock.transport.protocol import Memory
+from penstock.types import I64
+
+SHORT_BYTES = 256 << 10
+"""Runs below it go by a kernel: starting a copy takes 0.7 us. Source: benchmarks/results/h200x2_202611/transport.md."""
+
+_NAP_S = 0.0001
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Region:
+    """What is copied of one region: offsets from its first byte, the same at both ends."""
+
+    dst: Memory
+    src: Memory
+    long: Segments
+    short: Strips
+
+    @property
+    def device(self) -> str:
+        """The device that copies; `"cpu"` where neither end is on one."""
+        return self.src.device if self.dst.device == "cpu" else self.dst.device
+
+    def queue(self) -> None:
+        """Queue it on the current stream of its device, with that device's context entered."""
+        driver, device = load_driver(), torch.device(self.device)
+        at = self.long.dst.astype(np.uint64)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
+        driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
+        if len(self.short):
+            some = self.short
+            dst, src = some.at + self.dst.address, some.at + self.src.address
+            plan_copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device).run()
+
+    def copy_on_host(self) -> None:
+        """Copy it, where both ends are on the host."""
+        to, of = memory_at(self.dst.address, self.dst.nbytes), memory_at(self.src.address, self.src.nbytes)
+        for at, nbytes in zip(self.long.dst.tolist(), self.long.nbytes.tolist(), strict=True):
+            to[at : at + nbytes] = of[at : at + nbytes]
+        some = self.short
+        for at, *shape in zip(*(c.tolist() for c in (some.at, some.run_bytes, some.num_rows, some.pitch)), strict=True):
+            _rows(to, at, *shape)[...] = _rows(of, at, *shape)
+
+
+def _rows(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
+    return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
+
+
+class Copy:
+    """A copy that can be made any number of times.
+
+    Args:
+        dst, src: memories, region by region of equal sizes; each pair on one device, or one of the two on the host, in
+            pinned memory.
+        strips: what of them, offsets as if they lay end to end; None: all.
+
+    Raises:
+        PlanError: the sizes differ, or a strip lies outside of a region.
+    """
+
+    def __init__(self, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips | None = None) -> None:
+        sizes = [memory.nbytes for memory in src]
+        if sizes != [memory.nbytes for memory in dst]:
+            raise PlanError(f"memories of {sizes} bytes are copied to others than such")
+        first = np.cumsum([0, *sizes], dtype=np.int64)
+        if strips is None:
+            at = np.flatnonzero(sizes)
+            size = np.array(sizes, np.int64)[at]
+            strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
+        strips.check(int(first[-1]))
+        region = locate(first, strips.at, strips.stop)
+        self._regions = [_split(dst[i], src[i], strips[region == i], int(first[i])) for i in np.unique(region).tolist()]
+        self._streams = {name: torch.cuda.Stream(name) for name in {r.device for r in self._regions} - {"cpu"}}
+        self.nbytes = int(strips.nbytes.sum())
+
+    def run(self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None) -> float:
+        """Copy; returns the seconds once every byte is there.
+
+        Args:
+            stall_s: deadline by progress.
+            meanwhile: called once, while devices copy.
+
+        Raises:
+            DestinationError: the device failed, or got on with no region for `stall_s`; `mutated`.
+
+        Order: after what the device's current stream has queued; other streams are the caller's to hold.
+        """
+        begun, events = time.perf_counter(), []
+        for name, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(name))
+        for region in self._regions:
+            if region.device == "cpu":
+                region.copy_on_host()
+                continue
+            stream = self._streams[region.device]
+            with torch.cuda.device(region.device), torch.cuda.stream(stream):
+                region.queue()
+                event = torch.cuda.Event()
+                event.record(stream)
+                events.append(event)
+        meanwhile()
+        moved = time.monotonic()
+        for event in events:
+            while not event.query():
+                if time.monotonic() - moved > stall_s:
+                    raise DestinationError(f"a device copied nothing for {stall_s} s", mutated=True)
+                time.sleep(_NAP_S)
+            moved = time.monotonic()
+        return time.perf_counter() - begun
+
+
+def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
+    """What is copied of a region: its strips in one piece joined, the long ones apart from the short."""
+    packed = strips.is_packed()
+    whole, gapped = strips[packed], strips[~packed]
+    at = whole.at - first
+    joined = Segments(src=at, dst=at, nbytes=whole.nbytes).joined()
+    long = joined.nbytes >= SHORT_BYTES
+    runs = _one_by_one(gapped, gapped.run_bytes >= SHORT_BYTES, first)
+    nbytes = np.concatenate([joined.nbytes[long], runs.nbytes])
+    begin = np.concatenate([joined.dst[long], runs.dst])
+    small = gapped[gapped.run_bytes < SHORT_BYTES]
+    ones = np.ones(int((~long).sum()), np.int64)
+    short = Strips(
+        at=np.concatenate([joined.dst[~long], small.at - first]),
+        run_bytes=np.concatenate([joined.nbytes[~long], small.run_bytes]),
+        num_rows=np.concatenate([ones, small.num_rows]),
+        pitch=np.concatenate([joined.nbytes[~long], small.pitch]),
+    )
+    return _Region(dst, src, Segments(src=begin, dst=begin, nbytes=nbytes), short)
+
+
+def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]], first: int) -> Segments:
+    """The runs of some strips."""
+    some = strips[which]
+    at: I64 = np.repeat(np.arange(len(some)), some.num_rows)
+    turn = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)
+    begin = some.at[at] + turn * some.pitch[at] - first
+    return Segments(src=begin, dst=begin, nbytes=some.run_bytes[at])

@@ -1,0 +1,289 @@
+"""What one rank gives: memory under a layout, which version is in it, which rows are ready, and who still reads.
+
+In: a layout and the memory behind it; versions as they are begun, rows as they are ready. Out: the map peers read by,
+digests of strips once their bytes are ready, leases to wait for.
+Not here: doors and grants (`fleet`), when a version is published (`sync.publish.publisher`), reading
+(`sync.receive.transfer`).
+
+    fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
+    a reader: map() -> digests(strips), which waits for their rows -> reads -> the fence has not moved: they are of v
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.digest.strip import Strips
+from penstock.errors import PlanError, StaleDescriptor
+from penstock.hub.messages import prepare
+from penstock.plan.layout import Layout
+from penstock.sync.range_digests import Foreseen
+from penstock.sync.regions import Regions
+from penstock.transport.choose import Links
+from penstock.transport.protocol import Memory
+from penstock.types import I64, U64
+
+_NAP_S = 0.0002
+
+
+class HeldMap(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer reads one generation of a rank's memory."""
+
+    member: str
+    version: int
+    generation: int
+    sizes: tuple[int, ...]
+    """Bytes of each region."""
+    regions: tuple[dict[str, bytes], ...]
+    """Of each region its descriptors, encoded, by transport."""
+    is_ready: bool = False
+    """Whether all rows were ready by then: their bytes may be read before digests are asked for."""
+
+
+prepare(HeldMap)
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a source says of strips: their digests, or None while their bytes are not ready."""
+
+    digests: U64 | None
+    num_ready: int
+    """Rows ready in this version so far; where it grows, the source makes progress."""
+
+
+class Held:
+    """One rank's memory and what is in it. Used by any number of threads; a context manager by its `close`.
+
+    Attributes:
+        regions: the memory, registered.
+        version: what is in it, or being put into it; None between a fence and the next `begin`.
+        generation: changes with every fence; what was given before it is stale.
+        leases: who reads.
+
+    Args:
+        layout: rows that lie in `memories`.
+        memories: the layout's regions, in order.
+        links: the transports of this process.
+        foreseen: see `Regions`.
+
+    Raises:
+        PlanError: the layout is not sound, or not of these regions.
+        ConfigError: no transport reaches a region.
+    """
+
+    def __init__(
+        self, layout: Layout, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()
+    ) -> None:
+        layout.check()
+        if layout.regions != tuple(memory.nbytes for memory in memories):
+            raise PlanError(f"{layout.member}: a layout of other regions than its memory")
+        self.layout, self.leases = layout, Leases()
+        self.regions = Regions(memories, links, foreseen=foreseen)
+        self.version: int | None = None
+        self.generation = 0
+        self.changed = threading.Condition()
+        self._rows = _RowSpans(layout)
+        self._is_ready = np.zeros(len(layout.names), bool)
+        self._not_ready: I64 = np.zeros(0, np.int64)
+        self._events: list[torch.cuda.Event] = []
+        self._is_closed = False
+
+    @property
+    def num_ready(self) -> int:
+        """Rows ready in this version."""
+        return int(self._is_ready.sum())
+
+    def fence(self) -> None:
+        """Make all that was given stale; there is no version until `begin`. Order: before a byte changes."""
+        with self.changed:
+            self._check_open()
+            self.regions.fence()
+            self.generation += 1
+            self.version = None
+            self._is_ready[:] = False
+            self._events.clear()
+            self.changed.notify_all()
+
+    def begin(self, version: int) -> None:
+        """What is put in from now on is this version; no row of it is ready yet.
+
+        Raises:
+            PlanError: another version is in it, and was not fenced.
+        """
+        with self.changed:
+            self._check_open()
+            if self.version is not None:
+                raise PlanError(f"version {self.version} is held; fence it before {version} is put in its place")
+            self.version = version
+            self._count()
+            self.changed.notify_all()
+
+    def ready(self, rows: I64 | Sequence[int] | None = None) -> None:
+        """These rows of the layout (None: all) hold the version's bytes; readers may have them from now on.
+
+        Order: after the kernels that fill them were queued on the current stream; readers wait for those.
+        """
+        with self.changed:
+            self._check_open()
+            if self.version is None:
+                raise PlanError("rows are ready in no version", hint="begin() one")
+            self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
+            for name in {memory.device for memory in self.regions.memories} - {"cpu"}:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(name))
+                self._events = [one for one in self._events if not one.query()] + [event]
+            self._count()
+            self.changed.notify_all()
+
+    def settle(self, stall_s: float) -> None:
+        """Return once the device filled what is ready, or after `stall_s` anyway: readers wait for it too."""
+        deadline = time.monotonic() + stall_s
+        while time.monotonic() < deadline:
+            with self.changed:
+                if all(event.query() for event in self._events):
+                    return
+            time.sleep(_NAP_S)
+
+    def _count(self) -> None:
+        self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
+
+    def map(self) -> HeldMap:
+        """How peers read this generation. StaleDescriptor while there is no version."""
+        with self.changed:
+            self._check_open()
+            if self.version is None:
+                raise StaleDescriptor("no version is held now", uri=self.layout.member)
+            return HeldMap(
+                member=self.layout.member,
+                version=self.version,
+                generation=self.generation,
+                sizes=self.regions.sizes,
+                regions=self.regions.descriptors(),
+                is_ready=not self._not_ready[-1] and all(event.query() for event in self._events),
+            )
+
+    def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
+        """The digest of each strip, once every row that it may touch is ready; no digests after `wait_s` without.
+
+        Args:
+            strips: offsets as in the layout.
+            version, generation: what the asker was told; all that it gets is of these.
+            wait_s: how long to wait for rows; ask again, for as long as `num_ready` grows.
+
+        Raises:
+            StaleDescriptor: another version or generation is held, before or after the bytes were looked at.
+            PlanError: a strip lies outside the memory.
+        """
+        strips.check(self.regions.nbytes)
+        deadline, spans = time.monotonic() + wait_s, None
+        with self.changed:
+            self._check(version, generation)
+            while self._not_ready[-1]:
+                spans = self._rows.spans(strips) if spans is None else spans
+                if not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any():
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Answer(digests=None, num_ready=self.num_ready)
+                self.changed.wait(left)
+                self._check(version, generation)
+            events, num_ready = tuple(self._events), self.num_ready
+        found = self.regions.digests(strips, after=events)
+        with self.changed:
+            self._check(version, generation)
+        return Answer(digests=found, num_ready=num_ready)
+
+    def _check(self, version: int, generation: int) -> None:
+        self._check_open()
+        if (version, generation) != (self.version, self.generation):
+            held = "none" if self.version is None else f"version {self.version}"
+            message = f"version {version} of generation {generation} is gone; {held} is held"
+            raise StaleDescriptor(message, uri=self.layout.member)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StaleDescriptor("the rank has given up its memory", uri=self.layout.member)
+
+    def close(self) -> None:
+        """End the registrations; the memory stays its owner's. Idempotent."""
+        with self.changed:
+            self._is_closed = True
+            self.version = None
+            self.generation += 1
+            self.changed.notify_all()
+        self.regions.close()
+
+
+class _RowSpans:
+    """Rows by where they begin, to find those that a strip may touch: all between the first and last that reach it."""
+
+    def __init__(self, layout: Layout) -> None:
+        span = np.array([form.span_bytes for form in layout.forms], np.int64)
+        stop = layout.offset + span[layout.form]
+        self.order: I64 = np.argsort(layout.offset, kind="stable")
+        self._start: I64 = layout.offset[self.order]
+        # Rows may interleave (column slices of one tensor), so how far any has reached, not where each stops.
+        self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
+
+    def spans(self, strips: Strips) -> tuple[I64, I64]:
+        """Per strip `[first, stop)` in `order`."""
+        first = np.searchsorted(self._reach, strips.at, side="right")
+        stop = np.searchsorted(self._start, strips.stop, side="left")
+        return first, np.maximum(first, stop)
+
+
+class Leases:
+    """Who reads a version, and when each was last seen to get on: what a live publisher waits for."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Those that have not released theirs."""
+        with self._changed:
+            return tuple(self._seen)
+
+    def take(self, *readers: str) -> None:
+        """These read from now on, or are expected to; a reader has one lease however often it takes it."""
+        with self._changed:
+            now = time.monotonic()
+            self._seen.update(dict.fromkeys(readers, now))
+
+    def touch(self, reader: str) -> None:
+        """It got on; nothing for one without a lease."""
+        with self._changed:
+            if reader in self._seen:
+                self._seen[reader] = time.monotonic()
+
+    def release(self, reader: str) -> None:
+        """It has all it wanted, or gave up. Idempotent."""
+        with self._changed:
+            self._seen.pop(reader, None)
+            self._changed.notify_all()
+
+    def wait(self, *, stall_s: float, readers: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Return once none of these readers (None: nobody at all) has a lease.
+
+        Returns:
+            Those that got on no further for `stall_s`, whose leases were ended.
+        """
+        stalled: list[str] = []
+        wanted = None if readers is None else set(readers)
+        with self._changed:
+            while left := [name for name in self._seen if wanted is None or name in wanted]:
+                now = time.monotonic()
+                late = [name for name in left if now - self._seen[name] > stall_s]
+                for name in late:
+                    del self._seen[name]
+                stalled += late
+                if not late:
+                    self._changed.wait(max(0.01, stall_s - (now - min(self._seen[name] for name in left))))
+        return tuple(stalled)

@@ -1,0 +1,1 @@
+"""The publishing side of sync: what a trainer shows."""

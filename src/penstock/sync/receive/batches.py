@@ -1,0 +1,205 @@
+"""A part cut into steps: what is asked of one source at once, bounded in bytes, in the order of the buckets.
+
+In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each a lap's pieces of one source; laps of whole buckets.
+Not here: carrying them out (`transfer`).
+
+    buckets --small ones joined--> laps --by source--> pieces of at most piece_bytes --joined--> steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.digest.strip import Strips
+from penstock.plan.sync import Part
+from penstock.segments import Rectangles, spread
+from penstock.sync.regions import locate
+from penstock.types import I64, U64
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Step:
+    """Strips taken of one source at once."""
+
+    lap: int
+    source: int
+    """Counts in the part's sources."""
+    nbytes: int
+    rows: I64
+    """Of each strip the row of the receiver's layout."""
+    theirs: Strips
+    ours: Strips
+    reads: tuple[tuple[int, int, Rectangles], ...]
+    """The same as rectangles between a region of theirs and one of ours, offsets within each."""
+    places: tuple[I64, ...]
+    """Of each of `reads` the numbers of its strips."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Asked:
+    """Steps of one source whose digests are asked for at once."""
+
+    steps: tuple[Step, ...]
+    theirs: Strips
+
+    def split(self, digests: U64) -> list[U64]:
+        """Those of each step."""
+        return np.split(digests, np.cumsum([len(step.theirs) for step in self.steps])[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Laps:
+    """All of a part. Lap i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
+
+    bucket_first: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    def asked(self, source: int, ask_bytes: int) -> list[Asked]:
+        """A source's steps in order, joined while they are at most `ask_bytes`."""
+        groups: list[list[Step]] = []
+        taken = ask_bytes
+        for step in self.steps:
+            if step.source == source:
+                if taken + step.nbytes > ask_bytes:
+                    groups.append([])
+                    taken = 0
+                groups[-1].append(step)
+                taken += step.nbytes
+        return [Asked(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
+
+    def __len__(self) -> int:
+        return len(self.bucket_first) - 1
+
+
+def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_bytes: int) -> Laps:
+    """Cut a part that was checked.
+
+    Args:
+        theirs: where the regions of each source begin, and the last ends.
+        ours: the same of the receiver.
+        lap_bytes: buckets are joined to laps of so many; a bucket above it is a lap.
+        piece_bytes: a longer strip is cut; a step has at most twice as many.
+
+    Raises:
+        PlanError: a strip lies over the edge between two regions.
+    """
+    laps = part.laps(lap_bytes)
+    segment_lap = np.repeat(np.arange(len(laps) - 1), np.diff(part.bucket_first[laps]))
+    order = np.lexsort((np.arange(len(segment_lap)), part.source, segment_lap))
+    table, at = _pieces(part, order, piece_bytes)
+    lap, source = segment_lap[at], part.source[at]
+    stop = np.cumsum(table.nbytes)
+    fresh = np.ones(len(at), bool)
+    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    heads = np.flatnonzero(fresh)
+    begin = (stop - table.nbytes)[heads][np.cumsum(fresh) - 1]
+    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
+    edges = [*np.flatnonzero(fresh).tolist(), len(at)]
+    steps = []
+    for start, end in pairwise(edges):
+        mine = slice(start, end)
+        who = int(source[start])
+        steps.append(_step(int(lap[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
+    return Laps(bucket_first=tuple(laps), steps=_by_turns(steps))
+
+
+def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
+    """The segments in this order, none above `piece_bytes`, and the segment each piece is of."""
+    run = part.run_bytes[order]
+    counts = -(-run // piece_bytes)  # long runs are cut into columns, ...
+    at = np.repeat(order, counts)
+    skipped = spread(np.zeros(len(order), np.int64), counts) * piece_bytes
+    width = np.minimum(part.run_bytes[at] - skipped, piece_bytes)
+    rows_each = np.maximum(piece_bytes // width, 1)
+    total = part.num_rows[at]
+    blocks = -(-total // rows_each)  # ... and then many rows into blocks
+    again = np.repeat(np.arange(len(at)), blocks)
+    row = spread(np.zeros(len(at), np.int64), blocks) * rows_each[again]
+    at, skipped = at[again], skipped[again]
+    found = Rectangles(
+        src=part.src[at] + skipped + row * part.src_pitch[at],
+        dst=part.dst[at] + skipped + row * part.dst_pitch[at],
+        run_bytes=width[again],
+        num_rows=np.minimum(total[again] - row, rows_each[again]),
+        src_pitch=part.src_pitch[at],
+        dst_pitch=part.dst_pitch[at],
+    )
+    return found, at
+
+
+def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
+    here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
+    there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
+    from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
+    pair = from_region * len(ours) + to_region
+    reads, places = [], []
+    for one in np.unique(pair).tolist():
+        of, to = divmod(one, len(ours))
+        places.append(np.flatnonzero(pair == one))
+        some = table[places[-1]]
+        local = Rectangles(
+            src=some.src - theirs[of],
+            dst=some.dst - ours[to],
+            run_bytes=some.run_bytes,
+            num_rows=some.num_rows,
+            src_pitch=some.src_pitch,
+            dst_pitch=some.dst_pitch,
+        )
+        reads.append((of, to, local))
+    nbytes = int(table.nbytes.sum())
+    return Step(
+        lap=lap,
+        source=source,
+        nbytes=nbytes,
+        rows=rows,
+        theirs=there,
+        ours=here,
+        reads=tuple(reads),
+        places=tuple(places),
+    )
+
+
+def some_of(step: Step, which: I64) -> Step:
+    """Some strips of a step, by number, ascending."""
+    is_taken = np.zeros(len(step.ours), bool)
+    is_taken[which] = True
+    number = np.cumsum(is_taken) - 1
+    reads, places = [], []
+    for (of, to, table), at in zip(step.reads, step.places, strict=True):
+        mine = is_taken[at]
+        if mine.any():
+            reads.append((of, to, table[mine]))
+            places.append(number[at[mine]])
+    return Step(
+        lap=step.lap,
+        source=step.source,
+        nbytes=int(step.ours.nbytes[which].sum()),
+        rows=step.rows[which],
+        theirs=step.theirs[which],
+        ours=step.ours[which],
+        reads=tuple(reads),
+        places=tuple(places),
+    )
+
+
+def _joined(some: Sequence[Strips]) -> Strips:
+    return Strips(
+        at=np.concatenate([one.at for one in some]),
+        run_bytes=np.concatenate([one.run_bytes for one in some]),
+        num_rows=np.concatenate([one.num_rows for one in some]),
+        pitch=np.concatenate([one.pitch for one in some]),
+    )
+
+
+def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Lap after lap, the sources of one taking turns."""
+    turn: dict[tuple[int, int], int] = {}
+    keys = []
+    for step in steps:
+        number = turn[step.lap, step.source] = turn.get((step.lap, step.source), -1) + 1
+        keys.append((step.lap, number))
+    return tuple(steps[i] for i in sorted(range(len(steps)), key=keys.__getitem__))

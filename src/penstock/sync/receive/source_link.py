@@ -1,0 +1,67 @@
+"""A source as a receiver sees it: where its memory is, and what it says the bytes digest to.
+
+In: a holder in this process, or whatever the control plane talks to one by. Out: `SourceLink`.
+Not here: the conversation between processes (`sources`), reading (`transfer`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.digest.strip import Strips
+from penstock.sync.local_version import Answer, Held, HeldMap
+
+
+class SourceLink(Protocol):
+    """One source of one version, for as long as a receiver takes from it. Used by several threads at once."""
+
+    @property
+    def member(self) -> str:
+        """Who: as in the plan's sources."""
+        ...
+
+    @property
+    def map(self) -> HeldMap:
+        """Of the version and generation that are to be taken."""
+        ...
+
+    @property
+    def same_host(self) -> bool:
+        """Whether it is on this host."""
+        ...
+
+    @property
+    def same_process(self) -> bool:
+        """Whether it is this very process."""
+        ...
+
+    def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+        """What the source says of strips of its memory; see `Held.digests`, of the map's version and generation.
+
+        Raises:
+            StaleDescriptor: it holds another version by now.
+            PeerLost, SourceUnavailable: it is gone, or does not answer.
+        """
+        ...
+
+
+class LocalLink:
+    """See `SourceLink`: a holder in this process.
+
+    Args:
+        held: has a version.
+        same_process: False has it read as if it were another process of this host.
+    """
+
+    same_host = True
+
+    def __init__(self, held: Held, *, same_process: bool = True) -> None:
+        self.held, self.map, self.same_process = held, held.map(), same_process
+        self.member = held.layout.member
+
+    def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+        """See `SourceLink.digests`."""
+        return self.held.digests(strips, version=self.map.version, generation=self.map.generation, wait_s=wait_s)
+
+
+_fits: type[SourceLink] = LocalLink

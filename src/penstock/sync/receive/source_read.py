@@ -1,0 +1,111 @@
+"""Reading one source: which transport reaches which of its regions, and a step's strips asked for, read, waited for.
+
+In: a link, our regions, a step. Out: the source's digests, and its bytes in our memory.
+Not here: when, and comparing them (`transfer`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from penstock.digest.strip import Strips
+from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
+from penstock.sync.receive.batches import Step
+from penstock.sync.receive.source_link import SourceLink
+from penstock.sync.regions import Regions
+from penstock.transport.choose import Reaching
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.protocol import Handle, Pending, Striding, Transport
+from penstock.transport.reads import wait_all
+from penstock.types import U64
+
+WAIT_S = 0.5
+"""A question for digests is put again after this, so that a run that ended stops asking."""
+
+
+class SourceRead:
+    """One source during one run. Used by several threads.
+
+    Attributes:
+        path: by what it is read: `shm`, or several.
+        why: why no nearer transport.
+    """
+
+    def __init__(self, link: SourceLink, into: Regions) -> None:
+        self.link, self._into = link, into
+        self.member = link.member
+        self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        """Names of the transports in use, nearest first."""
+        return "+".join(dict.fromkeys(transport.name for transport, _, _ in self._routes.values()))
+
+    @property
+    def why(self) -> str:
+        """Why no nearer one."""
+        return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the source had all rows from the start, so that they may be read before it is asked."""
+        return self.link.map.is_ready
+
+    def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
+        """What the source says its strips digest to, once they are ready.
+
+        Raises:
+            SourceStalled: it gave no answer, and no more of its rows became ready, for `stall_s`.
+            Cancelled: the run is over.
+            PenstockError: of the link.
+        """
+        seen, moved = -1, time.monotonic()
+        while not is_over():
+            answer = self.link.digests(strips, wait_s=min(WAIT_S, stall_s))
+            if answer.digests is not None:
+                if len(answer.digests) != len(strips):
+                    raise SourceStalled(f"{len(answer.digests)} digests for {len(strips)} strips", uri=self.member)
+                return answer.digests
+            if answer.num_ready != seen:
+                seen, moved = answer.num_ready, time.monotonic()
+            elif time.monotonic() - moved > stall_s:
+                raise SourceStalled(f"no row became ready for {stall_s} s after {seen}", uri=self.member)
+        raise Cancelled("the run is over")
+
+    def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
+        """Read a step; returns once nothing of it is under way: the first error, and whether a byte was written."""
+        return wait_all(self._posting(step), stall_s=stall_s)
+
+    def _posting(self, step: Step) -> Iterator[tuple[Transport, Pending]]:
+        for theirs, ours, rows in step.reads:
+            transport, descriptor, _ = self._route(theirs, ours)
+            into = self._into.handles(ours)[transport.name]
+            if isinstance(transport, Striding):
+                yield transport, transport.post_rectangles(into, descriptor, rows)
+            else:
+                yield transport, transport.post_read(into, descriptor, rows.segments())
+
+    def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
+        with self._lock:
+            found = self._routes.get((theirs, ours))
+            if found is None:
+                handles = self._into.handles(ours)
+                found = self._choose(theirs, handles)
+                if found[0].name == "pinned_shm" and isinstance(found[0], Reaching):
+                    try:
+                        found[0].reach(handles["pinned_shm"], found[1])
+                    except DestinationError as error:
+                        nearest = {name: one for name, one in handles.items() if name != "pinned_shm"}
+                        transport, descriptor, why = self._choose(theirs, nearest)
+                        found = transport, descriptor, f"{why}; pinned_shm: {error.message}".removeprefix("; ")
+                self._routes[theirs, ours] = found
+            return found
+
+    def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
+        link = self.link
+        return self._into.links.choose(
+            handles, link.map.regions[theirs], same_host=link.same_host, same_process=link.same_process
+        )

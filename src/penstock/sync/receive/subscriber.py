@@ -1,0 +1,322 @@
+"""An inference rank as a subscriber: it takes version after version, each whole and verified, or none.
+
+In: a live model or tensors, a name, a hub or none. Out: for each update an `UpdateReport`; a source for others then.
+Not here: what it wants (`target`), one attempt at a version (`update`), whom it asks (`sync.planner`).
+
+    staged:  stage(): read beside the live memory, verify | commit(): before_pause, flip, at_commit, after_resume
+    direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; failed: dirty
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.closing import Closing
+from penstock.errors import (
+    Cancelled,
+    ConfigError,
+    NotFound,
+    PenstockError,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.hub.messages import SyncState
+from penstock.peer.member import Member
+from penstock.sync.membership import Roster
+from penstock.sync.planner import Planner
+from penstock.sync.receive.target import Target
+from penstock.sync.receive.update import Attempts, Options, Staged
+from penstock.sync.recording.requirements import Wanted
+from penstock.sync.report import UpdateMode, UpdateReport, path_of
+from penstock.sync.request_handler import Desk
+from penstock.sync.version_status import Board
+
+ASK_S = 1.0
+GRACE_S = 1.0
+"""How long a version that nobody gives is asked for again: a beat that was sent at once takes far less."""
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What an engine does around the moment a version becomes live; each is told the version."""
+
+    before_pause: Callable[[int], object] | None = None
+    """No request may use the weights from its return on."""
+    at_commit: Callable[[int], object] | None = None
+    """The weights are the version's: drop or salt the prefix cache."""
+    after_resume: Callable[[int], object] | None = None
+    """Requests may go on."""
+
+
+class Subscriber(Closing):
+    """One rank. Made by `subscriber`; a context manager. One thread at a time updates.
+
+    Attributes:
+        name: of the sync.
+        version: the one that is live; -1: none yet.
+        is_dirty: a direct update failed: the target is neither version, and must not be used before an update succeeds.
+        member: this process in the fleet.
+        planner: plans for others once this has a version and no publisher lives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        member: Member,
+        options: Options,
+        *,
+        rank: int,
+        world_size: int,
+        hooks: Hooks,
+        stall_s: float,
+    ) -> None:
+        self.name, self.member = name, member
+        self.mode: UpdateMode = "staged" if options.staged else "direct"
+        self.version, self.is_dirty = -1, False
+        self._rank, self._world_size, self._hooks, self._stall_s = rank, world_size, hooks, stall_s
+        self._run = self._path = ""
+        self._board, self._roster = Board(), Roster(member, name, stall_s)
+        self._attempts = Attempts(self._roster, target, options, stall_s=stall_s)
+        landing = self._attempts
+        self.planner = Planner(self._roster, self._board, lambda: landing.layout, told=lambda: landing.told)
+        desk = Desk(
+            self._roster.key,
+            member.check_grant,
+            held=lambda: landing.held,
+            board=self._board,
+            planner=self.planner,
+            check=self._check_proven,
+        )
+        self._staged: Staged | None = None
+        self._updating, self._is_closed = threading.Lock(), False
+        member.door.rooms["sync"] = desk
+        member.syncs.append(self._state)
+        member.tell()
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What an update fills, and what it leaves; None: not known before the first."""
+        return self._attempts.wanted
+
+    def _state(self) -> SyncState:
+        is_open = self._board.now.is_open
+        state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
+        layout = self._attempts.layout
+        return SyncState(
+            name=self.name,
+            side="subscriber",
+            run=self._run,
+            rank=self._rank,
+            world_size=self._world_size,
+            layout=self._attempts.digest,
+            version=self.version,
+            state=state,  # type: ignore[arg-type]
+            nbytes=0 if layout is None else sum(layout.regions),
+            path=self._path[:1024],
+        )
+
+    def wait_version(self, version: int, timeout_s: float | None = None) -> int:
+        """Return once this version or a later one is announced; which.
+
+        Raises:
+            SourceStalled: not within `timeout_s`; None: nobody who could announce one was there for the stall deadline.
+        """
+        begun = heard = time.monotonic()
+        while True:
+            self._check_open()
+            newest = self._attempts.news(version - 1, ASK_S)
+            now = time.monotonic()
+            if newest is not None:
+                heard = now
+                if newest >= version:
+                    return newest
+            else:
+                time.sleep(_PAUSE_S)
+            waited = now - (heard if timeout_s is None else begun)
+            if waited > (self._stall_s if timeout_s is None else timeout_s):
+                raise SourceStalled(f"version {version} of {self.name!r} was not announced in {waited:.1f} s")
+
+    def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
+        """Take a version and make it live.
+
+        Args:
+            version: exactly this one; None: the newest there is.
+            timeout_s: how long to wait for one that can be read; None: the stall deadline where none is published yet,
+                and not at all where one was and is past.
+
+        Returns:
+            What was done; of no bytes where the newest is live already.
+
+        Raises:
+            PlanError: names, dtypes or shapes of the two sides differ (lists them); nothing was touched.
+            ConfigError: the version is not above the live one. StaleDescriptor: it is past, and nobody has it any more.
+            SourceError, PeerLost, IntegrityError: no source could give it. Staged, the version before is live still;
+                direct, `mutated` says whether the target was touched; then it is dirty.
+        """
+        if self.mode == "staged":
+            with self._updating:
+                self._stage(version, timeout_s)
+                return self._commit()
+        with self._updating:
+            return self._direct(version, timeout_s)
+
+    def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
+        """Staged mode: have a version beside the live one, verified, ready to `commit`; which. Errors as `update`."""
+        if self.mode != "staged":
+            raise ConfigError("only a subscriber of mode 'staged' stages")
+        with self._updating:
+            return self._stage(version, timeout_s).version
+
+    def commit(self) -> UpdateReport:
+        """Staged mode: make what was staged live.
+
+        Raises:
+            ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
+        """
+        with self._updating:
+            return self._commit()
+
+    def _check_proven(self) -> None:
+        try:
+            self._attempts.check_proven()
+        except StaleDescriptor:
+            self._board.post(self._run, self.version, is_open=False)
+            self.member.beat_now()
+            raise
+
+    def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
+        self._check_open()
+        self.member.beat_now()
+        self._staged = None
+        found = self._taken(version, timeout_s, lambda found: None)
+        self._staged = found
+        return found
+
+    def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
+        """A version, read and verified; waits for one as long as it may."""
+        begun, self._attempts.is_touched = time.monotonic(), False
+        while True:
+            try:
+                is_dirty = self.is_dirty or self._attempts.is_touched
+                live = self._run, self.version
+                return self._attempts.take(version, live=live, is_dirty=is_dirty, before_read=before_read)
+            except StaleDescriptor:
+                # Nobody has it now: one that took it is heard of within a beat, and the next version may be awaited.
+                if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
+                    raise
+            except NotFound:
+                if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
+                    raise
+            self._check_open()
+            time.sleep(_PAUSE_S)
+
+    def _commit(self) -> UpdateReport:
+        staged = self._staged
+        if staged is None:
+            raise ConfigError("nothing is staged", hint="call stage() first")
+        self._staged = None
+        if staged.is_live:
+            return self._report(staged, 0.0, 0.0)
+        begun = time.perf_counter()
+        self._call(self._hooks.before_pause, staged.version)
+        self._close_board()
+        try:
+            self._attempts.flip(staged)
+            installed = time.perf_counter()
+            self._attempts.install()
+        except BaseException:
+            self.is_dirty = True
+            raise
+        install_s = time.perf_counter() - installed
+        return self._live(staged, begun, install_s)
+
+    def _direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
+        self._check_open()
+        begun: list[float] = []
+
+        def pause(found: int) -> None:
+            if not begun:
+                at = time.perf_counter()
+                self._call(self._hooks.before_pause, found)
+                begun.append(at)  # where it raised, nothing is paused or touched
+                self._close_board()
+
+        try:
+            staged = self._taken(version, timeout_s, pause)
+            if staged.is_live:
+                return self._report(staged, 0.0, 0.0)
+            installed = time.perf_counter()
+            self._attempts.install()
+        except BaseException as error:
+            if begun and (self._attempts.is_touched or not isinstance(error, PenstockError)):
+                self.is_dirty = True
+                self.member.beat_now()
+                if isinstance(error, PenstockError):
+                    error.mutated = True
+            elif begun and not self.is_dirty and self.version >= 0:
+                if self._attempts.reopen(self.version):
+                    self._open_board()
+                self._call(self._hooks.after_resume, self.version)
+            raise
+        return self._live(staged, begun[0], time.perf_counter() - installed)
+
+    def _live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
+        """The version is in the target."""
+        self.version, self._run, self.is_dirty = staged.version, staged.run, False
+        self._path = path_of(staged.nbytes_by_path)
+        self._call(self._hooks.at_commit, staged.version)
+        if self._attempts.reopen(staged.version):
+            self._open_board()
+        self.member.beat_now()
+        self._call(self._hooks.after_resume, staged.version)
+        return self._report(staged, time.perf_counter() - begun, install_s)
+
+    def _report(self, staged: Staged, pause_s: float, install_s: float) -> UpdateReport:
+        return UpdateReport(
+            name=self.name,
+            version=self.version,
+            revision=f"{self._run}:{self.version}",
+            mode=self.mode,
+            nbytes=staged.nbytes,
+            version_bytes=staged.version_bytes,
+            delta=staged.delta,
+            wall_s=time.perf_counter() - staged.begun,
+            plan_s=staged.plan_s,
+            wire_s=staged.wire_s,
+            install_s=install_s,
+            pause_s=pause_s,
+            path=path_of(staged.nbytes_by_path),
+            sources=staged.sources,
+            why=staged.why,
+            attempts=staged.attempts,
+        )
+
+    def _call(self, hook: Callable[[int], object] | None, version: int) -> None:
+        if hook is not None:
+            hook(version)
+
+    def _open_board(self) -> None:
+        self._board.post(self._run, self.version, is_open=True)
+
+    def _close_board(self) -> None:
+        """Give our version to nobody from now on: its memory is about to change."""
+        self._board.post(self._run, self.version, is_open=False)
+        self._attempts.fence()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Cancelled("the subscriber was closed")
+
+    def close(self) -> None:
+        """Leave. The target keeps its version. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._attempts.close()
+        self.member.leave(0.0)
+        self._roster.close()

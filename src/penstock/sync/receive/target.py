@@ -1,0 +1,160 @@
+"""What a subscriber was given to fill, as rows; and the memory it is received in.
+
+In: a module with or without a loader, or tensors by name; the checkpoint's table. Out: `Wanted`, and a `Landing`.
+Not here: recording (`sync.recording.record`), rows of records (`sync.recording.requirements`), receiving
+(`subscriber`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import BudgetTooSmall, PlanError
+from penstock.memory.rehome import rehome
+from penstock.plan.layout import Layout
+from penstock.plan.match import MAX_LISTED
+from penstock.plan.sync import Part
+from penstock.sync.local_version import Held
+from penstock.sync.receive.staging_copy import Shadow
+from penstock.sync.recording.layout import Load, Recording
+from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.regions import Regions
+from penstock.sync.shards import Declarable, Row, Shard, declared, layout_of, regions_of
+from penstock.transport.choose import Links
+from penstock.types import TensorTable
+
+Target = torch.nn.Module | Mapping[str, Declarable]
+"""A module whose loader is recorded, or tensors by the checkpoint's names."""
+
+
+def wanted_of(
+    target: Target, table: TensorTable, load: Load | None, *, strict: bool, tags: Mapping[str, str] | None = None
+) -> Wanted:
+    """What the target wants of the checkpoint.
+
+    Args:
+        target, load, strict: see `subscriber`.
+        table: names, dtypes and shapes.
+        tags: of the names that are to be had under a tag.
+
+    Raises:
+        PlanError: names, dtypes or shapes do not fit; see `record` and `wanted`. With `strict`, a module has parameters
+            that no tensor of the checkpoint fills; lists them.
+    """
+    if isinstance(target, torch.nn.Module):
+        device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
+        recording = record(target, table, load=load, device=device)
+        if strict:
+            _check(recording, target)
+        return wanted(target, recording, table, load=load, tags=tags)
+    return Wanted.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in declared(target)])
+
+
+def _tagged(row: Row, tag: str) -> Row:
+    """Under a tag, unless it has one."""
+    return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
+
+
+def _check(recording: Recording, model: torch.nn.Module) -> None:
+    """PlanError where parameters are filled by nothing that is published."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    lacking = [name for name in recording.unfilled if name in params]
+    if not lacking or recording.unrecorded:
+        return  # what passes through the loader may fill them
+    lines = [f"{name}: {recording.unfilled[name]} of {params[name].numel()} elements" for name in lacking]
+    lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
+    unused = ", ".join(recording.unused[:5])
+    hint = f"published and not used: {unused}" if unused else "give strict=False if they are not to be published"
+    raise PlanError("the publishers fill not all parameters:\n  " + "\n  ".join(lines), hint=hint)
+
+
+def to_arenas(params: Target) -> None:
+    """Move what is declared into one arena a device; see `memory.rehome`."""
+    if isinstance(params, torch.nn.Module):
+        named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
+    else:
+        named = {}
+        for name, value in params.items():
+            parts = [value] if isinstance(value, torch.Tensor | Shard) else value
+            for number, part in enumerate(parts):
+                named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
+    rehome({name: one._local_tensor if isinstance(one, DTensor) else one for name, one in named.items()})
+    if isinstance(params, torch.nn.Module):
+        # FSDP2 keeps references to its shards' memory from the first forward on, and takes them anew where a module is
+        # converted: without this it would compute with what was left behind.
+        params._apply(lambda tensor: tensor)
+
+
+class Landing:
+    """The memory that versions are received in: the target's own, and in staged mode a shadow beside it.
+
+    Attributes:
+        wanted: rows, and what is done to what arrived.
+        held: the target's memory, as others may read it once it has a version; None: they may not.
+        layout, digest: what the planner is told.
+        into: what is read into.
+
+    Args:
+        made: what is wanted.
+        member: this process life's id.
+        links: its transports.
+        staged: whether to receive beside the target.
+        serve: whether others are to read the target between updates.
+        memory_bytes: bound of the memory beside it; None: as much as it takes.
+
+    Raises:
+        BudgetTooSmall: the memory beside the target is more than `memory_bytes`.
+        DeviceOutOfMemory, DestinationError: there is no room for it. ConfigError: no transport reaches the memory.
+    """
+
+    def __init__(
+        self, made: Wanted, member: str, links: Links, *, staged: bool, serve: bool, memory_bytes: int | None
+    ) -> None:
+        memories = regions_of(made.rows)
+        needed = sum(memory.nbytes for memory in memories)
+        if staged and memory_bytes is not None and needed > memory_bytes:
+            raise BudgetTooSmall(f"a version is staged in {needed} bytes", minimum_bytes=needed)
+        self.wanted = made
+        self.layout: Layout = layout_of(made.rows, member, secrets.token_hex(8), memories)
+        self.digest = self.layout.digest()
+        self._memories = memories
+        self.held = Held(self.layout, memories, links) if serve or not staged else None
+        self._shadow: Shadow | None = None
+        try:
+            if staged:
+                self._shadow = Shadow(memories, links)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def into(self) -> Regions:
+        """What is read into."""
+        if self._shadow is not None:
+            return self._shadow.regions
+        assert self.held is not None
+        return self.held.regions
+
+    def flip(self, part: Part, *, stall_s: float) -> None:
+        """Staged: what was read becomes the target's."""
+        if self._shadow is not None:
+            self._shadow.flip(part, stall_s=stall_s)
+
+    def install(self) -> None:
+        """What is left to do once all bytes are in the target's memory and scratch."""
+        self.wanted.install()
+        self.wanted.finish()
+        for device in {memory.device for memory in self._memories} - {"cpu"}:
+            torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """End the registrations; the memory beside is freed. Idempotent."""
+        for one in (self.held, self._shadow):
+            if one is not None:
+                one.close()

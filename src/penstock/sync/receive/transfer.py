@@ -1,0 +1,343 @@
+"""One receiver's part of a sync, run: strips read from several sources at once, verified, handed on bucket by bucket.
+
+In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
+Not here: who the sources are and what version they hold (`subscriber`), what becomes of a bucket
+(`sync.recording.requirements`, `staging_copy`).
+
+    steps --fetch: read, bounded by watermark_bytes--> --compute: digest ours, compare--> lap whole
+          --ask: their digests, many steps at once---'            --place: on_bucket, in order--'
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from penstock.digest.strip import Strips
+from penstock.engine.executors import Executor
+from penstock.engine.ticket import Ticket
+from penstock.engine.trace import Trace
+from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
+from penstock.loader.pause import quick_handover
+from penstock.plan.sync import Part
+from penstock.sync.receive.batches import Laps, Step, cut
+from penstock.sync.receive.delta import Delta
+from penstock.sync.receive.source_link import SourceLink
+from penstock.sync.receive.source_read import SourceRead
+from penstock.sync.receive.stats import TakeReport, Tally
+from penstock.sync.receive.transfer_steps import AskStep, BucketStep, ReadStep, VerifyStep
+from penstock.sync.regions import Regions
+from penstock.types import GIB, I64, MIB, U64
+
+WATERMARK_BYTES = 16 * GIB
+"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
+each is little beside. They lie in place, so it is no memory of its own."""
+ASK_BYTES = 16 * GIB
+"""Digests of so many bytes are asked for at once, of a source that has them: half a second of a host's core."""
+LEAST_BYTES = MIB
+"""Least watermark: below it every strip would be cut to less than some leaves."""
+READS_AT_ONCE = 16
+READS_OF_ONE = 4
+"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
+AHEAD_LAPS = 2
+"""Laps that may be under way: the one being installed or verified, and the next."""
+
+
+class Take:
+    """One receiver's part; `run` it for each version, as long as the plan's key is the same.
+
+    Attributes:
+        moved_bytes: verified in this run, or the last; only grows while it runs.
+        proven: strips of our memory, and what they digest to, of the last run.
+        lost: the source whose failure ended the last run, so that the caller plans without it; None: none did.
+
+    Args:
+        part: checked against both ends at the first run.
+        into: our memory; offsets of the part's `dst` count in it.
+        names: of the receiver's rows, for errors.
+        watermark_bytes: most bytes read and not yet verified.
+        stall_s: deadline by progress.
+        trace: where spans go.
+        delta: keeps what of a version was here before, so that it is not read; None: all is read.
+
+    Raises:
+        BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        into: Regions,
+        *,
+        names: Sequence[str] = (),
+        watermark_bytes: int = WATERMARK_BYTES,
+        stall_s: float = 30.0,
+        trace: Trace | None = None,
+        delta: Delta | None = None,
+    ) -> None:
+        if watermark_bytes < LEAST_BYTES:
+            raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
+        self.part, self.into, self.names, self.stall_s = part, into, names, stall_s
+        self.watermark_bytes, self.delta = watermark_bytes, delta
+        self._trace = Trace(enabled=False) if trace is None else trace
+        self._laps: Laps | None = None
+        self._sizes: list[tuple[int, ...]] = []
+        self.lost: str | None = None
+        self.moved_bytes = 0
+        self.proven: list[tuple[Strips, U64]] = []
+
+    def run(self, sources: Mapping[str, SourceLink], on_bucket: Callable[[int], None]) -> TakeReport:
+        """Return once every bucket was handed on.
+
+        Args:
+            sources: by member, those that the part takes something of; all of one version.
+            on_bucket: called with each bucket's number, in order, from one thread, once its bytes are verified and in
+                place, while others are read. A device's bytes are there for every stream.
+
+        Raises:
+            PlanError: the part does not fit both ends, a source is missing, or they are of several versions.
+            StaleDescriptor: a source changed its bytes; PeerLost, SourceUnavailable, SourceStalled: it is gone or
+                silent; IntegrityError: its bytes differ from what it says they are. `lost` says which.
+            DestinationError: our device failed, or may still be written to.
+
+        Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
+        """
+        self.lost, self.moved_bytes, self.proven = None, 0, []
+        laps = self._prepare(sources)
+        if self.delta is not None:
+            self.delta.begin(self.part.nbytes)
+        found = _Run(self, laps, sources, on_bucket, self._trace).run()
+        if self.delta is not None:
+            self.delta.ended(found)
+        return found
+
+    def _prepare(self, sources: Mapping[str, SourceLink]) -> Laps:
+        """The steps; made once, for they hang on the plan and the sizes of regions alone."""
+        used = np.flatnonzero(self.part.link_bytes()).tolist()
+        missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
+        if missing:
+            raise PlanError(f"{self.part.receiver}: no link to {', '.join(missing)}")
+        taken = [sources[self.part.sources[i]] for i in used]
+        if len({link.map.version for link in taken}) > 1:
+            versions = ", ".join(f"{link.member}: {link.map.version}" for link in taken)
+            raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")
+        sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
+        if self._laps is None or sizes != self._sizes:
+            self.part.check(src_nbytes=[sum(one) for one in sizes], dst_nbytes=self.into.nbytes)
+            first = [np.cumsum([0, *one], dtype=np.int64) for one in sizes]
+            self._laps = cut(
+                self.part,
+                first,
+                self.into.first,
+                lap_bytes=self.watermark_bytes // AHEAD_LAPS,
+                piece_bytes=self.watermark_bytes // 16,
+            )
+            self._sizes = sizes
+        return self._laps
+
+
+class _Run:
+    """One run of a take."""
+
+    def __init__(
+        self,
+        take: Take,
+        laps: Laps,
+        sources: Mapping[str, SourceLink],
+        on_bucket: Callable[[int], None],
+        trace: Trace,
+    ) -> None:
+        self._take, self._laps, self._on_bucket = take, laps, on_bucket
+        self.stall_s = take.stall_s
+        self._queues: dict[int, deque[Step]] = {}
+        for step in laps.steps:
+            self._queues.setdefault(step.source, deque()).append(step)
+        self.reads = {i: SourceRead(sources[take.part.sources[i]], take.into) for i in self._queues}
+        self._wanted: dict[Step, U64] = {}
+        self._here: set[Step] = set()
+        """Digests of steps that did not arrive, and steps that arrived before their digests."""
+        self._skipped: set[Step] = set()
+        """Steps of which something was not read."""
+        self._left = np.bincount(np.array([step.lap for step in laps.steps], np.int64), minlength=len(laps))
+        self._flying = dict.fromkeys(self._queues, 0)
+        self._under_way_bytes = self._next_lap = self._installed = 0
+        self._lock = threading.RLock()
+        num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
+        self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
+        self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
+        self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
+        self._place = Executor("place", 1, trace=trace, stall_s=self.stall_s)
+        self._executors = (self._ask, self._fetch, self._compute, self._place)
+        self.ticket = Ticket(take.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
+        self.tally = Tally(self.reads)
+
+    def run(self) -> TakeReport:
+        try:
+            with self._lock:
+                self._hand_on()
+                self._assign()
+            for source, read in self.reads.items():
+                if read.is_ready and not self.asks_first:
+                    self._ask.post(*(AskStep(self, read, some) for some in self._laps.asked(source, ASK_BYTES)))
+            with quick_handover():
+                self.ticket.wait(stall_s=self.stall_s)
+        except PenstockError as error:
+            self._close()
+            error.mutated = self.tally.is_touched
+            raise
+        finally:
+            self._close()
+            self.ticket.release()
+        return self.tally.report(self._take.part.nbytes)
+
+    def _close(self) -> None:
+        if not self.ticket.done:  # an exception of the caller's thread, as an interrupt
+            self.ticket.cancel()
+        for executor in self._executors:
+            executor.close()
+
+    def _assign(self) -> None:
+        """Post what may be under way now. Order: with the lock held."""
+        posts = []
+        for source, queue in self._queues.items():
+            while queue and self._flying[source] < READS_OF_ONE:
+                step = queue[0]
+                room = self._take.watermark_bytes - self._under_way_bytes
+                if step.nbytes > room or step.lap >= self._installed + AHEAD_LAPS:
+                    break
+                queue.popleft()
+                self._flying[source] += 1
+                self._under_way_bytes += step.nbytes
+                self.tally.peak_bytes = max(self.tally.peak_bytes, self._under_way_bytes)
+                posts.append(ReadStep(self, self.reads[source], step))
+        if posts:
+            self._fetch.post(*posts)
+
+    def _hand_on(self) -> None:
+        """Post the buckets of laps that are whole, in order; nothing left: the end. Order: with the lock held."""
+        while self._next_lap < len(self._laps) and not self._left[self._next_lap]:
+            first = self._laps.bucket_first
+            buckets = range(first[self._next_lap], first[self._next_lap + 1])
+            self._place.post(BucketStep(self, self._next_lap, buckets))
+            self._next_lap += 1
+        if self._installed == len(self._laps):
+            self.ticket.finish()
+
+    # -- what steps ask and report
+
+    def arrived(self, step: Step) -> None:
+        """Its bytes are here, not verified."""
+        with self._lock:
+            self._flying[step.source] -= 1
+            self._here.add(step)
+            self._assign()
+            self._verify(step)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether every source is asked for a step's digests before the step is read."""
+        return self._take.delta is not None and self._take.delta.asks_first
+
+    def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
+        """What of a step must be read; None: it is here."""
+        delta = self._take.delta
+        if delta is None or wanted is None:
+            return step
+        found = delta.lacking(step, wanted)
+        if found is not step:
+            self._skipped.add(step)
+        return found
+
+    def read(self, step: Step, some: Step) -> None:
+        """Read some of a step, or all of it."""
+        source = self.reads[step.source]
+        if self._take.delta is not None:
+            self._take.delta.reading(step)
+        try:
+            with self.tally.reading(source.member):
+                failed, is_touched = source.read(some, stall_s=self.stall_s)
+            self.tally.is_touched |= is_touched
+            if failed is not None:
+                raise failed
+        except PenstockError as error:
+            self.lost(source.member, error)
+            raise
+        self.tally.took(source.member, some.nbytes)
+
+    def told(self, step: Step, wanted: U64) -> None:
+        """What its source says it digests to."""
+        with self._lock:
+            self._wanted[step] = wanted
+            self._verify(step)
+
+    def _verify(self, step: Step) -> None:
+        """Post it, if it is here and its digests are. Order: with the lock held."""
+        if step in self._here and step in self._wanted:
+            self._here.remove(step)
+            self._compute.post(VerifyStep(self, step, self._wanted.pop(step)))
+
+    def lost(self, member: str, error: PenstockError) -> None:
+        """A source failed."""
+        if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
+            self._take.lost = member
+            error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
+
+    def verify(self, step: Step, wanted: U64) -> None:
+        """Digest what arrived, and what was here; compare."""
+        got = self._digests(step)
+        wrong: I64 = np.flatnonzero(got != wanted)
+        if len(wrong) and step in self._skipped:
+            # Changed here since, where an engine works on its weights in place: all of it is read after all.
+            self.read(step, step)
+            got = self._digests(step)
+            wrong = np.flatnonzero(got != wanted)
+        if len(wrong):
+            member = self._take.part.sources[step.source]
+            row = int(step.rows[wrong[0]])
+            names = self._take.names
+            error = IntegrityError(
+                f"{len(wrong)} of {len(got)} strips from {member} differ from the digests it gave",
+                tensor=names[row] if row < len(names) else None,
+                uri=member,
+                hint="they were damaged on the way, or changed without a fence",
+            )
+            self.lost(member, error)
+            raise error
+        self._take.proven.append((step.ours, got))
+        if self._take.delta is not None:
+            self._take.delta.proven(step, got)
+
+    def _digests(self, step: Step) -> U64:
+        begun = time.perf_counter()
+        got = self._take.into.digests(step.ours)
+        self.tally.digested(time.perf_counter() - begun)
+        return got
+
+    def verified(self, step: Step) -> None:
+        """Its bytes are what the source says."""
+        with self._lock:
+            self._under_way_bytes -= step.nbytes
+            self._left[step.lap] -= 1
+            self.ticket.moved_bytes += step.nbytes
+            self._take.moved_bytes = self.ticket.moved_bytes
+            self._hand_on()
+            self._assign()
+        self.ticket.wake()
+
+    def install(self, buckets: range) -> None:
+        """Hand verified buckets on."""
+        for bucket in buckets:
+            begun = time.perf_counter()
+            self._on_bucket(bucket)
+            self.tally.installed(time.perf_counter() - begun)
+
+    def installed(self) -> None:
+        """The oldest lap not yet installed is."""
+        with self._lock:
+            self._installed += 1
+            self._hand_on()
+            self._assign()

@@ -1,0 +1,1 @@
+"""Recording of a loader: which part of which published tensor each parameter needs."""

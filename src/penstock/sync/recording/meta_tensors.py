@@ -1,0 +1,301 @@
+"""The tape: tensors without storage, and what each operator on them does to what is known of their elements.
+
+In: operators, as torch dispatches them. Out: for each buffer, live or made on the way, the pieces it is made of.
+Not here: running a loader and making records of the pieces (`record`), the copies by digits (`stride_map`).
+
+A buffer is a list of pieces that do not overlap: a box of a checkpoint tensor, a number, or "unknown, because".
+Views need no rule each: a meta tensor's storage, offset and strides say what a view shows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from penstock.errors import PlanError
+from penstock.loader.tensor import dtype_of
+from penstock.sync.recording.layout import Step, live_tensors
+from penstock.sync.recording.operators import MAKE, RULES, VIEWS, make, on_meta, written
+from penstock.sync.recording.provenance import Buffer, Piece, View, identity
+from penstock.sync.recording.stride_map import NotBoxes
+from penstock.types import Box
+
+
+class ReadsValues(Exception):
+    """The loader asked for values that nobody has yet. It ends this run of the loader, and is not seen outside."""
+
+
+class Recorded(torch.Tensor):
+    """A tensor that is only its dtype, shape and strides, and knows where its elements come from."""
+
+    _meta: torch.Tensor
+    _tape: Tape
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, tape: Tape, device: torch.device) -> Recorded:
+        """One that shows what `meta` shows of its storage."""
+        made: Recorded = torch.Tensor._make_wrapper_subclass(
+            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        made._meta, made._tape = meta, tape
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Hand the operator to the tape; in a thread where the tape does not watch, this is how it hears of it."""
+        one = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
+        return one._tape.dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Recorded({list(self.shape)}, {self.dtype})"
+
+    def tolist(self) -> Any:
+        """Values: there are none."""
+        raise self._tape.refuse([self], "tolist")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Values: there are none."""
+        raise self._tape.refuse([self], "numpy")
+
+
+class _Watch(TorchDispatchMode):
+    """Shows the tape every operator of this thread: live tensors are written by ordinary ones too."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.dispatch(func, args, kwargs or {})
+
+
+class Tape:
+    """One run of a loader."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.watch = _Watch(self)
+        self.device = device
+        self.read: dict[str, str] = {}
+        """Tensors whose values were asked for: this run is void."""
+        self.lost: dict[str, str] = {}
+        """Tensors that went where nothing is known of, and why."""
+        self._lock = threading.RLock()
+        self._made: dict[int, Buffer] = {}
+        self._live: dict[int, list[Buffer]] = {}
+        # The largest first: a tensor inside another's memory is written to as part of that.
+        for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
+            if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
+                held = self._live.setdefault(_storage(tensor), [])
+                bisect.insort(held, Buffer(tensor, name=name), key=lambda buffer: buffer.start_bytes)
+
+    def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The recording tensor of one tensor of the checkpoint."""
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return self.made(meta, self.device, Piece(map=identity(Box.full(shape)), names=(name,)))
+
+    def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
+        """The name and the pieces of each live tensor; of tied ones under the first name."""
+        for held in self._live.values():
+            yield from ((buffer.name, buffer.pieces) for buffer in held)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name under which a live tensor's memory is recorded."""
+        view = self._view(tensor)
+        return view.buffer.name if view else None
+
+    def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The loader put `new` where the model had `old`."""
+        names = self.names([new])
+        if old.shape == new.shape and names:
+            self.write(old, new)
+        else:
+            self._lose(names, "the loader put a tensor of another shape in the place of a parameter")
+            self.unknown([old], names, "the loader put another tensor in its place")
+
+    def refuse(self, tensors: Iterable[torch.Tensor], what: str) -> ReadsValues:
+        """Note that the values of `tensors` are read; the error to raise."""
+        names = self.names(tensors)
+        if not names:
+            raise PlanError(f"the loader reads values that are not the checkpoint's ({what}); it cannot be recorded")
+        self.read |= dict.fromkeys(names, f"its values are read ({what})")
+        return ReadsValues(what)
+
+    def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
+        """The buffer a tensor shows; None if it is none of ours."""
+        shown = tensor._meta if isinstance(tensor, Recorded) else tensor
+        if shown.layout is not torch.strided:
+            return None
+        key = _storage(shown)
+        if key in self._made:
+            return self._made[key]
+        held = self._live.get(key)
+        if held is None:
+            return None
+        start = shown.storage_offset() * shown.itemsize
+        at = bisect.bisect_right(held, start, key=lambda one: one.start_bytes) - 1
+        return held[at] if at >= 0 and start < held[at].stop_bytes else None
+
+    def _view(self, tensor: torch.Tensor) -> View | None:
+        """What of which buffer a tensor shows.
+
+        Raises:
+            NotBoxes: its elements are of another width than the buffer's.
+        """
+        buffer = self._buffer(tensor)
+        if buffer is None:
+            return None
+        shown = tensor._meta if isinstance(tensor, Recorded) else tensor
+        if shown.itemsize != buffer.dtype.itemsize or shown.is_conj() or shown.is_neg():
+            raise NotBoxes(f"{buffer.dtype} viewed as {shown.dtype}")
+        offset = int(shown.storage_offset() - buffer.offset)
+        return View(buffer=buffer, offset=offset, shape=tuple(shown.shape), strides=shown.stride(), dtype=shown.dtype)
+
+    def names(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Checkpoint tensors that are in the buffers of these."""
+        buffers = [self._buffer(tensor) for tensor in tensors if tensor.numel()]
+        return tuple(dict.fromkeys(name for buffer in buffers if buffer for name in buffer.names()))
+
+    def told(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are not to be had: recorded, or live and written to by the loader."""
+        if isinstance(tensor, Recorded):
+            return True
+        buffer = self._buffer(tensor)
+        return buffer is not None and bool(buffer.pieces)
+
+    def _lose(self, names: Iterable[str], why: str) -> None:
+        self.lost |= dict.fromkeys(names, why)
+
+    def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
+        """All that these tensors show becomes unknown."""
+        for tensor in tensors:
+            buffer = self._buffer(tensor) if tensor.numel() else None
+            if buffer is None:
+                self._lose(names, why)
+                continue
+            try:
+                view = self._view(tensor)
+                maps = view.region() if view else []
+            except NotBoxes:
+                maps = [identity(Box.full(buffer.grid.shape))]
+            buffer.put([Piece(map=one, names=names, why=why) for one in maps])
+
+    def set_number(self, target: torch.Tensor, value: float) -> None:
+        """All that a tensor shows becomes one number."""
+        if not target.numel():
+            return
+        try:
+            if view := self._view(target):
+                view.buffer.put([Piece(map=one, value=value) for one in view.region()])
+        except NotBoxes as error:
+            self.unknown([target], (), str(error))
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)`, of what is known."""
+        if not target.numel():
+            return
+        names = self.names([source])
+        if self._buffer(target) is None:
+            self._lose(names, "copied into a tensor that is no parameter or buffer of the model")
+        elif not self.told(source):
+            if source.numel() == 1 and self._buffer(source) is None and not source.is_meta:
+                self.set_number(target, source.item())
+            else:
+                self.unknown([target], names, "values that are not the checkpoint's")
+        else:
+            try:
+                self._copy(target, source)
+            except (NotBoxes, PlanError) as error:
+                self.unknown([target], names, str(error))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        spread = self.shown(source, lambda meta: meta.expand(target.shape))
+        to, view = self._view(target), self._view(spread)
+        if to is None or view is None:
+            return
+        steps: list[Step] = []
+        if view.dtype != view.buffer.dtype:
+            steps.append(("view", dtype_of(view.dtype)))
+        if to.dtype != view.dtype:
+            steps.append(("cast", dtype_of(to.dtype)))
+        if to.dtype != to.buffer.dtype:
+            steps.append(("view", dtype_of(to.buffer.dtype)))
+        found = list(view.pieces_to(to))
+        if sum(piece.map.target_box().num_elements for piece in found) < target.numel():
+            why = "elements that were never written"
+            to.buffer.put([Piece(map=one, names=self.names([source]), why=why) for one in to.region()])
+        if steps:
+            found = [_stepped(piece, steps) for piece in found]
+        to.buffer.put(found)
+
+    def shown(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """A view of a tensor, whether recorded or live."""
+        return Recorded(view(tensor._meta), self, tensor.device) if isinstance(tensor, Recorded) else view(tensor)
+
+    def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
+        """A new recording tensor, of which nothing is known, or one piece that is all of it."""
+        if meta.numel():
+            self._made[_storage(meta)] = Buffer(meta, piece=piece)
+        return Recorded(meta, self, device)
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out one operator on what is known; those that touch neither recorded nor live tensors, as ever."""
+        with self._lock:
+            packet = func.overloadpacket
+            if packet in VIEWS:
+                if not isinstance(args[0], Recorded):
+                    return func(*args, **kwargs)
+                out = func(args[0]._meta, *args[1:], **kwargs)
+                return tree_map(lambda meta: Recorded(meta, self, args[0].device), out)
+            if packet in MAKE:
+                return make(self, func, args, kwargs)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
+            if not writes and not any(self.told(tensor) for tensor in tensors):
+                return func(*args, **kwargs)
+            rule = RULES.get(packet)
+            out = rule(self, func, args, kwargs) if rule else NotImplemented
+            if out is not NotImplemented:
+                return out
+            return self._other(func, args, kwargs, tensors)
+
+    def _other(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """An operator outside the list: what it gives is unknown."""
+        what = func.overloadpacket.__name__
+        names, why = self.names(tensors), f"{what} of its values"
+        if writes := written(func, args, kwargs):
+            self.unknown(writes, names, why)
+            return writes[0] if func._schema.returns else None
+        with self.watch:
+            simpler = func.decompose(*args, **kwargs)
+        if simpler is not NotImplemented:
+            return simpler
+        try:
+            out = func(*on_meta(args), **on_meta(kwargs))
+        except (NotImplementedError, RuntimeError) as error:
+            raise self.refuse(tensors, what) from error
+
+        def unknown(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return self.made(leaf, tensors[0].device, Piece(map=identity(Box.full(leaf.shape)), names=names, why=why))
+
+        return tree_map(unknown, out)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _stepped(piece: Piece, steps: list[Step]) -> Piece:
+    return piece if piece.value is not None or piece.why else dataclasses.replace(piece, steps=(*piece.steps, *steps))

@@ -1,0 +1,162 @@
+"""A receiver's layout recorded from its own loader, run once with tensors that have no storage.
+
+In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is as it was, bit for bit.
+Not here: the copies by digits (`stride_map`), what is done with a recording (`layout`), what each operator does
+(`meta_tensors`).
+
+    names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
+                                                                                               caught, not carried out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.hub.identity import layout_digest
+from penstock.loader.into import targets_of
+from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.sync.recording.layout import Constant, Load, Record, Recording
+from penstock.sync.recording.meta_tensors import Tape
+from penstock.types import TensorTable
+
+
+def record(
+    model: torch.nn.Module,
+    table: TensorTable,
+    *,
+    load: Load | None = None,
+    device: torch.device | str = "cpu",
+) -> Recording:
+    """What a model's loader does with a checkpoint, as records of boxes.
+
+    Args:
+        model: live, on any device, "meta" included. Its parameters and buffers are what is recorded into.
+        table: the checkpoint's tensors, as its manifest or its publisher gives them.
+        load: takes the tensors as pairs (name, tensor); None is `model.load_weights`, else `model.load_state_dict`.
+        device: where the recording tensors say they are.
+
+    Raises:
+        PlanError: the loader decides by values that are not of the checkpoint, so that no run of it can be trusted.
+        Exception: whatever the loader itself raises, with a note of the tensor it was given last.
+
+    A tensor whose values the loader reads (`item`, a comparison) is left out and the loader run again without it: the
+    fallback for it is the loader. The loader's effects on anything but tensors of the model stay.
+    Order: nothing else may use the model meanwhile; the loader's threads are followed where they use the tensors given.
+    Cost: no memory of the tensors' sizes; some 50 us of Python per operator that the loader calls.
+    """
+    run = load or own_loader(model)
+    left_out: dict[str, str] = {}
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
+        try:
+            specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
+        except PlanError as error:
+            left_out[name] = error.message
+    while True:
+        tape = Tape(model, torch.device(device))
+        given = {name: spec for name, spec in specs.items() if name not in left_out}
+        with torch.no_grad(), _Pass(model, tape) as running:
+            run(running.tensors(given))
+        if not tape.read:
+            break
+        left_out |= tape.read
+    return _recording(model, table, tape, left_out)
+
+
+def own_loader(model: torch.nn.Module) -> Load:
+    """What fills a model where the caller gives no loader: its `load_weights`, else `load_state_dict`."""
+    own = getattr(model, "load_weights", None)
+    if callable(own):
+        return own  # type: ignore[no-any-return]
+    return lambda weights: model.load_state_dict(dict(weights), strict=False)
+
+
+class _Pass:
+    """One run of the loader: operators are watched in it, and the model's own tensors put back after it."""
+
+    def __init__(self, model: torch.nn.Module, tape: Tape) -> None:
+        self._tape = tape
+        self._last = ""
+        groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
+        self._held = [(group, dict(group)) for group in groups]
+        self._data = [(t, t.data) for _, saved in self._held for t in saved.values() if t is not None]
+
+    def tensors(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The recording tensors, one by one."""
+        for name, (dtype, shape) in specs.items():
+            self._last = name
+            yield name, self._tape.checkpoint_tensor(name, dtype, shape)
+
+    def __enter__(self) -> _Pass:
+        self._tape.watch.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        self._tape.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
+        self._put_back()
+        if isinstance(error, Exception) and self._tape.read:
+            return True  # it came of a value that was asked for: the next run is without that tensor
+        if error is not None:
+            error.add_note(f"while the loader was recorded; the last tensor it was given is {self._last!r}")
+        return False
+
+    def _put_back(self) -> None:
+        """What the loader put in the place of a parameter is what it would have filled it with."""
+        for group, saved in self._held:
+            for name, old in saved.items():
+                new = group.get(name)
+                if old is not None and new is not None and new is not old:
+                    self._tape.replaced(old.detach(), new)
+            group.clear()
+            group.update(saved)
+        for tensor, data in self._data:
+            if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
+                tensor.data = data
+
+
+def _recording(model: torch.nn.Module, table: TensorTable, tape: Tape, left_out: Mapping[str, str]) -> Recording:
+    unrecorded = {**left_out, **tape.lost}
+    records: list[Record] = []
+    constants: list[Constant] = []
+    filled: dict[str, int] = {}
+    for target, pieces in tape.live_pieces():
+        for piece in pieces:
+            box = piece.map.target_box()
+            if piece.why:
+                unrecorded |= dict.fromkeys(piece.names, piece.why)
+                continue
+            filled[target] = filled.get(target, 0) + box.num_elements
+            if piece.value is not None:
+                constants.append(Constant(target=target, target_box=box, value=piece.value))
+                continue
+            split, permutation = piece.map.order()
+            records.append(
+                Record(
+                    source=piece.names[0],
+                    source_box=piece.map.source_box(),
+                    split=split,
+                    permutation=permutation,
+                    target=target,
+                    target_box=box,
+                    steps=piece.steps,
+                )
+            )
+    used = {one.source for one in records} | unrecorded.keys()
+    shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
+    homes = {name: (tensor, tape.name_of(tensor)) for name, tensor in targets_of(model).items()}
+    missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
+    unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
+    return Recording(
+        layout=layout_digest(table),
+        shapes=shapes,
+        records=tuple(records),
+        constants=tuple(constants),
+        unrecorded=unrecorded,
+        unused=tuple(unused),
+        unfilled={name: count for name, count in missing.items() if count},
+    )

@@ -1,0 +1,133 @@
+"""A model's own parameters declared as the checkpoint's tensors: the recording of its loader, read backwards.
+
+In: a model's parameters, sharded or not, and what was recorded of that model's loader. Out: `Shard`s by the
+checkpoint's names, of the same memory.
+Not here: recording (`record`), declaring parameters (`sync.shards`).
+
+    transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
+    holds a shard of that, engines ask for those
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.loader.tensor import torch_shape
+from penstock.sync.recording.layout import Record, Recording
+from penstock.sync.recording.stride_map import Digit, DigitMap, boxes, meet, restrict
+from penstock.sync.shards import Declarable, Row, Shard, declared
+from penstock.types import Box, DType
+
+
+def checkpoint_shards(
+    params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
+) -> dict[str, Sequence[Shard]]:
+    """What a rank holds of a model, as shards of the checkpoint tensors that the loader fills the model with.
+
+    Args:
+        params: as for `declared`, by the parameters' names.
+        recording: of the whole model's loader, on one rank; the meta device will do. Casts are left out of account:
+            a parameter is given in its own dtype.
+
+    Raises:
+        PlanError: part of the loading cannot be recorded, so it cannot be read backwards either; or as `declared`.
+
+    What no record fills (padding, buffers that are computed, the second name of a tied parameter) is not among them.
+    """
+    if recording.unrecorded:
+        some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
+        hint = "declare the parameters by names of your own"
+        raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {some}", hint=hint)
+    by_target: dict[str, list[Record]] = {}
+    for one in recording.records:
+        by_target.setdefault(one.target, []).append(one)
+    found: dict[str, list[Shard]] = {}
+    for row in declared(params):
+        for one in by_target.get(row.name, ()):
+            found.setdefault(one.source, []).extend(_shards(row, one, recording.shapes[one.source]))
+    return {name: shards for name, shards in found.items() if shards}
+
+
+def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
+    """What a row holds of one record's source."""
+    held = _torch_box(row)
+    common = meet(held, record.target_box)
+    if common is None:
+        return
+    if any(kind == "view" for kind, _ in record.steps):
+        raise PlanError(f"{record.target} is filled with its bits read as another dtype", tensor=record.source)
+    shown = torch_shape(row.form.dtype, shape)
+    strides, first = row.tensor.stride(), int(row.tensor.storage_offset())
+    for part in (one for cut in restrict(_map_of(record), common) for one in boxes(cut)):
+        inside = zip(part.target_start, held.start, strides, strict=True)
+        begin = first + sum((at - start) * step for at, start, step in inside)
+        for start, extent, steps, offset in _boxes(part, strides):
+            tensor = row.tensor.as_strided(extent, steps, begin + offset)
+            yield Shard(tensor=tensor, global_shape=shown, offset=start, tag=row.form.tag)
+
+
+def _torch_box(row: Row) -> Box:
+    """A row's box as torch shows it."""
+    start = row.form.box.start
+    if row.form.dtype is DType.F4:
+        start = (*start[:-1], start[-1] // 2)
+    return Box(start=start, stop=tuple(a + n for a, n in zip(start, row.tensor.shape, strict=True)))
+
+
+def _map_of(record: Record) -> DigitMap:
+    """A record as the map it was made of."""
+    source = _places(record.source_box.shape, record.split)
+    target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
+    back = {digit: at for at, digit in enumerate(record.permutation)}
+    digits: tuple[Digit, ...] = tuple((n, *source[i], *target[back[i]]) for i, n in enumerate(record.split) if n > 1)
+    return DigitMap(source_start=record.source_box.start, target_start=record.target_box.start, digits=digits)
+
+
+def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
+    """The dim and step of each of the digits that make up a box, the outer first."""
+    found: list[tuple[int, int]] = []
+    dim, left = -1, 1
+    for n in digits:
+        while left == 1 and n > 1:
+            dim += 1
+            left = shape[dim]
+        left //= n
+        found.append((max(dim, 0), left))
+    return found
+
+
+def _boxes(
+    part: DigitMap, strides: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
+    """Start, extent, strides and element offset of boxes of the source that one stride a dim can show."""
+    dims: list[list[tuple[int, int]]] = []
+    for dim in range(len(part.source_start)):
+        runs = [(1, 1)]
+        for n, _, _, target_dim, target_step in sorted((d for d in part.digits if d[1] == dim), key=lambda d: d[2]):
+            step = target_step * strides[target_dim]
+            if runs[-1][0] == 1:
+                runs[-1] = (n, step)
+            elif step == runs[-1][0] * runs[-1][1]:
+                runs[-1] = (runs[-1][0] * n, runs[-1][1])
+            else:
+                runs.append((n, step))
+        dims.append(runs)
+    outer = [(dim, *level) for dim, runs in enumerate(dims) for level in _levels(runs)]
+    for values in product(*(range(n) for _, n, _, _ in outer)):
+        start, offset = list(part.source_start), 0
+        for value, (dim, _, below, step) in zip(values, outer, strict=True):
+            start[dim] += value * below
+            offset += value * step
+        yield tuple(start), tuple(runs[0][0] for runs in dims), tuple(runs[0][1] for runs in dims), offset
+
+
+def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Of the digits above a dim's first: extent, source step, target stride."""
+    below = runs[0][0]
+    for n, step in runs[1:]:
+        yield n, below, step
+        below *= n

@@ -1,0 +1,278 @@
+"""What a rank declares: which boxes of which tensors lie where in its memory. Views only; nothing is copied.
+
+In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `Row`s; the regions of memory behind them;
+the `Layout` that a planner needs.
+Not here: what a receiver wants (`sync.recording.requirements`), Megatron's names (`integrations.megatron`),
+registering memory (`local_version`).
+
+    DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two Rows
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.errors import PlanError
+from penstock.loader.tensor import dtype_of
+from penstock.memory.arena import Arena
+from penstock.peer.local_weights import place_of
+from penstock.plan.layout import Form, Layout
+from penstock.transport.protocol import Memory
+from penstock.types import Box, DType
+
+Runs = list[tuple[int, int]]
+"""Of one dim the numbers `[start, stop)` that a rank holds, in the order in which they lie in its memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Row:
+    """One box of one tensor in this rank's memory."""
+
+    name: str
+    tensor: torch.Tensor = field(repr=False)
+    """A view of exactly the box's elements, of any strides."""
+    form: Form
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Shard:
+    """The part of one tensor that a rank holds, as its owner says it: shapes and offset as torch shows the tensor."""
+
+    tensor: torch.Tensor = field(repr=False)
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tag: str = ""
+    """What was done to the values; see `Form`."""
+
+
+Declarable = torch.Tensor | Shard | Sequence[Shard]
+
+
+def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, ...]:
+    """The rows of everything a rank holds.
+
+    Args:
+        params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name: whole
+            ones, DTensors, a `Shard`, several Shards.
+
+    Raises:
+        PlanError: names the tensor that cannot be declared: partial sums, wrappers, no dtype of the format, memory
+            that overlaps itself, or a box outside its tensor.
+
+    Ownership: rows view the live memory and keep it alive.
+    Order: for FSDP2 between steps; a module is resharded by this, as by its `state_dict`.
+    """
+    held = _state(params) if isinstance(params, torch.nn.Module) else params
+    return tuple(row for name, value in held.items() for row in _rows(name, value))
+
+
+def row_of(
+    name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
+) -> Row:
+    """The row of a tensor that is the box at `offset` of one of `global_shape`.
+
+    Raises:
+        PlanError: as `declared`.
+    """
+    tensor = tensor.detach()
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="declare its parts")
+    if tensor.is_conj() or tensor.is_neg():
+        raise PlanError("its values are not those in memory", tensor=name, hint="declare tensor.resolve_conj()")
+    if not len(tensor.shape) == len(global_shape) == len(offset):
+        raise PlanError(f"{list(tensor.shape)} at {list(offset)} of {list(global_shape)}", tensor=name)
+    try:
+        form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
+    except PlanError as error:
+        error.tensor = name
+        raise
+    return Row(name=name, tensor=tensor, form=form)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def form_of(
+    kind: torch.dtype,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tag: str = "",
+) -> Form:
+    """The form of a torch tensor's memory: two elements of F4 are one of torch's.
+
+    Raises:
+        PlanError: there is none, and why.
+    """
+    dtype = dtype_of(kind)
+    if dtype is DType.F4:
+        if not shape or (shape[-1] > 1 and strides[-1] != 1):
+            raise PlanError("packed elements whose last dim does not lie in order")
+        strides = (*(2 * step for step in strides[:-1]), 1)
+        global_shape, offset, shape = ((*dims[:-1], 2 * dims[-1]) for dims in (global_shape, offset, shape))
+    if min(offset, default=0) < 0:
+        raise PlanError(f"an offset of {list(offset)}")
+    box = Box(start=offset, stop=tuple(a + n for a, n in zip(offset, shape, strict=True)))
+    form = Form(dtype=dtype, shape=global_shape, box=box, strides=strides, tag=tag)
+    if fault := form.fault():
+        raise PlanError(fault)
+    return form
+
+
+def held_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
+    """What of a dim of `num` a rank holds when it is cut again and again, as DTensor's placements do.
+
+    Args:
+        parts: in the mesh's order, of each axis the dim is sharded over: its size, our coordinate, and the split
+            factor: 1 for a plain shard; the shard of one is the chunks of that many stretches, put together.
+    """
+    runs: Runs = [(0, num)]
+    for size, coordinate, split_factor in parts:
+        total = sum(stop - start for start, stop in runs)
+        found: Runs = []
+        for first, last in _chunks(0, total, split_factor):
+            low, high = _chunks(first, last, size)[coordinate]
+            found += _taken(runs, low, high)
+        runs = found
+    return runs
+
+
+def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
+    """The memory behind rows: the arena that a row lies in, else its torch storage.
+
+    Raises:
+        PlanError: a row has no memory.
+    """
+    tensors = []
+    for row in rows:
+        if row.tensor.is_meta:
+            raise PlanError("it is on the meta device", tensor=row.name)
+        tensors.append(row.tensor)
+    return place_of(tensors, arenas).regions
+
+
+def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[Memory]) -> Layout:
+    """What a planner is told of rows.
+
+    Args:
+        rows: of `declared`, or wanted.
+        member: this process life's id.
+        address: stands for the registrations of `regions`: a digest of their descriptors.
+        regions: in the order in which offsets count through them.
+
+    Raises:
+        PlanError: a row lies in none of the regions.
+    """
+    order = sorted(range(len(regions)), key=lambda i: regions[i].address)
+    begin = np.array([regions[i].address for i in order], np.uint64)
+    end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
+    nbytes = np.array([region.nbytes for region in regions], np.int64)
+    first = (np.cumsum(nbytes) - nbytes)[order]
+    numbers: dict[Form, int] = {}
+    form = np.fromiter((numbers.setdefault(row.form, len(numbers)) for row in rows), np.int64, len(rows))
+    span = np.array([one.span_bytes for one in numbers] or [0], np.int64)[form]
+    address_of = np.fromiter((row.tensor.data_ptr() for row in rows), np.uint64, len(rows))
+    offset = np.zeros(len(rows), np.int64)
+    some = np.flatnonzero(span)
+    at = np.searchsorted(begin, address_of[some], side="right") - 1
+    outside = at < 0 if len(regions) else np.ones(len(some), bool)
+    if not outside.any():
+        outside = address_of[some] + span[some].astype(np.uint64) > end[at]
+    if outside.any():
+        raise PlanError("it lies in none of the regions", tensor=rows[int(some[outside.argmax()])].name)
+    if len(some):
+        offset[some] = first[at] + (address_of[some] - begin[at]).astype(np.int64)
+    layout = Layout(
+        member=member,
+        address=address,
+        regions=tuple(nbytes.tolist()),
+        forms=tuple(numbers),
+        names=tuple(row.name for row in rows),
+        form=form,
+        offset=offset,
+    )
+    layout.check()
+    return layout
+
+
+def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Names as a checkpoint has them: without what `torch.compile` puts before them, or a module's extra state."""
+    found = module.state_dict(keep_vars=True)
+    return {
+        name.replace("_orig_mod.", ""): value
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def _rows(name: str, value: Declarable) -> Iterator[Row]:
+    if isinstance(value, Shard):
+        yield row_of(name, value.tensor, value.global_shape, value.offset, tag=value.tag)
+    elif not isinstance(value, torch.Tensor):
+        for shard in value:
+            yield from _rows(name, shard)
+    elif isinstance(value, DTensor):
+        yield from _sharded(name, value)
+    else:
+        yield row_of(name, value, value.shape, (0,) * value.ndim)
+
+
+def _sharded(name: str, value: DTensor) -> Iterator[Row]:
+    """The rows of a DTensor: the boxes that its mesh and placements give this rank, out of its local tensor."""
+    with torch.no_grad():
+        local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+    shape = tuple(value.shape)
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for axis, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial() or not hasattr(placement, "dim"):
+            hint = "reduce it first: tensor.redistribute(placements=...)"
+            raise PlanError(f"it is {placement} on mesh axis {axis}: no rank has its values", tensor=name, hint=hint)
+        cuts[placement.dim].append(
+            (value.device_mesh.size(axis), coordinate[axis], int(getattr(placement, "split_factor", 1)))
+        )
+    runs = [held_runs(num, cut) for num, cut in zip(shape, cuts, strict=True)]
+    extent = tuple(sum(stop - start for start, stop in dim) for dim in runs)
+    if extent != tuple(local.shape):
+        raise PlanError(f"its local tensor is {list(local.shape)}, by its placements {list(extent)}", tensor=name)
+    for box in product(*(_placed(dim) for dim in runs)):
+        part = local[tuple(slice(at, at + stop - start) for start, stop, at in box)] if box else local
+        if part.numel() or 0 in shape:
+            yield row_of(name, part, shape, tuple(start for start, _, _ in box))
+
+
+def _placed(runs: Runs) -> list[tuple[int, int, int]]:
+    """Runs, and where each begins in memory; one empty run where there is none."""
+    found, at = [], 0
+    for start, stop in runs or [(0, 0)]:
+        found.append((start, stop, at))
+        at += stop - start
+    return found
+
+
+def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """`[start, stop)` as `torch.chunk` cuts it, with empty ones after the last."""
+    width = -(-(stop - start) // count)
+    return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
+
+
+def _taken(runs: Runs, low: int, high: int) -> Runs:
+    """Elements `[low, high)` of runs put together; neighbours are made one."""
+    found, at = [], 0
+    for start, stop in runs:
+        first, last = max(low - at, 0), min(high - at, stop - start)
+        if first < last:
+            found.append((start + first, start + last))
+        at += stop - start
+    return found

@@ -1,0 +1,203 @@
+"""What an endpoint tells every reader on its host without being asked: the generation of each registration, and life.
+
+In: registrations' generations, from their owner. Out: what they are now, to whoever maps the page (read-only).
+Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`host_endpoint`).
+
+    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, seal, serial, 0 | slot 1: ... (0: nobody's)
+
+The **serial** is the registration's, for as long as its memory is the same. The **seal** is a digest of the descriptor
+that was given, so a forged one is told from it. **Life** is a lock on the page that its owner holds; the kernel drops
+it when the owner dies. Order: an owner writes the generation before it changes a byte, a reader looks after the last;
+the interpreter's lock, taken in between, orders them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.fork import let_go_in_children
+from penstock.memory.memfd import Mapping, create, open_peer
+from penstock.transport.descriptor import Descriptor
+
+PAGE_BYTES = 64 << 10
+_MAGIC = b"penstock page 1\n"
+_HEADER_BYTES = 64
+_SLOT_WORDS = 4
+NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
+"""2,046. An arena is one registration; a model of loose tensors that has more belongs in one."""
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class PageAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a reader finds the page, and which slot is the registration's."""
+
+    host: Annotated[str, msgspec.Meta(max_length=128)]
+    pid: _Id
+    fd: _Id
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
+    serial: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+@functools.cache
+def here() -> str:
+    """What two processes have in common that can open each other's pages: the boot and the PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError as error:
+        raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
+
+
+def seal_of(descriptor: Descriptor) -> int:
+    """The digest of a descriptor that stands beside its generation."""
+    # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
+    said = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
+    raw = msgspec.msgpack.encode((*said, descriptor.payload))
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+_pages: weakref.WeakSet[Page] = let_go_in_children(lambda page: page.forget())
+
+
+class Page:
+    """The owner's side. Made by `create`; a forked child's copy does nothing."""
+
+    def __init__(self, name: str, mapped: Mapping, lock_fd: int) -> None:
+        self.name, self.is_mine = name, True
+        self._mapped, self._words = mapped, memoryview(mapped)[_HEADER_BYTES:].cast("Q")
+        self._free, self._changing = list(range(NUM_SLOTS))[::-1], threading.Lock()
+        self._closer = weakref.finalize(self, os.close, lock_fd)
+
+    @classmethod
+    def create(cls) -> Page:
+        """A new page with a new name, alive. ConfigError, DestinationError: as `memfd.create`."""
+        mapped, name = create("penstock-page", PAGE_BYTES), secrets.token_hex(8)
+        try:
+            # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
+            lock_fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DestinationError(f"cannot lock a page of shared memory: {error}") from error
+        mapped[: len(_MAGIC) + len(name)] = _MAGIC + name.encode()
+        page = cls(name, mapped, lock_fd)
+        _pages.add(page)
+        return page
+
+    def address(self, slot: int, serial: int = 0) -> PageAddress:
+        """For readers of the registration in this slot, which is the endpoint's so many-th."""
+        return PageAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
+
+    def take_slot(self) -> int:
+        """A slot, until `give_slot`. ConfigError if all are taken."""
+        with self._changing:
+            if not self._free:
+                hint = "put the tensors into one arena and register that"
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all a page has room for", hint=hint)
+            return self._free.pop()
+
+    def set(self, slot: int, generation: int, seal: int, serial: int = 0) -> None:
+        """Say that the registration in this slot is now of this generation."""
+        if self.is_mine:
+            at = _SLOT_WORDS * slot
+            self._words[at] = 0
+            self._words[at + 1], self._words[at + 2] = seal, serial
+            self._words[at] = generation
+
+    def give_slot(self, slot: int) -> None:
+        """The registration is over."""
+        if self.is_mine:
+            self._words[_SLOT_WORDS * slot] = self._words[_SLOT_WORDS * slot + 2] = 0
+            with self._changing:
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """Nobody's any more; readers find it dead. Idempotent."""
+        if self.is_mine:
+            self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the page without a word to readers. Its descriptors are closed now, not when it is collected."""
+        self.is_mine = False
+        self._closer()
+        self._words.release()
+        self._mapped.close()
+
+
+class PeerPage:
+    """A reader's side, of one endpoint. Made by `open`."""
+
+    def __init__(self, name: str, pid: int, fd: int, mapped: mmap.mmap) -> None:
+        self.name, self.pid, self._fd = name, pid, fd
+        self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def open(cls, source: Descriptor, address: PageAddress) -> PeerPage:
+        """Map the page of the endpoint that gave this descriptor.
+
+        Raises:
+            ConfigError: it is on another host, or in another PID namespace.
+            PeerLost: the process is gone, or its number is another's now.
+            PermissionDenied, DestinationError: as `memfd.open_peer`.
+        """
+        uri = f"{source.transport}:{source.endpoint}"
+        if address.host != here():
+            raise ConfigError("the peer is on another host or in another PID namespace", uri=uri)
+        fd = open_peer(address.pid, address.fd, PAGE_BYTES, uri)
+        try:
+            mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
+        if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
+            os.close(fd)
+            raise PeerLost(f"process {address.pid} is not the one that gave the descriptor", uri=uri)
+        return cls(source.endpoint, address.pid, fd, mapped)
+
+    def generation(self, slot: int) -> int:
+        """Of the registration in this slot, now; 0: there is none."""
+        return self._words[_SLOT_WORDS * slot]
+
+    def holds(self, address: PageAddress) -> bool:
+        """Whether the registration there goes on, of whatever generation, and its memory with it."""
+        return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Whether the owner still has its page open: false from its last instant on, however it ended."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def check(self, slot: int, source: Descriptor, seal: int) -> None:
+        """Raise unless the descriptor is just as it was given, still holds, and its owner lives.
+
+        Raises:
+            PeerLost: the owner is gone.
+            StaleDescriptor: it fenced or released the memory, or never gave this descriptor.
+        """
+        uri = f"{source.transport}:{source.endpoint}"
+        if not self.is_alive():
+            raise PeerLost(f"process {self.pid} is gone", uri=uri)
+        if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != seal:
+            raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
+
+    def close(self) -> None:
+        """Let go. Idempotent; a page that nobody holds any more is closed too."""
+        self._closer()

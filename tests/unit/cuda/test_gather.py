@@ -1,0 +1,47 @@
+"""The gathering kernel on the CPU, by Triton's interpreter: every byte where it belongs, and none beside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+WORK = """
+import numpy as np, torch
+from penstock.cuda import gather
+
+chance = np.random.default_rng(3)
+source = torch.from_numpy(chance.integers(0, 256, 400_000, np.uint8))
+got, expected = torch.zeros(400_000, dtype=torch.uint8), torch.zeros(400_000, dtype=torch.uint8)
+rows, at = [], 7
+for nbytes in (1, 15, 16, 17, 16384, 16385, 40_001, 33, 70_000, 3, 5000):
+    src = int(chance.integers(0, 300_000)) // 16 * 16 + (at % 16 if nbytes % 2 else 5)
+    rows.append((got.data_ptr() + at, source.data_ptr() + src, nbytes))
+    expected[at : at + nbytes] = source[src : src + nbytes]
+    at += nbytes + int(chance.integers(0, 40))
+wide, narrow = gather.tiles(*np.array(rows, np.int64).T)
+assert (wide % 16 == 0).all() and wide.shape[1] and wide[2].sum() + narrow[2].sum() == sum(row[2] for row in rows)
+gather.run(torch.from_numpy(wide), True)
+gather.run(torch.from_numpy(narrow), False)
+assert torch.equal(got, expected)
+"""
+
+
+def test_every_byte_where_it_belongs() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", WORK], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_runs_are_no_tiles() -> None:
+    from penstock.cuda import gather
+
+    none = np.zeros(0, np.int64)
+    assert [table.shape for table in gather.tiles(none, none, none)] == [(3, 0), (3, 0)]
+    zero = np.zeros(3, np.int64)
+    assert [table.shape for table in gather.tiles(zero, zero, zero)] == [(3, 0), (3, 0)]

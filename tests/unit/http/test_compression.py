@@ -1,0 +1,132 @@
+"""Whether a link is coded: by what was measured, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.http import compression as coding
+from penstock.http.byte_planes import Planes
+from penstock.http.compression import AGAIN_S, MARGIN, Choice
+from penstock.types import GB, MIB
+
+RATIO = 1.5
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    thread_time = monotonic
+
+
+class Slow(Planes):
+    """Codes at a pace of the test's own, to two thirds."""
+
+    def __init__(self, clock: Clock, gb_per_s: float) -> None:
+        self.clock, self.gb_per_s = clock, gb_per_s
+
+    def encode(self, block):
+        self.clock.now += len(block) / GB / self.gb_per_s
+        return [memoryview(bytes(int(len(block) / RATIO)))]
+
+    def decode(self, frame, into) -> None:
+        self.clock.now += len(into) / GB / self.gb_per_s / 2
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(coding, "time", found)
+    return found
+
+
+def read(choice: Choice, clock: Clock, mb: int, *, raw: float, coded: float, codec: float = 1.0, idle_s: float = 0.5):
+    """Requests of 4 MiB, one after the other, over a link of these rates; which of them were coded."""
+    asked, planes, piece = [], Slow(clock, codec), memoryview(np.zeros(MIB, np.uint8))
+    for _ in range(mb // 4):
+        is_coded = choice.begin()
+        for _ in range(4):
+            clock.now += MIB / GB / (coded if is_coded else raw)
+            choice.got(MIB, int(MIB / RATIO) if is_coded else MIB, is_coded=is_coded)
+            if not is_coded:
+                before = clock.now
+                choice.sample(piece, planes)
+                clock.now = before  # the link fills the socket meanwhile
+        choice.end(is_coded)
+        asked.append(is_coded)
+        clock.now += idle_s  # nobody asks; not the link's fault
+    return asked
+
+
+def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
+    choice = Choice()
+    assert "too little" in choice.told()[1]
+    asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
+    assert asked == [False] * asked.count(False) + [True] * asked.count(True)
+    assert asked.count(False) * 4 <= 60
+    is_coded, why = choice.told()
+    assert is_coded
+    assert why == "1.50x by byte planes: 0.19 GB/s, raw 0.12"
+
+
+def test_a_link_faster_than_the_codec_is_never_coded(clock: Clock) -> None:
+    choice = Choice()
+    assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
+    assert choice.told() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
+
+
+def test_the_gain_must_be_worth_it(clock: Clock) -> None:
+    choice = Choice()
+    assert not any(read(choice, clock, 200, raw=1.0, coded=2.0, codec=MARGIN - 0.01))
+
+
+def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None:
+    choice = Choice()
+    asked = read(choice, clock, 200, raw=0.5, coded=0.51)
+    assert 0 < asked.count(True) * 4 <= 60
+    assert not asked[-1]
+    assert choice.told() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
+
+
+def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
+    choice = Choice()
+    assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
+    asked = read(choice, clock, 100, raw=0.125, coded=0.08)
+    assert 0 < asked.count(True) * 4 <= 68
+    assert choice.told() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
+
+
+def test_a_link_is_measured_anew(clock: Clock) -> None:
+    choice = Choice()
+    assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
+    clock.now += AGAIN_S
+    assert read(choice, clock, 120, raw=0.1, coded=0.15)[-1]
+    clock.now += AGAIN_S
+    assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
+
+
+def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
+    choice = Choice(always=True)
+    is_coded = choice.begin()
+    assert is_coded
+    choice.declined()
+    choice.end(is_coded)
+    assert not choice.begin()
+    assert choice.told() == (False, "not compressed: the peer does not compress")
+
+
+def test_answers_of_the_other_kind_do_not_count(clock: Clock) -> None:
+    """A connection still brings what it was asked raw for: the rate is of both, and says nothing of coding."""
+    choice = Choice()
+    straggler = choice.begin()
+    assert straggler is False
+    read(choice, clock, 60, raw=0.1, coded=0.01, idle_s=0)
+    assert choice.is_coded
+    read(choice, clock, 200, raw=0.1, coded=0.01, idle_s=0)
+    assert choice.is_coded
+    choice.end(straggler)
+    read(choice, clock, 200, raw=0.1, coded=0.01, idle_s=0)
+    assert not choice.is_coded

@@ -1,0 +1,78 @@
+"""Patience is counted by progress: a byte restores it, silence and failures in a row use it up."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import Settings
+from penstock.errors import SourceStalled, SourceUnavailable
+from penstock.http.retry import Patience
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.pauses_s: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def patience(clock: Clock, *, retries: int = 5, stall_s: float = 30.0) -> Patience:
+    return Patience("s3://b/k", Settings(retries=retries, stall_s=stall_s), clock=clock, sleep=clock.sleep)
+
+
+def test_pauses_double_with_jitter_up_to_a_bound(clock: Clock) -> None:
+    one = patience(clock, retries=12)
+    for _ in range(12):
+        one.failed("503", byte_range=(0, 1), cause=None)
+    for number, pause_s in enumerate(clock.pauses_s):
+        whole_s = min(5.0, 0.1 * 2**number)
+        assert whole_s / 2 <= pause_s <= whole_s
+
+
+def test_gives_up_after_so_many_failures(clock: Clock) -> None:
+    one, cause = patience(clock, retries=2), OSError("reset")
+    one.failed("reset", byte_range=(5, 9), cause=cause)
+    one.failed("reset", byte_range=(5, 9), cause=cause)
+    with pytest.raises(SourceUnavailable, match="3 attempts") as caught:
+        one.failed("reset", byte_range=(5, 9), cause=cause)
+    assert (caught.value.uri, caught.value.byte_range, caught.value.__cause__) == ("s3://b/k", (5, 9), cause)
+
+
+def test_a_byte_restores_it(clock: Clock) -> None:
+    one = patience(clock, retries=1)
+    for _ in range(50):
+        one.progress()
+        one.failed("reset", byte_range=(0, 1), cause=None)
+    assert len(clock.pauses_s) == 50 and max(clock.pauses_s) <= 0.1, "each is the first failure, with its short pause"
+    with pytest.raises(SourceUnavailable):
+        one.failed("reset", byte_range=(0, 1), cause=None)
+
+
+def test_silence_is_a_stall(clock: Clock) -> None:
+    one = patience(clock, retries=50)
+    for _ in range(2):
+        clock.now_s += 10
+        one.failed("timed out", byte_range=(0, 1), silent=True, cause=None)
+    clock.now_s += 10
+    with pytest.raises(SourceStalled, match="timed out"):
+        one.failed("timed out", byte_range=(0, 1), silent=True, cause=None)
+
+
+def test_the_servers_wish_is_honoured_within_bounds(clock: Clock) -> None:
+    one = patience(clock, stall_s=7.0)
+    one.failed("429", byte_range=(0, 1), wait_s=2.0, cause=None)
+    one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)
+    assert clock.pauses_s == [2.0, 5.0]
+    with pytest.raises(SourceUnavailable, match="asked to wait"):
+        one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)

@@ -1,0 +1,76 @@
+"""The audit's lines: private files of bounded size, at a bounded rate for each caller."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.hub import audit
+from penstock.hub.rate import MAX_NAMES, RateLimit
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    made = logging.getLogger("penstock.audit.test")
+    made.setLevel(logging.INFO)
+    made.propagate = False
+    yield made
+    for handler in list(made.handlers):
+        made.removeHandler(handler)
+
+
+def say(log: logging.Logger, caller: str, *lines: str) -> None:
+    def speak() -> None:
+        audit.CALLER.set(caller)
+        for line in lines:
+            log.info(line)
+
+    contextvars.copy_context().run(speak)
+
+
+def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "LINES_PER_S", 0.0)
+    monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
+    handler = audit.audit_to(tmp_path / "audit.log")
+    log.addHandler(handler)
+    say(log, "token:loop", *(f"event=refused n={i}" for i in range(50)))
+    say(log, "token:quiet", "event=used")
+    handler.close()
+    lines = [line.split(" ", 3)[3] for line in (tmp_path / "audit.log").read_text().splitlines()]
+    assert lines == [
+        "event=refused n=0", "event=refused n=1", "event=refused n=2", "event=used",
+        "event=left_out caller=token:loop lines=47",
+    ]  # fmt: skip
+
+
+def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
+    handler = audit.audit_to(tmp_path / "audit.log")
+    log.addHandler(handler)
+    say(log, "token:a", *(f"event=used n={i} {'x' * 100}" for i in range(1_000)))
+    handler.close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 1 + audit.NUM_OLD_FILES
+    assert all(file.stat().st_mode & 0o777 == 0o600 and file.stat().st_size <= 10_000 for file in files)
+    assert "n=999 " in (tmp_path / "audit.log").read_text()
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        audit.audit_to(tmp_path / "none" / "audit.log")
+
+
+def test_a_rate_comes_back_and_forgets_old_names() -> None:
+    now = 0.0
+    limit = RateLimit(2.0, 4.0, clock=lambda: now)
+    assert [limit.allow("a") for _ in range(6)] == [True] * 4 + [False] * 2
+    now = 1.0
+    assert [limit.allow("a") for _ in range(3)] == [True, True, False]
+    for number in range(MAX_NAMES + 10):
+        limit.allow(f"n{number}")
+    assert len(limit._left) == MAX_NAMES

@@ -1,0 +1,96 @@
+"""A hub's client: certificates of the environment, connections that are gone, and what counts as silence."""
+
+import pytest
+
+from penstock.errors import ConfigError, HubUnavailable
+from penstock.hub import client
+from penstock.hub.client import HubClient
+
+httpx = pytest.importorskip("httpx")
+
+
+@pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
+def test_a_certificate_of_the_environment_is_used(name: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv(name, str(tmp_path / "absent.pem"))
+    with (
+        HubClient.connect("https://127.0.0.1:1", timeout_s=0.2) as hub,
+        pytest.raises(ConfigError, match="certificate"),
+    ):
+        hub.status()
+
+
+class _Told:
+    """A line that remembers what it is told."""
+
+    is_busy = False
+
+    def __init__(self) -> None:
+        self.silent: list[bool] = []
+
+    def reach(self, within_s: float) -> str:
+        return "http://127.0.0.1:1"
+
+    def reached(self) -> None: ...
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        self.silent.append(silent)
+
+    def close(self) -> None: ...
+
+
+class _Clock:
+    """Time that passes only in sleep: how many questions fit a deadline does not hang on the machine."""
+
+    def __init__(self) -> None:
+        self._now = 100.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(monkeypatch) -> None:
+    """Else the thread that beats would end by httpx' RuntimeError, and the member be forgotten."""
+    hub = HubClient(_Told(), timeout_s=0.3)
+    open_client = hub._open
+
+    def dropped(url: str) -> object:
+        client = open_client(url)
+        client.close()
+        return client
+
+    monkeypatch.setattr(hub, "_open", dropped)
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+
+
+def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch) -> None:
+    """It would be passed over, and lose what it knows."""
+    line, clock = _Told(), _Clock()
+
+    def slow(request: object) -> None:
+        clock.sleep(0.05)
+        kind = httpx.ConnectError if len(line.silent) < 2 else httpx.ReadTimeout
+        raise kind("", request=request)
+
+    monkeypatch.setattr(client, "time", clock)
+    hub = HubClient(line, timeout_s=0.2)
+    monkeypatch.setattr(hub, "_open", lambda url: httpx.Client(transport=httpx.MockTransport(slow), base_url=url))
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+    assert len(line.silent) > 2 and not any(line.silent)
+
+
+def test_a_hub_that_takes_a_question_and_never_answers_is_silent(monkeypatch) -> None:
+    line = _Told()
+
+    def mute(request: object) -> None:
+        raise httpx.ReadTimeout("", request=request)
+
+    hub = HubClient(line, timeout_s=0.2)
+    monkeypatch.setattr(hub, "_open", lambda url: httpx.Client(transport=httpx.MockTransport(mute), base_url=url))
+    with hub, pytest.raises(HubUnavailable):
+        hub.status()
+    assert line.silent[0]

@@ -1,0 +1,610 @@
+"""The hub's logic on a clock set by hand: election by claims, the dead, restarts, latecomers, complaints, fencing."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.digest.leaf import canonical, root
+from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.hub.auth import Caller
+from penstock.hub.directory import (
+    COMPLAINT_TTL_S,
+    COMPLAINTS_AT_ONCE,
+    PROOFS_AT_ONCE,
+    WRONG_BYTES_TTL_S,
+    Directory,
+)
+from penstock.hub.grants import GrantChecker
+from penstock.hub.messages import Beat, Complaint, FlightRequest, Hello, LogReply, WhyRequest
+from penstock.hub.proof import DigestSigner, prove
+from penstock.hub.store import MemoryStore
+from penstock.peer.weight_layout import Line, tabulate
+from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
+from penstock.types import DType
+
+WHOLE = ((0, 100),)
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+@pytest.fixture
+def hub(bench) -> Directory:
+    return bench.hub()
+
+
+def complain(hub: Directory, member: str, of: str, fault: str = "unreachable", *, caller: str = "") -> None:
+    hub.complain(Complaint(member=member, of=of, key=IDENTITY.key(), fault=fault), Caller(name=caller or member))
+
+
+def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str, set[int]]:
+    """All read what they are given until nobody is given more; who read what."""
+    read: dict[str, set[int]] = {member: set() for member in members}
+    have: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(members, ())
+    for turn in range(200):
+        given = {}
+        for i, member in enumerate(members):
+            reply = bench.claim(hubs[(turn + i) % len(hubs)], member, holding(have[member]))
+            given[member] = chunks(reply.ranges)
+        for member, new in given.items():
+            assert not new & set().union(*read.values()), "given twice"
+            read[member] |= new
+            have[member] = tuple((chunk, chunk + 1) for chunk in sorted(read[member]))
+        if not any(given.values()):
+            return read
+    raise AssertionError("goes on for ever")
+
+
+def test_who_starts_alone_starts_at_once(bench, hub) -> None:
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_storage_is_read_once_by_all_together(bench, hub, count) -> None:
+    members = [f"m{i}" for i in range(count)]
+    bench.join(hub, *members)
+    read = fill(bench, [hub], members)
+    assert set().union(*read.values()) == set(range(100))
+    if count <= 5:
+        assert min(len(part) for part in read.values()) > 0
+
+
+def test_two_hubs_on_one_store_give_each_chunk_once(bench, hub) -> None:
+    members = [f"m{i}" for i in range(6)]
+    bench.join(hub, *members)
+    read = fill(bench, [hub, bench.hub()], members)
+    assert set().union(*read.values()) == set(range(100))
+
+
+def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
+    hubs = [hub, bench.hub()]
+    members = [f"m{i}" for i in range(8)]
+    bench.join(hub, *members)
+    given: dict[str, list[int]] = {member: [] for member in members}
+
+    def read(number: int) -> None:
+        mine = given[members[number]]
+        for _ in range(40):
+            have = tuple((chunk, chunk + 1) for chunk in sorted(mine))
+            reply = bench.claim(hubs[number % 2], members[number], holding(have))
+            mine += sorted(chunks(reply.ranges))
+
+    threads = [threading.Thread(target=read, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
+
+
+def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c", "d")
+    for member in "abcd":
+        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "a", holding(num_chunks=1600)).ranges == ((0, 64),)  # 1 GiB at most
+    bench.join(hub, *(f"x{i}" for i in range(96)))
+    for i in range(96):
+        hub.flight(FlightRequest(member=f"x{i}", holding=holding(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "b", holding(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
+
+
+def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c", "d")
+    for member in "abcd":
+        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+    bench.beat(hub, "d", holding(((0, 1520),), num_chunks=1600))
+    sizes = []
+    for member in "abcabcabcabc":
+        reply = bench.claim(hub, member, holding(num_chunks=1600))
+        sizes.append(len(chunks(reply.ranges)))
+        if reply.ranges:
+            bench.beat(hub, "d", holding(((0, reply.ranges[-1][1]),), num_chunks=1600))
+    assert sizes[:3] == [20, 15, 11]
+    given = [size for size in sizes if size]
+    assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share of all
+
+
+def test_what_members_have_is_not_read_again(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.beat(hub, "a", holding(((0, 90),)))
+    assert bench.claim(hub, "b", holding()).ranges == ((90, 100),)
+    reply = bench.claim(hub, "b", holding(claims=((90, 100),)))
+    assert reply.ranges == () and "every chunk" in reply.why
+
+
+def test_a_question_whose_answer_was_lost_may_be_asked_again(bench, hub) -> None:
+    bench.join(hub, "a")
+    first = bench.claim(hub, "a", holding())
+    assert bench.claim(hub, "a", holding()) == first
+
+
+def test_what_a_member_gives_back_goes_to_another(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
+    assert bench.claim(hub, "a", holding(((0, 5),)), ask=False).ranges == ()
+    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 5
+
+
+def test_a_dead_readers_part_goes_to_the_living(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    for _ in range(7):
+        bench.now += 2
+        bench.beat(hub, "b", holding())
+    assert bench.claim(hub, "b", holding()).ranges[0] == (0, 25)
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "a", holding())
+
+
+def test_what_a_dead_reader_had_passed_on_is_not_read_again(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c")
+    bench.claim(hub, "a", holding())
+    bench.beat(hub, "a", holding(((0, 20),)))
+    bench.beat(hub, "b", holding(((0, 10),)))
+    hub.leave("a")
+    assert min(chunks(bench.claim(hub, "c", holding()).ranges)) == 10
+
+
+def test_a_reader_that_lives_but_gets_no_further_keeps_nobody(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    given = bench.claim(hub, "b", holding()).ranges
+    for _ in range(20):
+        bench.now += 2
+        bench.beat(hub, "a", holding(claims=((0, 25),)))
+        bench.beat(hub, "b", holding(given))
+    assert bench.claim(hub, "b", holding(given)).ranges[0][0] == 0
+
+
+def test_a_piece_may_take_an_hour(bench, hub) -> None:
+    bench.join(hub, "a")
+    bench.claim(hub, "a", holding())
+    for minute in range(60):
+        for _ in range(12):
+            bench.now += 5
+            bench.beat(hub, "a", holding(((0, minute // 3),), claims=((minute // 3, 25),)) if minute > 2 else holding())
+    bench.join(hub, "b")
+    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 25
+
+
+def test_a_slow_reader_that_gets_on_keeps_its_part(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding())
+    for step in range(20):
+        bench.now += 2
+        bench.beat(hub, "a", holding(((0, step + 1),), claims=((step + 1, 25),)))
+        assert not chunks(bench.claim(hub, "b", holding(((25, 100),))).ranges)
+
+
+def test_a_new_hub_gives_nothing_until_members_could_announce(bench) -> None:
+    hub = bench.hub(fresh=False)
+    hub.begin()
+    bench.join(hub, "a", "b")
+    reply = bench.claim(hub, "b", holding())
+    assert reply.ranges == () and "new" in reply.why
+    bench.now += 2.0
+    bench.beat(hub, "a", holding(((0, 40),), claims=((40, 60),)))
+    assert bench.claim(hub, "b", holding()).ranges == ()
+    bench.now += 1.1
+    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 60  # `a` only beats
+    assert bench.claim(hub, "a", holding(((0, 40),), claims=((40, 60),))).ranges
+
+
+def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.beat(hub, "a", holding(WHOLE))
+    new = HubBench(now=bench.now)
+    again = new.hub(fresh=False)
+    with pytest.raises(UnknownMember):
+        again.beat("a", Beat())
+    new.join(again, "a", "b")
+    new.beat(again, "a", holding(WHOLE))
+    assert new.parents(again, [("b", holding())]) == {"b": ("a",)}
+
+
+def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
+    bench = HubBench()
+    first, second = bench.hub(), bench.hub(fresh=False)
+
+    def key(hub: Directory, member: str) -> bytes:
+        return hub.hello(Hello(member=member, host=f"host-{member}", doors=(f"unix:///{member}",))).grant_key
+
+    assert key(first, "a") == key(second, "b")
+    assert isinstance(bench.store, MemoryStore)
+    bench.store._folders.clear()  # as Redis is empty that was killed and started again
+    third = bench.hub(fresh=False)
+    assert key(third, "c") == key(first, "a") == key(second, "b")
+
+
+def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
+    hub.begin()
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges
+    bench.now += 60
+    bench.join(hub, "a")
+    assert bench.claim(hub, "a", holding()).ranges == ()
+
+
+def test_two_that_say_they_read_the_same_after_a_restart(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    bench.claim(hub, "a", holding(claims=((0, 10),)))
+    reply = bench.claim(hub, "b", holding(claims=((5, 15),)))
+    assert not chunks(reply.ranges) & set(range(10))
+
+
+def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    states = [("a", holding(((0, 50),))), ("b", holding(((50, 80),)))]
+    assert bench.parents(hub, states) == {"a": ("b",), "b": ("a",)}
+    bench.join(hub, "late")
+    found = bench.parents(hub, [*states, ("late", holding())])
+    assert found["late"] and min(chunks(bench.claim(hub, "late", holding()).ranges)) >= 80
+
+
+def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
+    checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
+    bench.beat(hub, "w", holding(WHOLE, grant_epoch=checkers["w"].epoch()))
+    bench.now += 1
+    filling = holding(((0, 9),), parent="w", grant_epoch=checkers["a"].epoch())
+    found = bench.parents(hub, [("a", filling), ("b", holding())])
+    assert found == {"a": ("w",), "b": ("a", "w")}
+    reply = hub.flight(FlightRequest(member="b", holding=holding()))
+    for upstream in reply.upstreams:
+        checkers[upstream.member].check(upstream.grant, key=IDENTITY.key(), reader="b")
+        assert upstream.doors == (f"unix:///{upstream.member}",)
+
+
+def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypatch) -> None:
+    other = msgspec.structs.replace(IDENTITY, model="other/llama")
+    bench.join(hub, "w", "idle", *(f"m{i}" for i in range(20)))
+    bench.beat(hub, "w", holding(WHOLE))
+    for i in range(20):
+        bench.beat(hub, f"m{i}", holding(WHOLE, identity=other))
+    complain(hub, "m0", "w")
+    looked = []
+    for name in ("scan", "read"):
+        real = getattr(MemoryStore, name)
+
+        def counted(store, at, real=real):
+            found = real(store, at)
+            looked.extend(found if isinstance(found, dict) else [at])
+            return found
+
+        monkeypatch.setattr(MemoryStore, name, counted)
+    (only,) = hub.status("llama").members
+    assert (only.member, only.complaints, only.holdings[0].state) == ("w", 1, "whole")
+    assert "w" in hub.why(WhyRequest(model="llama")).lines[-1]
+    assert len(looked) < 12
+    assert len(hub.status("other/llama").members) == 20 and not hub.status("llam").members
+    assert len(hub.status().members) == 22
+
+
+def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    asked = msgspec.structs.replace(holding(), num_chunks=0, nbytes=0)
+    reply = hub.flight(FlightRequest(member="a", holding=asked))
+    assert [upstream.member for upstream in reply.upstreams] == ["w"]
+    assert [member.member for member in hub.status("llama").members] == ["w"]
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "stalled"])
+def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) -> None:
+    bench.join(hub, "w", "v", "a", "b", "c")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "v", holding(WHOLE))
+    asks = [(member, holding(max_readers=1)) for member in "abc"]
+    before = bench.parents(hub, asks)
+    child = next(member for member in "abc" if before[member][0] == "w")
+    others = [member for member in "abc" if member != child]
+    for _ in range(3):  # one that repeats itself is one
+        complain(hub, others[0], "w", fault)
+    parents = bench.parents(hub, asks)
+    assert parents[others[0]][0] != "w" and parents[child][0] == "w"
+    complain(hub, others[1], "w", fault)
+    assert all(upstreams[0] != "w" for upstreams in bench.parents(hub, asks).values())
+    bench.now += 9
+    for member in "wvabc":
+        bench.beat(hub, member, holding(WHOLE if member in "wv" else ()))
+    assert hub.status().members[-1].complaints == 2
+
+
+def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) -> None:
+    bench.join(hub, "w", "v", "honest", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    for liar in "ab":
+        complain(hub, liar, "w", "wrong bytes")
+    asks = [("honest", holding(max_readers=1)), ("a", holding(max_readers=1))]
+    assert bench.parents(hub, asks)["honest"] == ("w",)
+    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "a", holding()).ranges
+
+
+class Stated:
+    """A line of 300 digests, and a member that signs some of them wrong."""
+
+    def __init__(self, member: str) -> None:
+        counts = np.full(3, 100 * 256, np.int64)
+        table = tabulate(tuple("abc"), (DType.U8,) * 3, tuple((count * 1024,) for count in counts.tolist()))
+        self.line = Line.of(table)
+        self.leaves = np.arange(len(self.line.chunks.leaf_row), dtype=np.uint64)
+        body = canonical(self.line.table, range(3))
+        revision = root(body, self.line.chunks.leaf_bytes, self.leaves)
+        self.identity = msgspec.structs.replace(IDENTITY, revision=revision)
+        self.signer = DigestSigner(member, lambda: 7)
+        self.whole = holding(
+            ((0, self.line.chunks.num_chunks),),
+            identity=self.identity,
+            num_chunks=self.line.chunks.num_chunks,
+            grant_epoch=7,
+        )
+
+    def complaint(self, member: str, of: str, *, wrong: int) -> Complaint:
+        said = self.leaves.copy()
+        said[:wrong] += np.uint64(1)
+        chunks = np.arange(self.line.chunks.num_chunks).astype("<u4").tobytes()
+        reply = LogReply(generation=0, serial=9, state="whole", chunks=chunks, leaves=said.tobytes())
+        signed = self.signer.sign(reply, self.identity.key(), self.line.chunks)
+        proof = prove(signed, self.line.table, self.line.chunks, self.leaves)
+        return Complaint(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
+
+
+def test_one_proof_of_wrong_digests_moves_all_at_once(bench, hub) -> None:
+    stated = Stated("w")
+    bench.join(hub, "v", "a", "b")
+    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
+    bench.beat(hub, "w", stated.whole)
+    empty = msgspec.structs.replace(stated.whole, have=(), state="filling")
+    hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
+    assert not bench.claim(hub, "b", empty).ranges
+    bench.beat(hub, "v", stated.whole)
+    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
+    assert hub.counts["proofs"] == 1
+    assert bench.parents(hub, [("b", empty)])["b"][0] == "v"
+    bench.beat(hub, "v")
+    assert bench.claim(hub, "b", empty).ranges  # what it has counts for nobody
+    assert "demoted for everyone: it signed digests" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    complain_again = msgspec.structs.replace(stated.complaint("a", "w", wrong=0), proof=None)
+    hub.complain(complain_again, Caller(name="token:1"))  # does not take the proof back
+    assert "demoted for everyone" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    entry = bench.store.read(f"complaint/{stated.identity.key()}/w~a")
+    assert entry is not None and len(entry.value) < 500  # the proof itself is not kept
+
+
+def test_proofs_are_looked_at_so_often_of_one_caller(bench, hub) -> None:
+    stated = Stated("w")
+    bench.join(hub, "a", "b")
+    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
+    bench.beat(hub, "w", stated.whole)
+    for _ in range(PROOFS_AT_ONCE):
+        hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
+    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
+    assert hub.counts["proofs"] == 0
+    hub.complain(stated.complaint("b", "w", wrong=1), Caller(name="token:2"))
+    assert hub.counts["proofs"] == 1
+
+
+def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:
+    liars = [f"liar{i}" for i in range(20)]
+    bench.join(hub, "w", "v", "honest", *liars)
+    bench.beat(hub, "w", holding(WHOLE))
+    asks = [("honest", holding(max_readers=1))]
+    for liar in liars:
+        complain(hub, liar, "w", "unreachable", caller="token:of the liar")
+    assert bench.parents(hub, asks) == {"honest": ("w",)}
+    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
+
+
+def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    complaint = Complaint(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
+    with pytest.raises(PermissionDenied, match="not for llama"):
+        hub.complain(complaint, Caller(models=("qwen*",), name="token:q"))
+    hub.complain(msgspec.structs.replace(complaint, key="0" * 32), Caller(models=("qwen*",)))  # nobody holds that
+    assert not any(one.complaints for one in hub.status().members)
+    with pytest.raises(SourceBusy, match="too many"):
+        for _ in range(COMPLAINTS_AT_ONCE + 1):
+            complain(hub, "a", "w", caller="token:a")
+    complain(hub, "a", "w", caller="token:b")
+
+
+def test_members_of_a_revoked_token_are_removed(bench, hub) -> None:
+    for name in ("good", "bad"):
+        hello = Hello(member=name, host="h", doors=("unix:///d",))
+        hub.hello(hello, Caller(name=f"token:{name}"))
+        bench.beat(hub, name, holding(WHOLE))
+    bench.join(hub, "reader")  # of a hub that asked for no token
+    assert hub.expel({"token:good", "token:new"}) == 1
+    assert [one.member for one in hub.status().members] == ["good", "reader"]
+    assert bench.parents(hub, [("reader", holding())]) == {"reader": ("good",)}
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "bad")
+
+
+def test_complaints_are_forgotten(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    complain(hub, "a", "w", "stalled")
+    complain(hub, "b", "w", "wrong bytes")
+
+    def counted() -> int:
+        return next(member.complaints for member in hub.status().members if member.member == "w")
+
+    assert counted() == 2
+    for seconds, left in ((COMPLAINT_TTL_S, 1), (WRONG_BYTES_TTL_S, 0)):
+        stop = bench.now + seconds
+        while bench.now < stop:
+            bench.now += 5
+            for member in "wab":
+                bench.beat(hub, member, *([holding(WHOLE)] if member == "w" else []))
+        assert counted() == left
+
+
+def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    complain(hub, "a", "w", "wrong bytes")
+    complain(hub, "a", "w", "refused")
+    for _ in range(8):
+        bench.now += 5
+        bench.beat(hub, "w", holding(WHOLE))
+        bench.beat(hub, "a")
+    assert hub.status().members[-1].complaints == 1
+
+
+def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", holding(WHOLE))
+    assert bench.claim(hub, "a", holding()).ranges == ()
+    complain(hub, "a", "w")
+    assert bench.claim(hub, "a", holding()).ranges
+    assert bench.claim(hub, "b", holding()).ranges == ()
+
+
+def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    hub.leave("w")
+    hub.leave("w")
+    assert bench.parents(hub, [("a", holding())]) == {"a": ()}
+    with pytest.raises(UnknownMember):
+        bench.beat(hub, "w", holding(WHOLE))
+    with pytest.raises(PermissionDenied):
+        bench.join(hub, "w")
+
+
+def test_an_id_is_one_life(bench, hub) -> None:
+    bench.join(hub, "a")
+    bench.join(hub, "a")
+    with pytest.raises(PermissionDenied, match="another life"):
+        bench.join(hub, "a", host="elsewhere")
+
+
+def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.now += 3
+    bench.beat(hub, "w")
+    assert hub.status("llama").members == ()
+    hub.flight(FlightRequest(member="a", holding=holding()))
+    bench.beat(hub, "a")  # made before the flight, sent after
+    assert [member.member for member in hub.status("llama").members] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"key": "0" * 32},
+        {"have": ((5, 5),)},
+        {"have": ((0, 101),)},
+        {"have": ((10, 20), (15, 30))},
+        {"claims": ((30, 20),)},
+        {"state": "whole"},
+    ],
+)
+def test_a_holding_that_contradicts_itself_is_refused(bench, hub, bad) -> None:
+    bench.join(hub, "a")
+    with pytest.raises(PlanError):
+        bench.beat(hub, "a", msgspec.structs.replace(holding(), **bad))
+
+
+def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
+    for ask in (
+        lambda: bench.beat(hub, "x"),
+        lambda: bench.claim(hub, "x", holding()),
+        lambda: hub.flight(FlightRequest(member="x", holding=holding())),
+        lambda: complain(hub, "x", "y"),
+    ):
+        with pytest.raises(UnknownMember):
+            ask()
+
+
+def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
+    other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
+    bench.join(hub, "w", "v", "q", "a")
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "v", holding(((0, 50),), num_chunks=50))
+    bench.beat(hub, "q", holding(WHOLE, identity=other, max_readers=1, num_readers=1))
+    complain(hub, "a", "w", "stalled")
+    assert hub.why(WhyRequest(model="none")).lines == ("nobody has or wants none: the first to ask reads storage",)
+    assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
+    hub.flight(FlightRequest(member="a", holding=holding(path="shm <- w")))
+    text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    assert "a is filling with 0 of 100 chunks and takes from w; its bytes came by: shm <- w" in text
+    assert "a complains: stalled" in text
+    assert "cuts the line into 50 chunks, not 100" in text
+    assert "quantization: empty is not fp8; parallel: {} is not {'tp': '0/2'}" in text
+    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole: it takes from nobody",)
+    assert "neither has nor wants" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
+    asked = hub.why(WhyRequest(model="llama", identity=other)).lines
+    assert "q is whole: the identities are equal, it can be taken from" in asked
+    assert sum("the identities differ" in line for line in asked) == 3
+
+
+def test_status_says_all_of_each(bench, hub) -> None:
+    bench.join(hub, "w", "idle", rack="r7")
+    bench.now += 3
+    bench.beat(hub, "w", holding(WHOLE))
+    bench.now += 1
+    (only,) = hub.status("llama").members
+    assert (only.member, only.rack, only.age_s, only.silent_s) == ("w", "r7", 4.0, 1.0)
+    assert [member.member for member in hub.status().members] == ["idle", "w"]
+    assert hub.counts["hellos"] == 2
+
+
+@pytest.mark.parametrize("num_chunks", [0, 100])
+def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, num_chunks) -> None:
+    """A token for some models would open all."""
+    bench.join(hub, "holder", "reader")
+    bench.beat(hub, "holder", holding(WHOLE))
+    other = msgspec.structs.replace(IDENTITY, model="allowed")
+    asked = msgspec.structs.replace(holding(num_chunks=num_chunks), identity=other)
+    with pytest.raises(PlanError, match="key"):
+        hub.flight(FlightRequest(member="reader", holding=asked))
+
+
+def test_members_that_left_are_forgotten(bench) -> None:
+    """The hub kept `gone/ID` of every member that ever left: 38 MB of 100,000."""
+    hub = bench.hub()
+
+    def come_and_go(count: int) -> None:
+        for number in range(count):
+            member = f"m{bench.now:g}-{number}"
+            bench.join(hub, member)
+            hub.leave(member)
+
+    come_and_go(2_000)
+    bench.now += 61
+    come_and_go(400)
+    assert isinstance(bench.store, MemoryStore)
+    assert sum(map(len, bench.store._folders.values())) < 500

@@ -1,0 +1,135 @@
+"""Grants: signed, short-lived, for one reader and source, taken once."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from penstock.errors import GrantRefused, PermissionDenied
+from penstock.hub.grants import EPOCH_S, GRACE_S, Grant, GrantChecker, GrantSigner
+
+KEY = "0" * 32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 5000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Hub:
+    """Signs with the epoch that the source told it last."""
+
+    def __init__(self, seed: bytes = b"s" * 32) -> None:
+        self.signer, self.epoch = GrantSigner(seed), 0
+
+    def sign(self, **changes) -> bytes:
+        return self.signer.sign(**{"key": KEY, "reader": "reader", "source": "source", "epoch": self.epoch, **changes})
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return Hub()
+
+
+@pytest.fixture
+def checker(hub, clock) -> GrantChecker:
+    made = GrantChecker(hub.signer.public_key, "source", clock=clock)
+    hub.epoch = made.epoch()
+    return made
+
+
+def test_a_good_one_passes_once(hub, checker) -> None:
+    grant = hub.sign()
+    checker.check(grant, key=KEY, reader="reader")
+    with pytest.raises(GrantRefused, match="shown before"):
+        checker.check(grant, key=KEY, reader="reader")
+    checker.check(hub.sign(), key=KEY, reader="reader")
+
+
+def test_replicas_of_one_seed_sign_for_each_other(hub, checker) -> None:
+    other = Hub()
+    other.epoch = hub.epoch
+    checker.check(other.sign(), key=KEY, reader="reader")
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ({"key": "1" * 32}, "another key"),
+        ({"reader": "other"}, "another reader"),
+        ({"source": "other"}, "another source"),
+        ({"epoch": 0}, "expired"),
+        ({"epoch": 1 << 60}, "expired"),
+    ],
+)
+def test_one_for_something_else_is_refused(hub, checker, made, why) -> None:
+    with pytest.raises(GrantRefused, match=why):
+        checker.check(hub.sign(**made), key=KEY, reader="reader")
+
+
+@pytest.mark.parametrize("age_s", [0.0, EPOCH_S, EPOCH_S + GRACE_S - 0.1])
+def test_it_is_good_while_the_source_says_so(hub, checker, clock, age_s) -> None:
+    grant = hub.sign()
+    clock.now += age_s
+    assert (checker.epoch() == hub.epoch) == (age_s < EPOCH_S)
+    checker.check(grant, key=KEY, reader="reader")
+    with pytest.raises(GrantRefused, match="shown before"):
+        checker.check(grant, key=KEY, reader="reader")
+
+
+def test_it_expires_by_the_sources_clock_also_where_the_source_was_stopped(hub, checker, clock) -> None:
+    grant = hub.sign()
+    clock.now += EPOCH_S + GRACE_S  # nobody asked for an epoch meanwhile
+    with pytest.raises(GrantRefused, match="expired"):
+        checker.check(grant, key=KEY, reader="reader")
+    hub.epoch = checker.epoch()
+    checker.check(hub.sign(), key=KEY, reader="reader")
+
+
+def test_a_grant_is_not_taken_again_after_a_restart(hub, checker, clock) -> None:
+    grant = hub.sign()
+    checker.check(grant, key=KEY, reader="reader")
+    with pytest.raises(GrantRefused, match="expired"):
+        GrantChecker(hub.signer.public_key, "source", clock=clock).check(grant, key=KEY, reader="reader")
+
+
+def test_nonces_are_forgotten_with_their_epochs(hub, checker, clock) -> None:
+    for _ in range(50):
+        hub.epoch = checker.epoch()
+        checker.check(hub.sign(), key=KEY, reader="reader")
+        clock.now += 10
+    assert sum(len(one.nonces) for one in checker._epochs) <= (EPOCH_S + GRACE_S) / 10 + 1
+
+
+def test_a_forged_one_is_refused(hub, checker) -> None:
+    good = hub.sign()
+    theirs = Hub(b"t" * 32).sign(epoch=hub.epoch)
+    bodies = [b"", good[:64], good[:-1], theirs, bytes([good[0] ^ 1]) + good[1:], good + b"\x00", b"x" * 5000]
+    later = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch + 1, b"n" * 12))
+    bodies += [good[: -1 - len(later)] + later, good[:64] + later]
+    for body in bodies:
+        with pytest.raises(PermissionDenied):
+            checker.check(body, key=KEY, reader="reader")
+
+
+def test_each_leaves_a_line(hub, checker, caplog) -> None:
+    caplog.set_level(logging.INFO, "penstock.audit")
+    grant = hub.sign()
+    checker.check(grant, key=KEY, reader="reader")
+    with pytest.raises(GrantRefused):
+        checker.check(grant, key=KEY, reader="reader")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"event=issued key={KEY} reader=reader source=source",
+        f"event=used key={KEY} reader=reader source=source",
+        f"event=refused key={KEY} reader=reader source=source why='shown before'",
+    ]

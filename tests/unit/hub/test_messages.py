@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import inspect
+import msgspec, msgspec._utils
+from penstock.peer import weight_layout as line
+from penstock.hub import messages
+
+kinds = [kind for module in (messages, line) for _, kind in inspect.getmembers(module, inspect.isclass)]
+kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)]
+
+
+def late(obj):
+    raise RuntimeError("msgspec looks at a type only now")
+
+
+msgspec._utils.get_class_annotations.__code__ = late.__code__
+for kind in kinds:
+    try:
+        msgspec.msgpack.decode(b"\\x80", type=kind)
+    except msgspec.ValidationError:
+        pass
+print(len(kinds))
+"""
+
+
+def test_threads_may_decode_what_nobody_decoded_before() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and int(done.stdout) > 20, (done.returncode, done.stderr)

@@ -1,0 +1,23 @@
+"""The clock of the hub's own store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.hub import store
+from penstock.hub.store import LivedClock, MemoryStore
+
+
+def test_a_hub_that_did_not_run_does_not_forget_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    kept = MemoryStore(LivedClock(most_s=1.0))
+    kept.write("member/a", b"here", ttl_s=5.0)
+    now[0] += 60.0  # stopped, or without a processor: it could not have heard a beat
+    assert kept.read("member/a") is not None
+    for _ in range(5):
+        now[0] += 0.9
+        kept.write("member/b", b"here")
+    assert kept.read("member/a") is None, "while it runs, silence counts"

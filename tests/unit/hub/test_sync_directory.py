@@ -1,0 +1,77 @@
+"""Who the hub says takes part in a sync, and what it grants."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.errors import GrantRefused, UnknownMember
+from penstock.hub.grants import GrantChecker
+from penstock.hub.messages import Beat, Hello, SyncState
+from penstock.hub.sync_messages import SyncRequest, sync_key
+from penstock.testing.hubs import HubBench
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+def state(name: str = "policy", version: int = 3) -> SyncState:
+    return SyncState(name=name, side="publisher", run="a", version=version, state="open")
+
+
+def ask(hub, member: str, name: str = "policy", grants=()):
+    return hub.sync(SyncRequest(member=member, name=name, grants=grants))
+
+
+def test_members_of_a_name_are_told_in_the_order_they_came(bench) -> None:
+    hub = bench.hub()
+    for name in ("b", "a", "c"):
+        bench.join(hub, name)
+        bench.now += 0.1
+    hub.beat("a", Beat(syncs=(state(),)))
+    hub.beat("b", Beat(syncs=(state(version=2), state("other"))))
+    assert [(one.member, one.state.version) for one in ask(hub, "c").members] == [("b", 2), ("a", 3)]
+    assert [one.member for one in ask(hub, "c", "other").members] == ["b"]
+    hub.beat("a", Beat(syncs=(state(version=4),)))
+    assert ask(hub, "c").members[1].state.version == 4
+
+
+def test_who_leaves_or_falls_silent_takes_part_no_more(bench) -> None:
+    hub = bench.hub()
+    bench.join(hub, "a", "b", "c")
+    for name in ("a", "b"):
+        hub.beat(name, Beat(syncs=(state(),)))
+    hub.leave("a")
+    assert [one.member for one in ask(hub, "c").members] == ["b"]
+    bench.now += hub.ttl_s / 2
+    hub.beat("c", Beat())
+    bench.now += hub.ttl_s / 2 + 0.1
+    assert ask(hub, "c").members == ()
+
+
+def test_grants_are_for_the_asker_the_source_and_the_name(bench) -> None:
+    hub = bench.hub()
+    bench.join(hub, "a")
+    welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
+    checker = GrantChecker(welcome.grant_key, "a")
+    hub.beat("a", Beat(syncs=(msgspec.structs.replace(state(), grant_epoch=checker.epoch()),)))
+    (one,) = ask(hub, "b", grants=("a",)).members
+    with pytest.raises(GrantRefused, match="another key"):
+        checker.check(one.grant, key=sync_key("other"), reader="b")
+    with pytest.raises(GrantRefused, match="another reader"):
+        checker.check(one.grant, key=sync_key("policy"), reader="c")
+    checker.check(one.grant, key=sync_key("policy"), reader="b")
+    (one,) = ask(hub, "b").members
+    assert one.grant == b""
+    with pytest.raises(UnknownMember):
+        ask(hub, "nobody")
+
+
+def test_a_new_hub_says_that_it_may_not_have_heard_of_all(bench) -> None:
+    hub = bench.hub(fresh=False)
+    bench.join(hub, "a")
+    assert ask(hub, "a").is_new
+    bench.now += 2 * hub.beat_s
+    assert not ask(hub, "a").is_new

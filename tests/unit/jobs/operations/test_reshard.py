@@ -1,0 +1,161 @@
+"""Shares of tensors held against plain slicing: n ranks to m and back, fused parts, blocks, what every rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, PlanError
+from penstock.jobs.operations.operation import Chain, Copy
+from penstock.jobs.operations.reshard import Reshard
+from penstock.testing.operations import check_rows, made, table_of
+
+HEADS = (8, 4)
+FP8 = torch.float8_e4m3fn
+
+
+def model() -> dict[str, torch.Tensor]:
+    """One layer as transformers saves it, with what engines fuse in it."""
+    chance = torch.Generator().manual_seed(1)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=chance).bfloat16()
+
+    layer = "model.layers.0"
+    return {
+        "model.embed_tokens.weight": some(96, 40),
+        f"{layer}.input_layernorm.weight": some(40),
+        f"{layer}.self_attn.q_proj.weight": some(64, 40),
+        f"{layer}.self_attn.k_proj.weight": some(32, 40),
+        f"{layer}.self_attn.v_proj.bias": some(32),
+        f"{layer}.self_attn.qkv_proj.weight": some(128, 40),
+        f"{layer}.self_attn.o_proj.weight": some(40, 64),
+        f"{layer}.self_attn.o_proj.bias": some(40),
+        f"{layer}.mlp.gate_up_proj.weight": some(144, 40),
+        f"{layer}.mlp.down_proj.weight": some(40, 72).to(FP8),
+        f"{layer}.mlp.down_proj.weight_scale": some(40, 1).float(),
+        f"{layer}.mlp.gate.weight": some(4, 40),
+        f"{layer}.mlp.experts.w13_weight": some(4, 48, 40),
+        f"{layer}.mlp.experts.w2_weight": some(4, 40, 24),
+        "lm_head.weight": some(96, 40),
+        "steps": torch.tensor(7),
+    }
+
+
+def share(name: str, tensor: torch.Tensor, rank: int, count: int) -> torch.Tensor:
+    """By hand: what this rank of `count` has."""
+
+    def cut(one: torch.Tensor, dim: int) -> torch.Tensor:
+        return one.chunk(count, dim)[rank]
+
+    raw = tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+    if "qkv" in name:
+        made = torch.cat([cut(part, 0) for part in raw.split([64, 32, 32])])
+    elif "gate_up" in name:
+        made = torch.cat([cut(part, 0) for part in raw.chunk(2)])
+    elif "w13" in name:
+        made = torch.cat([cut(part, 1) for part in raw.chunk(2, 1)], 1)
+    elif "w2_" in name:
+        made = cut(raw, 2)
+    elif any(one in name for one in ("q_proj", "k_proj", "v_proj", "embed", "lm_head")):
+        made = cut(raw, 0)
+    elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        made = cut(raw, 1)
+    else:
+        made = raw
+    return made.contiguous().view(tensor.dtype)
+
+
+def ranks(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{name: share(name, tensor, rank, count) for name, tensor in model().items()} for rank in range(count)]
+
+
+def by_hand(count: int, layout: str) -> dict[str, torch.Tensor]:
+    group = "rank-{0:05d}-of-{1:05d}" if layout == "directories" else "model-rank-{0}-part-*"
+    return {
+        f"{group.format(rank, count)}/{name}": tensor
+        for rank, tensors in enumerate(ranks(count))
+        for name, tensor in tensors.items()
+    }
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        same = found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        assert same, (name, found[name].shape, tensor.shape)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("have", "want"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (2, 2)])
+@pytest.mark.parametrize("layout", ["directories", "vllm"])
+def test_any_number_of_ranks_to_any(have, want, layout):
+    found = check_rows(Reshard(want, layout=layout, heads=HEADS), *ranks(have))
+    equal(found, model() if want == 1 and layout == "directories" else by_hand(want, layout))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_fused_heads_are_shared_out_to_any_number_that_divides_them_and_rejoined(count):
+    heads, head_dim = (12, 6), 5
+    whole = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn((12 + 6 + 6) * head_dim, 8)}
+    parts = made(Reshard(count, heads=heads), whole)
+    queries, keys, values = next(iter(whole.values())).split([12 * head_dim, 6 * head_dim, 6 * head_dim])
+    for rank, part in enumerate(parts.values()):
+        assert torch.equal(part, torch.cat([one.chunk(count)[rank] for one in (queries, keys, values)]))
+    equal(check_rows(Reshard(1, heads=heads), *[dict.fromkeys(whole, part) for part in parts.values()]), whole)
+
+
+def test_each_byte_is_read_once():
+    for recipe in Reshard(4, heads=HEADS).recipes([table_of(one) for one in ranks(2)]):
+        taken, given = recipe.nbytes(0, recipe.num_rows)
+        whole = sum(spec.nbytes for spec in {(one.source, one.spec.name): one.spec for one in recipe.inputs}.values())
+        assert taken == whole and len(recipe.outputs) == 4
+        assert given >= taken
+
+
+def test_a_user_s_rules_come_first():
+    given = {"odd.thing": torch.arange(24.0).reshape(6, 4), "norm.q_proj.weight": torch.arange(4.0)}
+    found = made(Reshard(2, rules=(("odd", "0:2,1"), ("q_proj", "0"))), given)
+    assert torch.equal(found["rank-00001-of-00002/odd.thing"], given["odd.thing"][[2, 3, 5]])
+    assert torch.equal(found["rank-00001-of-00002/norm.q_proj.weight"], given["norm.q_proj.weight"][2:])
+
+
+def test_what_no_rule_says_is_listed_and_not_guessed():
+    with pytest.raises(PlanError, match=r"no rule says how 2 tensors are shared out: a, b"):
+        Reshard(2).recipes([table_of({"a": torch.zeros(4), "b": torch.zeros(4), "c.norm": torch.zeros(4)})])
+    with pytest.raises(PlanError, match="heads are not known"):
+        Reshard(2).recipes([table_of({"a.qkv_proj.weight": torch.zeros(16, 2)})])
+
+
+def test_ranks_that_differ_in_what_each_should_have_are_an_error():
+    given = [{"norm.weight": torch.tensor([float(i), 1.0])} for i in range(2)]
+    with pytest.raises(PlanError, match="rank 1 has other bytes") as caught:
+        made(Reshard(1), *given)
+    assert caught.value.tensor == "norm.weight"
+
+
+def test_shares_that_would_not_be_whole_are_refused():
+    with pytest.raises(PlanError, match="cannot be shared out to 4"):
+        Reshard(4).recipes([table_of({"a.up_proj.weight": torch.zeros(6, 2)})])
+    with pytest.raises(PlanError, match="2 heads cannot be shared out to 4"):
+        Reshard(4, heads=(8, 2)).recipes([table_of({"a.k_proj.weight": torch.zeros(64, 2)})])
+    blocks = {"a.up_proj.weight": torch.zeros(448, 256).to(FP8), "a.up_proj.weight_scale_inv": torch.zeros(4, 2)}
+    with pytest.raises(PlanError, match="cut blocks of 128"):
+        Reshard(2).recipes([table_of(blocks)])
+    blocks = {"a.up_proj.weight": torch.zeros(512, 256).to(FP8), "a.up_proj.weight_scale_inv": torch.zeros(4, 2)}
+    assert len(Reshard(2).recipes([table_of(blocks)])) == 2
+    with pytest.raises(PlanError, match="of another shape"):
+        Reshard(1).recipes([table_of({"a.norm": torch.zeros(n)}) for n in (1, 2)])
+
+
+def test_words_that_mean_nothing_are_refused():
+    for told in (
+        {"to": 0},
+        {"to": 2, "layout": "x"},
+        {"to": 2, "rules": (("a", "sideways"),)},
+        {"to": 2, "rules": (("(", "0"),)},
+    ):
+        with pytest.raises(ConfigError):
+            Reshard(**told)
+    with pytest.raises(PlanError, match="nothing can follow"):
+        Chain(Reshard(2), Copy()).recipes([table_of({"a.norm": torch.zeros(4)})])

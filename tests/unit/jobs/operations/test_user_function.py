@@ -1,0 +1,142 @@
+"""A user's own operations: functions of a tensor, classes, and what they must not give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, OperationFailed
+from penstock.jobs.convert import plan
+from penstock.jobs.operations.operation import Chain, Copy
+from penstock.jobs.operations.user_function import code_of, function_of
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.operations import check_rows, made
+from penstock.types import MIB
+
+TENSORS = {
+    "mlp.up": torch.randn(33, 9).bfloat16(),
+    "attn.q": torch.randn(7),
+    "scalar": torch.tensor(2.0),
+    "steps": torch.tensor([4]),
+    "none": torch.zeros(0, 3),
+}
+
+
+def halved(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor / 2
+
+
+def centred(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor - tensor.float().mean().to(tensor.dtype) if tensor.numel() else tensor
+
+
+def widened(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.float()
+
+
+def other_halves(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.half()
+
+
+def nothing(tensor: torch.Tensor, name: str) -> None:
+    tensor.clone()
+
+
+halved.rows = True  # type: ignore[attr-defined]
+halved.names = "mlp"  # type: ignore[attr-defined]
+
+
+class Named:
+    """Makes an operation of its options."""
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+
+
+class Scaled(Copy):
+    """An operation whose name does not say all that it was told."""
+
+    name = "scaled"
+
+    def __init__(self, by: int) -> None:
+        pass
+
+
+def here(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_function_by_rows_of_the_names_it_wants():
+    found = check_rows(function_of(here("halved")), TENSORS)
+    assert torch.equal(found["mlp.up"], TENSORS["mlp.up"] / 2)
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS if name != "mlp.up")
+
+
+def test_a_function_of_whole_tensors_gets_each_that_floats():
+    found = check_rows(function_of(here("centred")), TENSORS)
+    assert torch.equal(found["mlp.up"], centred(TENSORS["mlp.up"], ""))
+    assert torch.equal(found["scalar"], torch.tensor(0.0)) and torch.equal(found["steps"], TENSORS["steps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("widened", "gave torch.float32"), ("other_halves", "gave torch.float16"), ("nothing", "NoneType")],
+)
+def test_what_it_had_not_said_is_refused(name, said):
+    with pytest.raises(OperationFailed, match=said) as caught:
+        made(function_of(here(name)), TENSORS)
+    assert caught.value.tensor in TENSORS and not caught.value.mutated
+
+
+def test_what_is_no_operation_is_refused():
+    for where, said in (
+        ("no.such.module:f", "No module named"),
+        (here("absent"), "has no absent"),
+        (here("TENSORS"), "neither"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            function_of(where)
+    with pytest.raises(ConfigError, match="neither"):
+        function_of(here("halved"), factor=2)
+    with pytest.raises(ConfigError, match="neither"):
+        function_of(here("Named"), wanted="x")
+
+
+def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "of_the_user.py"
+    file.write_text("def same(tensor, name):\n    return tensor\n")
+    first = function_of("of_the_user:same")
+    codes = [code_of(first), code_of(Chain(first, Copy())), code_of(Copy())]
+    assert codes[0] == codes[1] != codes[2] == ""
+    file.write_text("def same(tensor, name):\n    return tensor * 1\n")
+    assert code_of(first) != codes[0]
+
+
+def test_the_code_of_what_is_made_of_a_function_is_where_it_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "partly.py"
+    told = (
+        "import functools\n\ndef of(tensor, name, by):\n    return tensor {} by\n\nsame = functools.partial(of, by=1)\n"
+    )
+    file.write_text(told.format("*"))
+    found = function_of("partly:same")
+    before = code_of(found)
+    file.write_text(told.format("/"))
+    assert code_of(found) != before
+
+
+def test_options_that_are_not_in_its_name_make_another_job(tmp_path: Path) -> None:
+    write_llama(tmp_path / "made", total_bytes=MIB)
+    words = [{"op": "function", "function": here("Scaled"), "by": by} for by in (2, 3, 3)]
+    keys = [plan(tmp_path / "made", operations=[word]).key for word in words]
+    assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("by", [Path("x"), 1 << 100, "\ud800"])
+def test_words_that_no_worker_could_be_told_are_refused(by: object, tmp_path: Path) -> None:
+    write_llama(tmp_path / "made", total_bytes=MIB)
+    with pytest.raises(ConfigError, match="plain values"):
+        plan(tmp_path / "made", operations=[{"op": "function", "function": here("Scaled"), "by": by}])

@@ -1,0 +1,82 @@
+"""Buffers: bounded together with what is reserved, used again, packed without overlap."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.errors import Cancelled
+from penstock.jobs.workers.buffers import ALIGN_BYTES, Buffers, cut, packed
+from penstock.types import MIB
+
+
+class Pins:
+    """Notes what is pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_a_buffer_that_was_put_back_is_got_again_for_a_size_alike():
+    buffers = Buffers(64 * MIB)
+    first = buffers.get(33 * MIB)
+    assert len(first) >= 33 * MIB
+    buffers.put(first)
+    assert buffers.get(33 * MIB + 5).data_ptr() == first.data_ptr()
+    assert buffers.get(33 * MIB).data_ptr() != first.data_ptr()
+
+
+def test_the_smallest_that_fits_is_taken_and_none_that_is_far_too_large():
+    buffers = Buffers(64 * MIB)
+    large, fits, tight = buffers.get(16 * MIB), buffers.get(11 * MIB), buffers.get(10 * MIB)
+    for one in (large, fits, tight):
+        buffers.put(one)
+    assert buffers.get(9 * MIB).data_ptr() == tight.data_ptr()
+    assert buffers.get(9 * MIB).data_ptr() == fits.data_ptr()
+    assert buffers.get(9 * MIB).data_ptr() not in {one.data_ptr() for one in (large, fits, tight)}
+
+
+def test_what_is_kept_makes_room_for_what_is_reserved():
+    pins = Pins()
+    buffers = Buffers(8 * MIB, registrar=pins)
+    one, two = buffers.get(2 * MIB), buffers.get(3 * MIB)
+    assert sorted(pins.pinned.values()) == [2 * MIB, 3 * MIB]
+    buffers.put(one)
+    buffers.put(two)
+    buffers.reserve(5 * MIB, lambda: False)
+    buffers.get(4 * MIB)
+    assert sorted(pins.pinned.values()) == [3 * MIB, 4 * MIB]  # the longest unused went
+    buffers.close()
+    assert sorted(pins.pinned.values()) == [4 * MIB]
+
+
+def test_a_task_waits_until_another_holds_less_and_one_alone_always_has_room():
+    buffers = Buffers(10)
+    buffers.reserve(50, lambda: False)
+    waiter = threading.Thread(target=buffers.reserve, args=(5, lambda: False))
+    waiter.start()
+    waiter.join(0.3)
+    assert waiter.is_alive()
+    buffers.unreserve(50)
+    waiter.join(10)
+    assert not waiter.is_alive() and buffers.peak_bytes == 50
+    with pytest.raises(Cancelled):
+        buffers.reserve(6, lambda: True)
+
+
+def test_tensors_in_one_buffer_are_aligned_and_apart():
+    sizes = [3, 0, ALIGN_BYTES, 1000]
+    buffer = Buffers(MIB).get(packed(sizes)[-1])
+    parts = cut(buffer, sizes)
+    assert [len(part) for part in parts] == sizes
+    for i, part in enumerate(parts):
+        part.fill_(i)
+        assert not len(part) or (part.data_ptr() - buffer.data_ptr()) % ALIGN_BYTES == 0
+    assert all(int(part.sum()) == i * len(part) for i, part in enumerate(parts))

@@ -1,0 +1,152 @@
+"""Processes forked from one that imported for all: how they end is known, and they end with who had them forked."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import PeerLost
+from penstock.jobs.workers.fork_server import Forked, Zygote
+
+ENDED_S = 20.0
+"""A busy machine takes some time to end a process."""
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    with Zygote(["json", "not_installed_anywhere"]) as zygote:
+        yield zygote
+
+
+def sleeping(zygote: Zygote) -> Forked:
+    return zygote.fork("time:sleep", [600])
+
+
+def ends(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], ENDED_S)[0])
+    finally:
+        os.close(fd)
+
+
+def test_its_exit_code_is_the_result(zygote: Zygote) -> None:
+    process = zygote.fork("operator:add", [2, 3])
+    assert process.wait(ENDED_S) == 5
+    assert process.wait(ENDED_S) == process.poll() == 5
+    with pytest.raises(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+
+
+def test_what_it_prints_and_why_it_failed_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with Zygote([]) as zygote:
+        assert zygote.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
+        assert zygote.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
+    found = capfd.readouterr()
+    assert "hello" in found.err and "ZeroDivisionError" in found.err and not found.out
+
+
+def test_its_arguments_are_nobodys(zygote: Zygote) -> None:
+    process = zygote.fork("time:sleep", [600.125])
+    for name in ("cmdline", "environ"):
+        assert b"600.125" not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+
+
+def test_one_that_is_stopped_is_killed(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(ENDED_S) == -signal.SIGKILL
+
+
+def test_they_end_with_it(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    process.send_signal(signal.SIGSTOP)
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert ends(process.pid)
+    with pytest.raises(PeerLost):
+        process.wait(ENDED_S)
+    with pytest.raises(PeerLost):
+        sleeping(zygote)
+    assert not zygote.is_alive
+
+
+def test_a_process_whose_zygote_was_killed_leaves_no_descriptor(zygote: Zygote) -> None:
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert ends(process.pid)
+    with pytest.raises(PeerLost):
+        process.wait(ENDED_S)
+    del process
+    gc.collect()
+    open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in open_files if "pidfd" in path]
+
+
+def test_one_that_does_not_answer_is_not_taken_for_alive(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.jobs.workers.fork_server.ANSWER_S", 0.5)
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGSTOP)
+    with pytest.raises(PeerLost, match="does not answer"):
+        sleeping(zygote)
+    assert not zygote.is_alive
+    assert ends(process.pid)
+
+
+def test_an_answer_that_nobody_waited_for_is_nobodys(zygote: Zygote) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    process = sleeping(zygote)
+    os.kill(zygote.pid, signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sleeping(zygote)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not zygote.is_alive
+    assert ends(process.pid)
+
+
+def test_it_ends_with_the_thread_that_started_it() -> None:
+    found = list[tuple[Zygote, Forked]]()
+
+    def start() -> None:
+        zygote = Zygote([])
+        found.append((zygote, sleeping(zygote)))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    ((zygote, process),) = found
+    assert ends(process.pid) and ends(zygote.pid)
+    zygote.close()
+
+
+def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.send(json.dumps({"function": "time:sleep", "arguments": [600]}).encode())
+    mine.close()
+    command = [sys.executable, "-m", "penstock.jobs.workers.fork_server", str(theirs.fileno())]
+    done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60, check=False)
+    theirs.close()
+    assert (done.returncode, done.stderr) == (0, "")

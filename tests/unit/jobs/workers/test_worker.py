@@ -1,0 +1,220 @@
+"""A worker in this process: bits that do not depend on digests, wrong bytes that do not come through, memory kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.config import Settings
+from penstock.engine.trace import Trace
+from penstock.errors import BudgetTooSmall, IntegrityError
+from penstock.jobs.job import Job, plan_job
+from penstock.jobs.operations.spec import operation_of
+from penstock.jobs.publish import METADATA
+from penstock.jobs.workers.buffers import Buffers
+from penstock.jobs.workers.process import _post_all
+from penstock.jobs.workers.worker import Worker
+from penstock.storage.output import OutputSet
+from penstock.storage.weight_set import WeightSet, build, encode, open_weights
+from penstock.types import MIB
+
+Words = Sequence[Mapping[str, Any]]
+FP8: Words = [{"op": "store", "format": "fp8-block128"}]
+SLERP: Words = [{"op": "slerp", "t": 0.3}]
+LINEAR: Words = [{"op": "linear", "weights": [0.25, 0.75]}]
+RESHARD: Words = [{"op": "reshard", "to": 2}]
+
+
+def write(directory: Path, seed: int, leaf_bytes: int = 0) -> Path:
+    """A small checkpoint; with `leaf_bytes`, a manifest beside it."""
+    directory.mkdir()
+    chance = torch.Generator().manual_seed(seed)
+    tensors = {
+        "layers.0.q_proj.weight": torch.randn(384, 256, generator=chance).bfloat16(),
+        "layers.0.o_proj.weight": torch.randn(256, 130, generator=chance).bfloat16(),
+        "norm.weight": torch.randn(257, generator=chance),
+        "scalar": torch.tensor(3.0),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    if leaf_bytes:
+        with open_weights(str(directory), settings=Settings()) as weights:
+            raw = encode(build(weights, leaf_bytes=leaf_bytes))
+        (directory / "penstock.manifest").write_bytes(raw)
+    return directory
+
+
+def flip(source: Path, tensor: str, at: int) -> None:
+    """One bit of a tensor's byte."""
+    with open_weights(str(source), settings=Settings()) as weights:
+        table = weights.manifest.tensors
+        offset = int(table.offset[table.names.index(tensor)])
+    with open(source / "model.safetensors", "r+b") as file:
+        file.seek(offset + at)
+        byte = file.read(1)[0]
+        file.seek(offset + at)
+        file.write(bytes([byte ^ 16]))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def opened(stack: ExitStack, sources: Sequence[Path]) -> list[WeightSet]:
+    return [stack.enter_context(open_weights(str(path), settings=Settings())) for path in sources]
+
+
+def run(
+    stack: ExitStack, sources: Sequence[Path], words: Words, into: Path, *, verify: bool = True, memory_bytes: int = 0
+) -> tuple[Job, dict[str, torch.Tensor], int]:
+    """A job by one worker: what it gave, and the most memory its tasks held at once."""
+    sets = opened(stack, sources)
+    job = plan_job(operation_of(words), [one.manifest for one in sets], task_bytes=1 << 15, verify=verify)
+    out = OutputSet(into, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    stack.callback(out.close)
+    out.create()
+    out.open()
+    done, all_done = set[int](), threading.Event()
+
+    def ended(task: int, digests: np.ndarray) -> None:
+        done.add(task)
+        if len(done) == len(job.tasks):
+            all_done.set()
+
+    with Worker(
+        job,
+        sets,
+        out,
+        device=torch.device("cpu"),
+        memory_bytes=memory_bytes or 64 * MIB,
+        stall_s=60.0,
+        on_began=lambda task: None,
+        on_done=ended,
+        trace=Trace(enabled=False),
+    ) as worker:
+        for task in range(len(job.tasks)):
+            worker.post(task)
+        while not all_done.wait(0.01):
+            worker.ticket.check()
+    return (
+        job,
+        {f"{p.parent.name}/{n}": t for p in into.rglob("*.safetensors") for n, t in load_file(p).items()},
+        (worker.buffers.peak_bytes),
+    )
+
+
+def test_a_worker_that_gets_no_memory_says_so(stack, tmp_path, monkeypatch) -> None:
+    def none(buffers: Buffers, nbytes: int) -> torch.Tensor:
+        raise MemoryError(nbytes)
+
+    sets = opened(stack, [write(tmp_path / "source", 1)])
+    job = plan_job(operation_of([]), [one.manifest for one in sets])
+    out = OutputSet(tmp_path / "out", job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    todo: SimpleQueue[int | None] = SimpleQueue()
+    with Worker(
+        job,
+        sets,
+        out,
+        device=torch.device("cpu"),
+        memory_bytes=64 * MIB,
+        stall_s=60.0,
+        on_began=lambda task: None,
+        on_done=lambda task, digests: None,
+        trace=Trace(enabled=False),
+    ) as worker:
+        monkeypatch.setattr(Buffers, "get", none)
+        todo.put(0)
+        _post_all(worker, todo)
+        with pytest.raises(RuntimeError) as caught:
+            worker.ticket.check()
+        assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def raw(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name.partition("/")[2]: t.reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("leaf_bytes", [1000, 4096, 1 << 30])
+@pytest.mark.parametrize(("words", "count"), [([], 1), (FP8, 1), (LINEAR, 2), (SLERP, 2)])
+def test_inputs_that_are_verified_give_the_same_bits(words, count, leaf_bytes, stack, tmp_path) -> None:
+    sources = [write(tmp_path / f"s{i}", i, leaf_bytes) for i in range(count)]
+    plain, without, _ = run(stack, sources, words, tmp_path / "plain", verify=False)
+    job, made, peak_bytes = run(stack, sources, words, tmp_path / "made")
+    assert raw(made) == raw(without) and len(job.tasks) > 2
+    assert job.held_to == (leaf_bytes,) * count and plain.held_to == (0,) * count
+    assert (job.read_bytes >= plain.read_bytes).all()
+    assert (job.read_bytes.sum() > plain.read_bytes.sum()) == (words is not SLERP)  # which takes tensors whole
+    assert plain.read_bytes.sum() == job.tasks.in_bytes.sum()
+    assert peak_bytes <= job.memory_bytes.sum()
+
+
+@pytest.mark.parametrize("at", [0, 999, 1000, 131_072, 384 * 256 * 2 - 1])
+@pytest.mark.parametrize(("words", "count"), [([], 1), (FP8, 1), (LINEAR, 2), (SLERP, 2)])
+def test_a_flipped_bit_of_any_input_ends_it(words, count, at, stack, tmp_path) -> None:
+    sources = [write(tmp_path / f"s{i}", i, 1000) for i in range(count)]
+    flip(sources[-1], "layers.0.q_proj.weight", at)
+    with pytest.raises(IntegrityError) as caught:
+        run(stack, sources, words, tmp_path / "out")
+    assert caught.value.tensor == "layers.0.q_proj.weight"
+    assert caught.value.uri == str(sources[-1] / "model.safetensors")
+    leaf = at // 1000 * 1000
+    assert f"[{leaf}, {min(leaf + 1000, 384 * 256 * 2)})" in caught.value.message
+
+
+def test_of_two_sources_the_one_with_digests_is_held_to_them(stack, tmp_path) -> None:
+    whole = write(tmp_path / "whole", 1)
+    run(stack, [whole], RESHARD, tmp_path / "ranks")
+    ranks = sorted((tmp_path / "ranks").iterdir())
+    with open_weights(str(ranks[1]), settings=Settings()) as weights:
+        (ranks[1] / "penstock.manifest").write_bytes(encode(build(weights, leaf_bytes=512)))
+    back = [{"op": "reshard", "to": 1}]
+    job, made, _ = run(stack, ranks, back, tmp_path / "back")
+    assert job.held_to == (0, 512)
+    assert raw(made) == {
+        name: one.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, one in load_file(whole / "model.safetensors").items()
+    }
+    flip(ranks[1], "layers.0.o_proj.weight", 77)
+    with pytest.raises(IntegrityError, match=r"\[0, 512\)"):
+        run(stack, ranks, back, tmp_path / "again")
+    flip(ranks[1], "layers.0.o_proj.weight", 77)
+    flip(ranks[0], "layers.0.o_proj.weight", 77)  # nothing says that it is wrong
+    run(stack, ranks, back, tmp_path / "unseen")
+
+
+def test_what_is_not_read_is_not_looked_at(stack, tmp_path) -> None:
+    source = write(tmp_path / "source", 1, 1000)
+    flip(source, "layers.0.q_proj.weight", 5000)
+    _, made, _ = run(stack, [source], [{"op": "rename", "rules": [["^.*q_proj.*$", ""]]}], tmp_path / "out")
+    assert len(made) == 3
+
+
+def test_leaves_count_in_the_budget(stack, tmp_path) -> None:
+    source = write(tmp_path / "source", 1, 1 << 30)
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(stack, [source], [], tmp_path / "out", memory_bytes=200_000)
+    need = caught.value.minimum_bytes
+    assert need > 384 * 256 * 2  # a leaf is the whole tensor, and a task has some of its rows
+    job, _, peak_bytes = run(stack, [source], [], tmp_path / "out", memory_bytes=need)
+    assert peak_bytes <= need == int(job.memory_bytes.max())
+    run(stack, [source], [], tmp_path / "fits", verify=False, memory_bytes=200_000)
+
+
+def test_a_job_that_verifies_does_not_go_on_with_one_that_did_not(stack, tmp_path) -> None:
+    (with_leaves, without) = opened(stack, [write(tmp_path / "a", 1, 1000), write(tmp_path / "b", 1)])
+    keys = [
+        plan_job(operation_of([]), [one.manifest], verify=verify).key
+        for one in (with_leaves, without)
+        for verify in (True, False)
+    ]
+    assert keys[0] != keys[1] and keys[2] == keys[3] and keys[0] != keys[2]

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import http.client
+import socket
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.peer.test_local_weights import gain, make
+
+from penstock.errors import (
+    ConfigError,
+    GrantRefused,
+    NotFound,
+    PeerLost,
+    PermissionDenied,
+    SourceBusy,
+    SourceStalled,
+)
+from penstock.hub.messages import LeaseRequest, Upstream
+from penstock.net.limits import ConnectionLimits
+from penstock.peer.client import Peer
+from penstock.peer.local_weights import Holding
+from penstock.peer.server import Door
+from penstock.peer.weight_layout import described
+from penstock.transport.choose import Links
+from penstock.transport.loopback import LoopbackTransport
+
+
+def allow(request: LeaseRequest) -> None:
+    if request.grant != b"good":
+        raise GrantRefused("no")
+
+
+@pytest.fixture
+def door(tmp_path: Path):
+    door = Door(tmp_path / "door.sock", allow)
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def holding(door: Door) -> Holding:
+    holding = make()
+    holding.max_readers = 2
+    with Links({"loopback": LoopbackTransport}) as links:
+        holding.register(links)
+        door.show(holding)
+        yield holding
+
+
+def peer(door: Door, key: str, *, member: str = "reader", grant: bytes = b"good") -> Peer:
+    upstream = Upstream(
+        member="holder", host="h", doors=tuple(door.addresses), device="cpu", state="whole", num_have=0, grant=grant
+    )
+    return Peer(upstream, member=member, key=key, same_host=True, stall_s=5.0)
+
+
+def test_a_reader_learns_map_table_and_log(door: Door, holding: Holding) -> None:
+    gain(holding, 2)
+    with peer(door, holding.key) as reader:
+        reader.lease()
+        assert holding.num_readers == 1
+        found = reader.map()
+        assert (found.key, found.num_chunks, len(found.regions)) == (holding.key, 10, 5)
+        assert described(reader.table()).layout == holding.line.layout
+        assert reader.log(0, 0.0).serial == 1
+    assert door.num_readers(holding.key) == 0
+
+
+def test_places_are_limited_and_come_back(door: Door, holding: Holding) -> None:
+    first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
+    first.lease(), second.lease()
+    with peer(door, holding.key, member="c") as third:
+        with pytest.raises(SourceBusy, match="taken"):
+            third.lease()
+        first.close()
+        third.lease()
+    second.close()
+
+
+def test_a_reader_that_starts_anew_takes_its_own_place(door: Door, holding: Holding) -> None:
+    readers = [peer(door, holding.key) for _ in range(5)]
+    for reader in readers:
+        reader.lease()
+    assert door.num_readers(holding.key) == 1
+    for reader in readers:
+        reader.close()
+
+
+def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: Door, holding: Holding) -> None:
+    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
+        reader.lease()
+    with peer(door, "0" * 32) as reader, pytest.raises(NotFound):
+        reader.lease()
+    with peer(door, holding.key) as reader:
+        reader.lease()
+        door.release(reader._lease.lease)
+        with pytest.raises(PermissionDenied, match="expired"):
+            reader.log(0, 0.0)
+
+
+def test_draining_gives_no_new_places_and_waits_for_the_old(door: Door, holding: Holding) -> None:
+    reader = peer(door, holding.key)
+    reader.lease()
+    threading.Timer(0.1, reader.close).start()
+    assert door.drain(holding.key, 10.0) == 0
+    with peer(door, holding.key) as late, pytest.raises(NotFound):
+        late.lease()
+
+
+def test_a_request_under_way_can_be_interrupted(door: Door, holding: Holding) -> None:
+    reader = peer(door, holding.key)
+    reader.lease()
+    threading.Timer(0.1, reader.interrupt).start()
+    with pytest.raises(PeerLost):
+        reader.log(0, 5.0)
+    reader.close()
+    assert door.num_readers(holding.key) == 0
+
+
+def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Holding) -> None:
+    gone = Door(tmp_path / "gone.sock", allow)
+    gone.close()
+    with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
+        reader.lease()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        gone.addresses = [f"unix://{tmp_path}/silent.sock"]
+        reader = peer(gone, holding.key)
+        reader._stall_s = 0.2
+        with pytest.raises(SourceStalled):
+            reader.lease()
+
+
+def test_a_door_listens_at_an_address_that_others_can_be_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        Door(tmp_path / "two.sock", allow, listen="0.0.0.0:0")
+
+
+def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "door2.sock", allow, listen="127.0.0.1:0")
+    door.show(holding)
+    door.addresses = door.addresses[1:]
+    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
+        reader.lease()
+    with peer(door, holding.key) as reader:
+        assert reader.lease().ttl_s > 0
+    door.close()
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "body", "code"),
+    [
+        ("GET", "/", b"", 404),
+        ("GET", "/v1/leases/x/log?after=-1", b"", 403),
+        ("GET", "/v1/leases/../../etc/passwd", b"", 404),
+        ("POST", "/v1/leases", b"", 400),
+        ("POST", "/v1/leases", b"\x00garbage", 400),
+        ("POST", "/v1/leases", msgspec.msgpack.encode({"member": "a"}), 426),
+        ("POST", "/v1/leases", msgspec.msgpack.encode({"member": "a", "protocol": "2.0"}), 400),
+        ("POST", "/v1/leases", b"x" * (65 << 10), 400),
+        ("DELETE", "/v1/leases/none", b"", 204),
+        ("GET", "/v1/alive", b"", 204),
+    ],
+)
+def test_hostile_requests_get_an_answer_and_change_nothing(
+    tmp_path: Path, verb: str, path: str, body: bytes, code: int
+) -> None:
+    door = Door(tmp_path / "door3.sock", allow, listen="127.0.0.1:0")
+    host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.request(verb, path, body)
+    assert connection.getresponse().status == code
+    connection.close()
+    door.close()
+
+
+@pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
+def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        Door(tmp_path / "door.sock", allow, listen=listen)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "door6.sock", allow, listen="[::1]:0")
+    door.show(holding)
+    door.addresses = door.addresses[1:]
+    assert door.addresses[0].startswith("http://[::1]:")
+    with peer(door, holding.key) as reader:
+        assert reader.lease().ttl_s > 0
+    door.close()
+    with pytest.raises(ConfigError, match="no address"):
+        Door(tmp_path / "all.sock", allow, listen="[::]:0")
+
+
+@pytest.mark.parametrize(
+    "begun", [b"G", b"GET /v1/alive HTTP/1.1\r\nX", b"POST /v1/leases HTTP/1.1\r\nContent-Length: 500\r\n\r\n"]
+)
+def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(head_s=1.0))
+    door = Door(tmp_path / "door.sock", allow)
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(20.0)
+        slow.connect(str(tmp_path / "door.sock"))
+        slow.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")  # an earlier request gives no more time
+        time.sleep(1.1)
+        assert b"204" in slow.recv(999)
+        slow.settimeout(0.05)
+        slow.sendall(begun)
+        deadline, is_open = time.monotonic() + 20.0, True
+        while is_open:
+            assert time.monotonic() < deadline  # a byte each 50 ms never was 30 s of silence
+            try:
+                slow.sendall(b"x")
+                is_open = bool(slow.recv(999))
+            except TimeoutError:
+                continue
+            except OSError:
+                is_open = False
+    door.close()
+
+
+def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Holding) -> None:
+    door = Door(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
+    door.show(holding)
+    with peer(door, holding.key, member="a") as first:
+        assert first.lease().max_bytes_per_s == 1000
+        with peer(door, holding.key, member="b") as second:
+            assert second.lease().max_bytes_per_s == first.log(0, 0.0).max_bytes_per_s == 500
+        assert first.log(0, 0.0).max_bytes_per_s == 1000
+    door.close()
+
+
+def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: Door, holding: Holding) -> None:
+    for _ in range(20):
+        reader = peer(door, holding.key)
+        reader.lease()
+        ended = threading.Thread(target=reader.close)
+        ended.start()
+        reader.interrupt()
+        ended.join()
+        assert door.num_readers(holding.key) == 0
+
+
+def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Door(tmp_path / ("long" * 40) / "door.sock", allow)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
+
+
+def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path) -> None:
+    door = Door(tmp_path / "door.sock", allow)
+    with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
+        stopped.settimeout(20.0)
+        stopped.connect(str(tmp_path / "door.sock"))
+        stopped.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")
+        assert b"204" in stopped.recv(999)
+        door.close()
+        assert stopped.recv(999) == b""
+        gone = weakref.ref(door)
+        del door
+        deadline = time.monotonic() + 20.0
+        while gone() is not None:
+            assert time.monotonic() < deadline, "a thread keeps the door"
+            gc.collect()
+            time.sleep(0.01)
+
+
+def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(total=1))
+    door = Door(tmp_path / "door.sock", allow)
+    first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
+    with first, more:
+        for one in (first, more):
+            one.settimeout(20.0)
+            one.connect(str(tmp_path / "door.sock"))
+        first.sendall(ask)
+        assert b"204" in first.recv(999)
+        assert more.recv(999).startswith(b"HTTP/1.1 429")
+        first.close()
+        deadline = time.monotonic() + 20.0
+        found = b""
+        while b"204" not in found and time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX) as late, contextlib.suppress(OSError):
+                late.connect(str(tmp_path / "door.sock"))
+                late.sendall(ask)
+                found = late.recv(999)
+        assert b"204" in found
+    door.close()

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from penstock.errors import FormatError, PlanError
+from penstock.peer.weight_layout import Line, TableMessage, describe, described, line_of_tensors, tabulate
+from penstock.types import DType
+
+
+def test_the_line_is_sorted_by_name_whatever_the_order() -> None:
+    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(4, dtype=torch.bfloat16)}
+    line, rows = line_of_tensors(tensors)
+    again, _ = line_of_tensors(dict(reversed(tensors.items())))
+    assert line.table.names == ("a", "b") and line.layout == again.layout
+    assert [row.numel() for row in rows] == [8, 24]
+    assert rows[1].data_ptr() == tensors["b"].data_ptr()
+
+
+def test_tied_tensors_are_one_row() -> None:
+    weight = torch.ones(3)
+    line, rows = line_of_tensors({"head": weight, "embed": weight.detach()})
+    assert line.table.names == ("embed",) and len(rows) == 1
+
+
+def test_empty_tensors_are_rows_of_no_bytes() -> None:
+    line, _ = line_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
+    assert line.table.nbytes.tolist() == [0, 0, 8] and line.chunks.num_chunks == 1
+
+
+def test_a_strided_tensor_is_refused_by_name() -> None:
+    with pytest.raises(PlanError) as caught:
+        line_of_tensors({"w": torch.ones(4, 4).t()[:2]})
+    assert caught.value.tensor == "w"
+
+
+def test_what_is_described_is_the_same_line() -> None:
+    table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
+    line = Line.of(table, leaf_bytes=8, chunk_bytes=16)
+    wire = msgspec.msgpack.encode(describe(line))
+    found = described(msgspec.msgpack.decode(wire, type=TableMessage))
+    assert found.layout == line.layout and found.table.names == ("w", "x")
+    assert found.chunks.nbytes.tolist() == line.chunks.nbytes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"names": ("a", "a")}, "twice"),
+        ({"names": ("a",)}, "different lengths"),
+        ({"shapes": ((1,), (-1,))}, "negative"),
+        ({"shapes": ((1,), (1 << 40, 1 << 40))}, "bytes"),
+        ({"leaf_bytes": 0}, "leaves"),
+        ({"chunk_bytes": 1}, "leaves"),
+        ({"dtypes": (DType.F4, DType.F4)}, "whole bytes"),
+    ],
+)
+def test_a_hostile_table_is_a_format_error(change: dict[str, object], fault: str) -> None:
+    good = TableMessage(
+        leaf_bytes=8, chunk_bytes=16, names=("a", "b"), dtypes=(DType.F32, DType.F32), shapes=((1,), (1,))
+    )
+    with pytest.raises(FormatError, match=fault):
+        described(msgspec.structs.replace(good, **change))

@@ -1,0 +1,94 @@
+"""Whom a live publish waits for, and what it says became of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from penstock.hub.sync_messages import Decision, Progress
+from penstock.sync.publish import progress as audience
+from penstock.sync.publish.progress import Audience
+
+
+def waited(
+    one: Audience, version: int, *, stall_s: float = 5.0, gone: str = ""
+) -> tuple[list[Decision], threading.Thread]:
+    found: list[Decision] = []
+
+    def work() -> None:
+        found.append(one.wait(version, stall_s=stall_s, is_gone=lambda member: member == gone))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return found, thread
+
+
+def tell(one: Audience, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = "") -> None:
+    one.heard(member, Progress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
+
+
+def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None:
+    one = Audience()
+    one.begin(3, ["a", "b"])
+    found, thread = waited(one, 3)
+    tell(one, "a", 3, "committed")
+    tell(one, "c", 3, "committed")  # came meanwhile
+    assert not one.decision(3, 0.1).is_over
+    tell(one, "b", 3, "failed", why="no room")
+    thread.join(10)
+    (decision,) = found
+    assert (decision.committed, decision.late, decision.failed) == (("a", "c"), (), {"b": "no room"})
+    assert one.decision(3, 0.0) == decision
+    assert not one.decision(4, 0.0).is_begun
+
+
+def test_nobody_to_wait_for_is_no_wait() -> None:
+    one = Audience()
+    one.begin(1, [])
+    assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
+
+
+def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back() -> None:
+    one = Audience()
+    one.begin(1, ["a", "b"])
+    found, thread = waited(one, 1, stall_s=2.0)
+    for moved in range(8):  # slow, and getting on
+        tell(one, "a", 1, moved=moved + 1)
+        time.sleep(0.3)
+    tell(one, "a", 1, "committed")
+    thread.join(10)
+    assert (found[0].committed, found[0].late) == (("a",), ("b",))
+    one.begin(2, ["a", "b"])
+    found, thread = waited(one, 2)
+    tell(one, "a", 2, "committed")
+    thread.join(10)
+    assert (found[0].committed, found[0].late) == (("a",), ())
+    one.asked("b")
+    one.begin(3, ["b"])
+    assert not one.decision(3, 0.0).is_over
+
+
+def test_who_is_gone_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(audience, "LOOK_S", 0.05)
+    one = Audience()
+    one.begin(1, ["a"])
+    found, thread = waited(one, 1, stall_s=60.0, gone="a")
+    thread.join(10)
+    assert found[0].failed == {"a": "its process is gone"}
+
+
+def test_a_failure_before_a_version_was_told_is_of_the_one_shown() -> None:
+    one = Audience()
+    one.begin(1, ["a"])
+    tell(one, "a", -1, "failed", why="names differ")
+    assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
+
+
+def test_a_failure_is_forgotten_by_a_success() -> None:
+    one = Audience()
+    one.begin(1, ["a", "b"])
+    tell(one, "a", 1, "failed", why="a source was lost")
+    tell(one, "a", 1, "committed")
+    tell(one, "b", 1, "committed")
+    decision = one.wait(1, stall_s=60.0, is_gone=lambda _: False)
+    assert (set(decision.committed), decision.failed) == ({"a", "b"}, {})

@@ -1,0 +1,199 @@
+"""What ranks quantise of their shards is what the whole quantised is, cut: to the bit, however it was sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.sync.moved import move
+
+from penstock.errors import BudgetTooSmall, ConfigError, PlanError
+from penstock.hub.sync_messages import TableReply
+from penstock.sync.publish.offer import Offer
+from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
+from penstock.sync.receive.formats_offered import shown
+from penstock.sync.shards import Row, Shard, declared
+from penstock.transform.geometry import format_of, outputs
+from penstock.transform.quantize import dtype_of, quantise
+from penstock.types import Box
+
+BLOCKS = ["fp8-block128", "fp8-block128-ue8m0", "fp8-block128-e8m0", "fp8-block1x128", "fp8-channel", "mxfp8"]
+SHAPES = [(300, 256), (128, 96), (1, 32), (260, 160), (513, 384)]
+
+
+def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {
+        f"layers.{i}.w.weight": torch.randn(shape, generator=chance).to(dtype) * 2.0 ** (3 * i - 8)
+        for i, shape in enumerate(SHAPES)
+    }
+
+
+def sharded(whole: dict[str, torch.Tensor], rank: int, grid: tuple[int, int]) -> dict[str, list[Shard]]:
+    """Chunks of rows and columns, as torch cuts them; some ranks have none."""
+    row, column = divmod(rank, grid[1])
+    found: dict[str, list[Shard]] = {}
+    for name, tensor in whole.items():
+        box = []
+        for n, count, i in zip(tensor.shape, grid, (row, column), strict=True):
+            width = -(-n // count)
+            box.append((min(n, i * width), min(n, (i + 1) * width)))
+        (a, b), (c, d) = box
+        shard = Shard(tensor=tensor[a:b, c:d].clone(), global_shape=tuple(tensor.shape), offset=(a, c))
+        found[name] = [shard] if shard.tensor.numel() else []
+    return found
+
+
+def expected(whole: dict[str, torch.Tensor], tag: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in whole.items():
+        shape = tuple(tensor.shape)
+        parts = outputs(format_of(tag), name, dtype_of(tensor), shape, Box.full(shape))
+        found |= {part.name: value for part, value in zip(parts, quantise(format_of(tag), tensor), strict=True)}
+    return found
+
+
+def filled(ranks: Sequence[Transformed], rows: Sequence[Sequence[Row]]) -> None:
+    """As publishers do, of real plans, in one process."""
+    move(rows, [one.wants for one in ranks])
+    for one in ranks:
+        ready: list[int] = []
+        one.fill(lambda numbers, ready=ready: ready.extend(numbers.tolist()))
+        assert sorted(ready) == list(range(len(one.rows))), "rows are ready once each"
+
+
+def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str, cuts: int = 2) -> None:
+    """Receivers that cut the rows of codes and scales in parts of their own."""
+    for rank in range(cuts):
+        mine = {}
+        for name, tensor in truth.items():
+            width = -(-len(tensor) // cuts)
+            part = tensor[rank * width : (rank + 1) * width]
+            got = torch.full_like(part.view(torch.uint8), 0xA5).view(part.dtype)
+            if part.numel():
+                offset = (rank * width, *(0,) * (part.ndim - 1))
+                mine[name] = Shard(tensor=got, global_shape=tuple(tensor.shape), offset=offset, tag=tag)
+        move([one.rows for one in ranks], [declared(mine)])
+        for name, shard in mine.items():
+            at = shard.offset[0]
+            true = truth[name][at : at + len(shard.tensor)]
+            assert torch.equal(shard.tensor.view(torch.uint8), true.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (3, 1), (7, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("tag", BLOCKS)
+def test_blocks_that_shards_cut_are_those_of_the_whole(tag: str, grid: tuple[int, int]) -> None:
+    live = [declared(sharded(tensors(), rank, grid)) for rank in range(grid[0] * grid[1])]
+    ranks = [Transformed(choose(tag, rows), bucket_bytes=20_000) for rows in live]
+    # Another version in the same memory: what was laid out once is run again.
+    for seed in (0, 1):
+        whole = tensors(seed)
+        for rank, rows in enumerate(live):
+            for row, new in zip(rows, declared(sharded(whole, rank, grid)), strict=True):
+                row.tensor.copy_(new.tensor)
+        filled(ranks, live)
+        check(ranks, expected(whole, tag), tag)
+    if grid == (1, 1):
+        assert not any(one.wants or one.seam_bytes for one in ranks)
+    blocks = sum(int(np.prod(row.form.box.shape)) for one in ranks for row in one.rows)
+    assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), "each block is quantised by one rank"
+
+
+def test_a_cast_of_masters_takes_every_tensor_and_no_seams() -> None:
+    whole = tensors(dtype=torch.float32) | {"norm.weight": torch.randn(7), "scale": torch.tensor(2.5)}
+    whole["already"] = torch.ones(3, dtype=torch.bfloat16)
+    rows = declared(whole)
+    made = Transformed(choose("cast:BF16", rows))
+    filled([made], [rows])
+    assert not made.wants
+    assert {row.name for row in made.rows} == set(whole) - {"already"}
+    for row in made.rows:
+        assert torch.equal(row.tensor, whole[row.name].bfloat16()), row.name
+        assert row.form.tag == "cast:BF16"
+
+
+def test_a_scale_of_the_whole_tensor_needs_the_whole_tensor() -> None:
+    whole = {name: one for name, one in tensors().items() if one.shape[1] % 16 == 0}
+    rows = declared(whole)
+    made = Transformed(choose("nvfp4", rows))
+    filled([made], [rows])
+    check([made], expected(whole, "nvfp4"), "nvfp4", cuts=1)
+    with pytest.raises(PlanError, match="one scale for the whole tensor"):
+        choose("nvfp4", declared(sharded(whole, 0, (2, 1))))
+
+
+def test_several_formats_and_patterns() -> None:
+    rows = declared(tensors() | {"lm_head.weight": torch.zeros(128, 128, dtype=torch.bfloat16)})
+    asked: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
+    chosen = choose(asked, rows)
+    assert [(one.row.name, one.form.tag) for one in chosen] == [
+        ("layers.0.w.weight", "fp8-block128"),
+        ("layers.1.w.weight", "fp8-block128"),
+        ("layers.1.w.weight", "mxfp8"),
+    ]
+    with pytest.raises(ConfigError, match="no transform is called"):
+        choose("fp9", rows)
+
+
+def offer(rows: Sequence[Row], **options: object) -> Offer:
+    given = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
+    return Offer(rows, given.pop("transforms", "fp8-block128"), **given)  # type: ignore[arg-type]
+
+
+def test_memory_is_bounded_and_said() -> None:
+    rows = declared(sharded(tensors(), 0, (3, 1)))
+    nbytes, seam_bytes = room(choose("fp8-block128", rows))
+    made = offer(rows, memory_bytes=nbytes + seam_bytes)
+    assert (made.transformed.nbytes, made.transformed.seam_bytes) == (nbytes, seam_bytes)
+    assert seam_bytes > 0
+    with pytest.raises(BudgetTooSmall) as caught:
+        offer(rows, memory_bytes=nbytes + seam_bytes - 1)
+    assert caught.value.minimum_bytes == nbytes + seam_bytes
+    copied = sum(memory.nbytes for memory in made.memories)
+    with pytest.raises(BudgetTooSmall) as caught:
+        offer(rows, memory_bytes=1, copies="device")
+    assert caught.value.minimum_bytes == nbytes + seam_bytes + copied
+    # Only the tagged form is offered: there is no copy of what it was made of.
+    with pytest.raises(BudgetTooSmall) as caught:
+        offer(rows, memory_bytes=1, copies="device", keep_plain=False)
+    assert caught.value.minimum_bytes == nbytes + seam_bytes
+    with pytest.raises(PlanError, match="no tensor can be had"):
+        offer(rows, transforms={"fp8-block128": ["nothing"]})
+
+
+TOLD = TableReply(
+    names=("a.weight", "b.weight", "a.weight", "a.weight_scale_inv", "a.weight_packed", "a.weight_scale"),
+    dtypes=("BF16", "BF16", "F8_E4M3", "F32", "U8", "F8_E4M3"),
+    shapes=((256, 256), (4,), (256, 256), (2, 2), (256, 128), (256, 16)),
+    tags=("", "", "fp8-block128", "fp8-block128", "nvfp4", "nvfp4"),
+)
+
+
+def test_what_a_receiver_is_shown() -> None:
+    plain = shown(TOLD, None)
+    assert list(plain.table.names) == ["a.weight", "b.weight"]
+    assert not plain.tags
+    blocks = shown(TOLD, "fp8-block128")
+    assert dict(zip(blocks.table.names, map(str, blocks.table.dtypes), strict=True)) == {
+        "b.weight": "BF16",
+        "a.weight": "F8_E4M3",
+        "a.weight_scale_inv": "F32",
+    }
+    assert set(blocks.tags) == {"a.weight", "a.weight_scale_inv"}
+    assert list(shown(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
+    with pytest.raises(PlanError, match="nobody publishes tensors as mxfp8; offered are fp8-block128, nvfp4"):
+        shown(TOLD, "mxfp8")
+
+
+class Quantised(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(256, 256).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+def test_a_model_with_codes_and_scales_is_shown_its_format() -> None:
+    assert set(shown(TOLD, None, Quantised()).tags.values()) == {"fp8-block128"}
+    assert not shown(TOLD, None, torch.nn.Linear(4, 4)).tags

@@ -1,0 +1,166 @@
+"""What did not change since the version before is not read, and is right: however it changed, and whatever was in our
+memory meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.sync.parts import content, whole
+from tests.unit.sync.receive.test_transfer import World, world
+
+from penstock.errors import StaleDescriptor
+from penstock.sync.receive import delta as delta_module
+from penstock.sync.receive.delta import Delta, pays
+from penstock.sync.receive.source_link import LocalLink
+from penstock.sync.receive.transfer import Take
+from penstock.transport.choose import open_links
+from penstock.types import GB
+
+
+@pytest.fixture(autouse=True)
+def cutting_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are a few kilobytes: on them no saving would pay."""
+    monkeypatch.setattr(delta_module, "CUT_S", 0.0)
+
+
+@pytest.fixture
+def made():
+    with open_links(only=["loopback"]) as links:
+        yield world(links)
+
+
+def show(made: World, version: int, changed: list[tuple[int, int, int]], *, seed: int = 0) -> None:
+    """The next version: bytes [start, stop) of some sources are others."""
+    chance = np.random.default_rng([version, seed])
+    for one in made.sources:
+        one.fence()
+    for source, start, stop in changed:
+        at = 0
+        for memory in made.sources[source].regions.memories:
+            some = content(memory)[max(start - at, 0) : max(stop - at, 0)]
+            some[:] = chance.integers(0, 256, len(some), np.uint8)
+            at += memory.nbytes
+    for one in made.sources:
+        one.begin(version)
+        one.ready()
+
+
+def ran(made: World, take: Take) -> int:
+    """Run it; every byte is right; the bytes moved."""
+    expected = made.expected()
+    report = take.run(made.links(), lambda bucket: None)
+    assert np.array_equal(whole(made.receiver), expected)
+    assert report.nbytes == made.part.nbytes
+    assert report.moved_bytes == sum(link.nbytes for link in report.links)
+    return report.moved_bytes
+
+
+def strips_within(made: World, source: int, start: int, stop: int) -> int:
+    """Bytes of the part's strips that touch these bytes of a source."""
+    part = made.part
+    last = part.src + (part.num_rows - 1) * part.src_pitch + part.run_bytes
+    mine = (part.source == source) & (part.src < stop) & (last > start)
+    return int((part.run_bytes * part.num_rows)[mine].sum())
+
+
+def test_only_strips_that_changed_are_read(made: World) -> None:
+    take = made.take(delta=Delta())
+    assert ran(made, take) == made.part.nbytes
+    show(made, 2, [(0, 100, 101)])
+    moved = ran(made, take)
+    assert 0 < moved == strips_within(made, 0, 100, 101) < made.part.nbytes
+
+
+def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
+    take = made.take(delta=Delta())
+    ran(made, take)
+    show(made, 2, [])
+    assert ran(made, take) == 0
+    assert sum(len(strips) for strips, _ in take.proven) == len(made.part.source), "all of it was digested here"
+    assert take.delta.density == 0.0
+
+
+def test_memory_that_changed_here_is_read_again(made: World) -> None:
+    take = made.take(delta=Delta())
+    ran(made, take)
+    row = int(made.part.dst[0])
+    memory = made.receiver.regions.memories[0]
+    assert row < memory.nbytes
+    content(memory)[row] ^= 1  # as an engine that works on its weights in place
+    show(made, 2, [])
+    assert 0 < ran(made, take) < made.part.nbytes + 1
+
+
+def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
+    class Gone(LocalLink):
+        def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
+            raise StaleDescriptor("it is past that version", uri=self.member)
+
+    take = made.take(delta=Delta())
+    ran(made, take)
+    show(made, 2, [(source, 0, 1 << 20) for source in range(len(made.sources))])
+    links = made.links() | {"p1": Gone(made.sources[1])}
+    with pytest.raises(StaleDescriptor):
+        take.run(links, lambda bucket: None)
+    show(made, 3, [(0, 0, 64)])
+    ran(made, take)
+    show(made, 4, [])
+    ran(made, take)
+
+
+def test_any_versions_one_after_the_other(made: World) -> None:
+    take, chance = made.take(delta=Delta()), np.random.default_rng(7)
+    ran(made, take)
+    for version in range(2, 12):
+        spans = [
+            (int(chance.integers(len(made.sources))), int(start), int(start + chance.integers(1, 3000)))
+            for start in chance.integers(0, 12_000, chance.integers(0, 4))
+        ]
+        show(made, version, spans)
+        if version % 3 == 0:
+            content(made.receiver.regions.memories[1])[: int(chance.integers(1, 200))] ^= 0x11
+        assert ran(made, take) <= 2 * made.part.nbytes
+
+
+def test_without_a_base_everything_is_read(made: World) -> None:
+    kept = Delta()
+    assert ran(made, made.take(delta=kept)) == made.part.nbytes
+    assert "no version is held by this plan" in kept.summary(made.take().run(made.links(), lambda bucket: None))
+    show(made, 2, [])
+    assert ran(made, made.take(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
+    show(made, 3, [])
+    assert ran(made, made.take()) == made.part.nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "changed", "gb_per_s", "cost_s", "does"),
+    [
+        (16 * GB, 16 * GB, 400, 0.007, False),
+        (16 * GB, 15 * GB, 400, 0.007, False),  # 2.5 ms of wire for 7 ms of asking
+        (16 * GB, 8 * GB, 400, 0.007, True),
+        (16 * GB, 15.9 * GB, 5, 0.007, True),  # a slow wire: 20 ms
+        (16 * GB, 0, 400, 0.050, False),
+        (16 * GB, 0, 0, 0.0, False),  # nothing is measured yet
+        (0, 0, 400, 0.0, False),
+    ],
+)
+def test_what_pays(nbytes: int, changed: float, gb_per_s: float, cost_s: float, does: bool) -> None:
+    assert pays(nbytes, changed, gb_per_s * GB, cost_s) is does
+
+
+def test_a_wire_that_is_faster_than_asking_is_not_asked_first() -> None:
+    with open_links(only=["loopback"]) as links:
+        made = world(links)
+        kept = Delta()
+        take = made.take(delta=kept)
+        ran(made, take)
+        show(made, 2, [(0, 0, 10)])
+        ran(made, take)
+        assert kept.asks_first and kept.density is not None
+        kept._ask_s = 3600.0
+        show(made, 3, [(0, 0, 10)])
+        assert ran(made, take) == made.part.nbytes
+        assert not kept.asks_first
+        kept._ask_s = 0.0
+        show(made, 4, [])
+        assert ran(made, take) == 0, "what was measured while all was read lets it ask again"

@@ -1,0 +1,251 @@
+"""A part of a sync between real arenas: every byte where the part says, verified, or a typed error that names who."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
+
+from penstock.digest.strip import Strips
+from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
+from penstock.sync.local_version import Answer, Held
+from penstock.sync.receive.source_link import LocalLink
+from penstock.sync.receive.transfer import LEAST_BYTES, Take
+from penstock.transport.choose import Links, open_links
+from penstock.types import MIB
+
+SHAPES = [(64, 48), (32, 96), (16, 16), (128, 8)]
+
+
+@pytest.fixture(params=["loopback", "shm"])
+def links(request: pytest.FixtureRequest) -> Iterator[Links]:
+    with open_links(only=[request.param]) as opened:
+        yield opened
+
+
+@dataclass
+class World:
+    """Publishers of one version, a receiver, its part."""
+
+    sources: list[Held]
+    receiver: Held
+    part: object
+    buckets: list[int] = field(default_factory=list)
+
+    def links(self, version: int = 1) -> dict[str, LocalLink]:
+        near = "loopback" in self.receiver.regions.links.transports
+        return {one.layout.member: LocalLink(one, same_process=near) for one in self.sources}
+
+    def take(self, **options: object) -> Take:
+        return Take(self.part, self.receiver.regions, names=self.receiver.layout.names, stall_s=10.0, **options)
+
+    def expected(self) -> np.ndarray:
+        return naive(self.part, [whole(one) for one in self.sources], whole(self.receiver))
+
+
+def world(links: Links, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regions=2, bucket_bytes=4096) -> World:
+    holdings = sharded("p", shapes, *froms, num_regions)
+    wants = sharded("s", shapes, *to, num_regions)
+    sources = [held(one, links) for one in holdings]
+    for one in sources:
+        one.begin(1)
+        one.ready()
+    return World(sources, held(wants[1], links, seed=1), parts(holdings, wants, bucket_bytes)[1])
+
+
+def test_every_byte_arrives_bucket_after_bucket(links: Links) -> None:
+    made = world(links)
+    expected = made.expected()
+    report = made.take().run(made.links(), made.buckets.append)
+    assert np.array_equal(whole(made.receiver), expected)
+    assert made.buckets == list(range(len(made.part.bucket_first) - 1))
+    assert report.nbytes == made.part.nbytes == sum(one.nbytes for one in report.links)
+    assert {one.path for one in report.links} == {next(iter(links.transports))}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6),
+    froms=st.tuples(st.integers(0, 1), st.integers(1, 3)),
+    to=st.tuples(st.integers(0, 1), st.integers(2, 4)),
+    num_regions=st.integers(1, 3),
+    bucket_bytes=st.integers(64, 20_000),
+)
+def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
+    shapes = [(rows * 12, columns * 12) for rows, columns in shapes]
+    with open_links(only=["loopback"]) as links:
+        made = world(links, shapes, froms=froms, to=to, num_regions=num_regions, bucket_bytes=bucket_bytes)
+        expected = made.expected()
+        made.take(watermark_bytes=LEAST_BYTES).run(made.links(), made.buckets.append)
+        assert np.array_equal(whole(made.receiver), expected)
+        assert made.buckets == list(range(len(made.part.bucket_first) - 1))
+
+
+def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
+    made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
+    asked: list[int] = []
+
+    class Counting(LocalLink):
+        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+            asked.append(len(strips))
+            return super().digests(strips, wait_s=wait_s)
+
+    near = "loopback" in links.transports
+    expected = made.expected()
+    given = {one.layout.member: Counting(one, same_process=near) for one in made.sources}
+    made.take(watermark_bytes=MIB).run(given, made.buckets.append)
+    assert np.array_equal(whole(made.receiver), expected)
+    assert len(asked) == len(made.sources) and min(asked) > 1
+
+
+def test_again_for_the_next_version(links: Links) -> None:
+    made = world(links)
+    take = made.take()
+    take.run(made.links(), made.buckets.append)
+    for one in made.sources:
+        one.fence()
+        for memory in one.regions.memories:
+            content(memory)[:] ^= 0x5A
+        one.begin(2)
+        one.ready()
+    expected = made.expected()
+    take.run(made.links(), made.buckets.append)
+    assert np.array_equal(whole(made.receiver), expected)
+
+
+class Filling(LocalLink):
+    """A source that did not have all rows when it was asked for its map: it is asked for digests before each read."""
+
+    def __init__(self, held: Held, *, same_process: bool = True) -> None:
+        super().__init__(held, same_process=same_process)
+        self.map = msgspec.structs.replace(self.map, is_ready=False)
+
+
+class Lying(LocalLink):
+    """A source that says of one strip what is not so: as if a byte had flipped on the way."""
+
+    def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+        said = super().digests(strips, wait_s=wait_s)
+        said.digests[0] ^= np.uint64(1)
+        return said
+
+
+def test_a_flipped_byte_is_named_and_not_handed_on(links: Links) -> None:
+    made = world(links, bucket_bytes=1 << 30)
+    given = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
+    take = made.take()
+    with pytest.raises(IntegrityError) as caught:
+        take.run(given, made.buckets.append)
+    assert made.buckets == [] and take.lost == "p1" and caught.value.uri == "p1" and caught.value.mutated
+    assert caught.value.tensor in made.receiver.layout.names
+
+
+def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
+    made = world(links)
+
+    class Fencing(Filling):
+        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+            said = super().digests(strips, wait_s=wait_s)
+            self.held.fence()
+            return said
+
+    given = made.links() | {"p0": Fencing(made.sources[0], same_process="loopback" in links.transports)}
+    take = made.take()
+    with pytest.raises(StaleDescriptor):
+        take.run(given, made.buckets.append)
+    assert take.lost == "p0"
+    assert len(made.buckets) < len(made.part.bucket_first) - 1
+
+
+def test_nothing_touched_is_said_to_be_so(links: Links) -> None:
+    made = world(links, froms=(0, 1))
+    given, before = made.links(), whole(made.receiver)
+    made.sources[0].fence()
+    with pytest.raises(StaleDescriptor) as caught:
+        made.take().run(given, made.buckets.append)
+    assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and made.buckets == []
+
+
+def test_a_source_that_is_never_ready_stalls(links: Links) -> None:
+    made = world(links)
+    made.sources[1].fence()
+    made.sources[1].begin(1)
+    made.sources[1].ready([0])
+    take = Take(made.part, made.receiver.regions, stall_s=1.0)
+    with pytest.raises(SourceStalled) as caught:
+        take.run(made.links(), made.buckets.append)
+    assert take.lost == "p1" and "p1" in str(caught.value)
+
+
+def test_rows_are_waited_for_as_they_become_ready(links: Links) -> None:
+    made = world(links)
+    expected = made.expected()
+    late = made.sources[1]
+    late.fence()
+    late.begin(1)
+
+    def fill() -> None:
+        for row in range(len(late.layout.names)):
+            threading.Event().wait(0.05)
+            late.ready([row])
+
+    filling = threading.Thread(target=fill)
+    given = made.links()
+    filling.start()
+    report = made.take().run(given, made.buckets.append)
+    filling.join()
+    assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
+
+
+def test_a_source_that_is_gone_is_named(links: Links) -> None:
+    made = world(links)
+
+    class Gone(LocalLink):
+        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
+            raise PeerLost("it does not answer")
+
+    take = made.take()
+    with pytest.raises(PeerLost) as caught:
+        take.run(made.links() | {"p1": Gone(made.sources[1])}, made.buckets.append)
+    assert take.lost == "p1" and "p1" in str(caught.value)
+
+
+def test_the_watermark_is_kept(links: Links) -> None:
+    made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
+    expected = made.expected()
+    report = made.take(watermark_bytes=MIB).run(made.links(), made.buckets.append)
+    assert np.array_equal(whole(made.receiver), expected) and 0 < report.peak_bytes <= MIB < report.nbytes
+
+
+def test_a_watermark_too_small_says_the_least() -> None:
+    with open_links(only=["loopback"]) as links, pytest.raises(BudgetTooSmall) as caught:
+        world(links).take(watermark_bytes=1000)
+    assert caught.value.minimum_bytes == LEAST_BYTES
+
+
+def test_what_does_not_fit_is_refused_before_a_byte(links: Links) -> None:
+    made = world(links)
+    with pytest.raises(PlanError, match="no link to p1"):
+        made.take().run({"p0": made.links()["p0"]}, made.buckets.append)
+    made.sources[1].fence()
+    made.sources[1].begin(7)
+    with pytest.raises(PlanError, match="several versions"):
+        made.take().run(made.links(), made.buckets.append)
+
+
+def test_an_error_of_the_installer_ends_it(links: Links) -> None:
+    made = world(links)
+
+    def install(bucket: int) -> None:
+        raise ValueError("not this one")
+
+    with pytest.raises(RuntimeError) as caught:
+        made.take().run(made.links(), install)
+    assert isinstance(caught.value.__cause__, ValueError)

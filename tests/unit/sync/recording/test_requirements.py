@@ -1,0 +1,214 @@
+"""What a receiver wants comes once, in one place, and installing it is what its loader would have done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.recording.test_record import LOADERS, Holder, V, W, one
+from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
+
+from penstock.errors import PlanError
+from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.shards import declared
+
+
+def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor]) -> Wanted:
+    """Synced and loaded must be the same."""
+    model, true = Holder(shape, load), Holder(shape, load)
+    table = table_of(tensors)
+    want = wanted(model, record(model, table), table)
+    spoil([*want._whole.values(), *(row.tensor for row in want.rows[want.num_live :])])
+    move([declared(tensors)], [want.rows])
+    want.install()
+    want.finish()
+    true.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+    same(model, true)
+    return want
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_a_loader_of_views_and_copies(what: str) -> None:
+    shape, load = LOADERS[what]
+    filled(shape, one(load), {"w": W})
+
+
+def test_what_lies_in_order_comes_without_scratch() -> None:
+    def load(model: Holder, weights) -> None:
+        held = dict(weights)
+        model.p[:8].copy_(held["q"])
+        model.p[8:, :3].copy_(held["k"][:, 3:])
+
+    want = filled((16, 6), load, {"q": W, "k": V})
+    assert (want.scratch_bytes, want.num_live, want.names) == (0, 2, ("q", "k"))
+    assert not want.why()
+
+
+def test_elements_used_twice_come_once() -> None:
+    def load(model: Holder, weights) -> None:
+        for _, w in weights:
+            model.p[:8].copy_(w)
+            model.p[8:16].copy_(w)
+            model.p[16:20].copy_(w[2:6])
+            model.p[20:26, :3].copy_(w[:6, 3:])
+
+    want = filled((26, 6), load, {"w": W})
+    assert sum(row.tensor.numel() for row in want.rows) == W.numel()
+    assert want.scratch_bytes == 0
+
+
+def test_boxes_that_partly_overlap_come_once() -> None:
+    def load(model: Holder, weights) -> None:
+        for _, w in weights:
+            model.p[:5].copy_(w[:5])
+            model.p[5:10].copy_(w[3:])
+            model.p[10:14].copy_(w[2:6])
+            model.p[14:20, :4].copy_(w[1:5, :].t())
+
+    want = filled((20, 6), load, {"w": W})
+    assert sum(row.tensor.numel() for row in want.rows) == W.numel()
+
+
+def test_another_dtype_and_a_transpose_come_in_scratch() -> None:
+    model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())), torch.bfloat16)
+    table = table_of({"w": W})
+    want = wanted(model, record(model, table), table)
+    assert (want.num_live, len(want.rows)) == (0, 1)
+    assert want.scratch_bytes >= W.nbytes
+    move([declared({"w": W})], [want.rows])
+    assert not model.p.any()
+    want.install(["w"])
+    assert torch.equal(model.p, W.t().to(torch.bfloat16))
+
+
+def test_bits_read_as_another_dtype_come_into_the_parameter_itself() -> None:
+    raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
+    model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
+    table = table_of({"w": raw})
+    want = wanted(model, record(model, table), table)
+    assert want.scratch_bytes == 0
+    move([declared({"w": raw})], [want.rows])
+    assert torch.equal(model.p.view(torch.uint8), raw)
+
+
+def test_a_parameter_whose_memory_is_transposed_comes_in_scratch() -> None:
+    model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())))
+    model.p.data = torch.zeros(8, 6).t()
+    table = table_of({"w": W})
+    want = wanted(model, record(model, table), table)
+    move([declared({"w": W})], [want.rows])
+    want.install()
+    assert torch.equal(model.p, W.t())
+
+
+def double(model: Holder, weights) -> None:
+    """Half recorded, half computed; and the computing loader writes over what is recorded before that is."""
+    held = dict(weights)
+    if "v" in held:
+        model.p.copy_(held["v"] * 2)
+        model.b.fill_(3)
+    if "w" in held:
+        model.p[:4].copy_(held["w"][:4])
+
+
+def test_what_is_not_recorded_passes_through_the_loader_loudly_and_first() -> None:
+    with pytest.warns(RuntimeWarning, match=r"1 tensors come whole, .* pass through the loader: v: mul"):
+        want = filled((8, 6), double, {"v": V, "w": W})
+    assert dict(want.unrecorded) == {"v": "mul of its values"}
+    assert want.why()
+    assert want.num_live == 0  # the loader writes to the one parameter there is
+
+
+def test_a_loader_that_computes_in_place_leaves_what_was_received() -> None:
+    with pytest.warns(RuntimeWarning, match="w: mul_"):
+        want = filled((8, 6), one(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
+    (row,) = want.rows
+    assert torch.equal(row.tensor, W)
+
+
+def test_a_tensor_partly_recorded_comes_once() -> None:
+    def load(model: Holder, weights) -> None:
+        for _, w in weights:
+            model.p[:8].copy_(w)
+            model.p[8:].copy_(w + 1)
+
+    with pytest.warns(RuntimeWarning, match="1 tensors"):
+        want = filled((16, 6), load, {"w": W})
+    assert [row.tensor.numel() for row in want.rows] == [W.numel()]
+
+
+def test_a_loader_that_exchanges_memory_is_refused_after_the_fact() -> None:
+    def load(model: Holder, weights) -> None:
+        for _, w in weights:
+            model.p = torch.nn.Parameter(w * 2, requires_grad=False)
+
+    model = Holder((8, 6), load)
+    table = table_of({"w": W})
+    with pytest.warns(RuntimeWarning):
+        want = wanted(model, record(model, table), table)
+    move([declared({"w": W})], [want.rows])
+    want.install()
+    with pytest.raises(PlanError, match="other memory") as caught:
+        want.finish()
+    assert (caught.value.mutated, caught.value.tensor) == (True, "p")
+
+
+def test_staged_a_shadow_is_filled_and_flipped_then_installed() -> None:
+    tensors = checkpoint()
+    table = table_of(tensors)
+    model, true = Toy(Place(tp_rank=1, tp=2)), Toy(Place(tp_rank=1, tp=2))
+    model.load_weights(checkpoint(seed=1).items())
+    true.load_weights(tensors.items())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = wanted(model, record(model, table), table)
+    live = [row.tensor.clone() for row in want.rows[: want.num_live]]
+    shadow = [row.tensor for row in want.rows]
+    shadows = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in live]
+    # The same rows, those of live memory in a shadow of it.
+    rows = [
+        type(row)(name=row.name, tensor=shadows[i] if i < want.num_live else row.tensor, form=row.form)
+        for i, row in enumerate(want.rows)
+    ]
+    move([declared(tensors)], [rows])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    for tensor, arrived in zip(shadow, shadows, strict=False):
+        tensor.copy_(arrived)
+    want.install()
+    want.finish()
+    same(model, true)
+
+
+def test_rows_of_a_receiver_are_what_it_holds_once_it_has_a_version() -> None:
+    tensors = checkpoint()
+    table = table_of(tensors)
+    first, second = Toy(Place(dtype=torch.bfloat16)), Toy(Place(dtype=torch.bfloat16))
+    wants = [wanted(model, record(model, table), table) for model in (first, second)]
+    move([declared(tensors)], [wants[0].rows])
+    wants[0].install()
+    wants[0].finish()
+    move([wants[0].rows], [wants[1].rows])
+    wants[1].install()
+    wants[1].finish()
+    same(second, first)
+
+
+def test_another_table_and_a_model_without_memory_are_refused() -> None:
+    model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+    recording = record(model, table_of({"w": W}))
+    with pytest.raises(PlanError, match="another checkpoint"):
+        wanted(model, recording, table_of({"w": W.double()}))
+    with torch.device("meta"):
+        empty = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+    with pytest.raises(PlanError, match="meta device"):
+        wanted(empty, recording, table_of({"w": W}))
+
+
+def test_tagged_tensors_are_wanted_under_their_tag() -> None:
+    model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+    table = table_of({"w": W})
+    (row,) = wanted(model, record(model, table), table, tags={"w": "fp8-block128"}).rows
+    assert row.form.tag == "fp8-block128"

@@ -1,0 +1,130 @@
+"""What a rank says of its memory: only of the version asked for, only of rows that are ready; and who it waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.unit.sync.parts import held, layout, whole
+
+from penstock.digest.strip import Strips, strip_digests
+from penstock.errors import PlanError, StaleDescriptor
+from penstock.sync.local_version import Held, Leases
+from penstock.transport.choose import open_links
+from penstock.types import Box
+
+BOX = Box(start=(0, 0), stop=(8, 8))
+
+
+@pytest.fixture
+def rank() -> Iterator[Held]:
+    with open_links(only=["loopback"]) as links:
+        yield held(layout("p0", [(f"t{i}", (8, 8), BOX) for i in range(4)], 2), links)
+
+
+def strips(*rows: tuple[int, int, int, int]) -> Strips:
+    at, run_bytes, num_rows, pitch = np.array(rows, np.int64).reshape(-1, 4).T
+    return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+
+
+def test_digests_of_ready_rows_alone(rank: Held) -> None:
+    rank.begin(3)
+    first, second = strips((0, 16, 4, 32)), strips((256, 256, 1, 0))
+    where = rank.layout.offset.tolist()
+    rank.ready([where.index(0)])
+    said = rank.digests(first, version=3, generation=rank.generation, wait_s=0)
+    assert said.digests is not None and said.num_ready == 1
+    assert (said.digests == strip_digests(whole(rank), first)).all()
+    assert rank.digests(second, version=3, generation=rank.generation, wait_s=0.01).digests is None
+    late = threading.Timer(0.1, lambda: rank.ready())
+    late.start()
+    said = rank.digests(second, version=3, generation=rank.generation, wait_s=10)
+    assert said.digests is not None and said.num_ready == 4
+    late.join()
+
+
+def test_another_version_or_generation_is_stale(rank: Held) -> None:
+    some = strips((0, 4, 1, 0))
+    with pytest.raises(StaleDescriptor):
+        rank.map()
+    rank.begin(3)
+    rank.ready()
+    told = rank.map()
+    assert (told.version, told.sizes, len(told.regions)) == (3, (512, 512), 2)
+    for version, generation in ((2, told.generation), (3, told.generation + 1)):
+        with pytest.raises(StaleDescriptor):
+            rank.digests(some, version=version, generation=generation, wait_s=1)
+    with pytest.raises(PlanError, match="version 3 is held"):
+        rank.begin(4)
+    rank.fence()
+    rank.begin(3)
+    rank.ready()
+    with pytest.raises(StaleDescriptor):
+        rank.digests(some, version=3, generation=told.generation, wait_s=1)
+    assert rank.map().regions != told.regions
+
+
+def test_a_fence_wakes_who_waits(rank: Held) -> None:
+    rank.begin(1)
+    threading.Timer(0.1, rank.fence).start()
+    begun = time.monotonic()
+    with pytest.raises(StaleDescriptor):
+        rank.digests(strips((0, 4, 1, 0)), version=1, generation=0, wait_s=60)
+    assert time.monotonic() - begun < 50
+
+
+@pytest.mark.parametrize("row", [(1020, 8, 1, 0), (-4, 4, 1, 0), (500, 24, 1, 0), (0, 4, 1 << 40, 8)])
+def test_strips_outside_or_over_an_edge_are_refused(rank: Held, row: tuple[int, int, int, int]) -> None:
+    rank.begin(1)
+    rank.ready()
+    with pytest.raises(PlanError):
+        rank.digests(strips(row), version=1, generation=0, wait_s=1)
+
+
+def test_nothing_is_given_of_what_is_closed(rank: Held) -> None:
+    rank.begin(1)
+    rank.close()
+    with pytest.raises(StaleDescriptor):
+        rank.map()
+    with pytest.raises(StaleDescriptor):
+        rank.ready()
+
+
+def test_interleaved_rows_wait_for_each_other() -> None:
+    """Column slices of one tensor reach over each other in memory."""
+    from penstock.plan.layout import Form, Layout
+    from penstock.types import DType
+
+    form = Form(dtype=DType.F32, shape=(4, 2), box=Box(start=(0, 0), stop=(4, 2)), strides=(4, 1))
+    both = Layout(
+        member="p",
+        regions=(64,),
+        forms=(form,),
+        names=("left", "right"),
+        form=np.zeros(2, np.int64),
+        offset=np.array([0, 8]),
+    )
+    with open_links(only=["loopback"]) as links:
+        rank = held(both, links)
+        rank.begin(1)
+        rank.ready([1])
+        ask = strips((0, 8, 4, 16))
+        assert rank.digests(ask, version=1, generation=0, wait_s=0.01).digests is None
+        rank.ready([0])
+        assert rank.digests(ask, version=1, generation=0, wait_s=1).digests is not None
+
+
+def test_leases_are_waited_for_and_the_silent_are_named() -> None:
+    leases = Leases()
+    assert leases.wait(stall_s=5) == ()
+    leases.take("quick", "silent")
+    leases.take("quick")
+    threading.Timer(0.05, lambda: leases.release("quick")).start()
+    assert leases.wait(stall_s=5, readers=["quick"]) == ()
+    assert leases.readers == ("silent",)
+    assert leases.wait(stall_s=0.2) == ("silent",) and leases.readers == ()
+    leases.touch("silent")
+    leases.release("silent")

@@ -1,0 +1,46 @@
+"""Digests of a copy that are worked out where its bytes came from."""
+
+import numpy as np
+import pytest
+
+from penstock.digest.strip import Strips, strip_digests
+from penstock.sync.range_digests import Digester, Foreseen
+from penstock.transport.protocol import Memory
+
+
+def of(array: np.ndarray) -> Memory:
+    return Memory(address=array.ctypes.data, nbytes=array.nbytes, owner=array)
+
+
+def strips(at: int) -> Strips:
+    return Strips(
+        at=np.array([at, 5000]), run_bytes=np.array([700, 40]), num_rows=np.array([1, 9]), pitch=np.array([700, 90])
+    )
+
+
+@pytest.fixture
+def memories() -> tuple[np.ndarray, np.ndarray]:
+    live = np.random.default_rng(5).integers(0, 256, 10_000, np.uint8)
+    return live, live.copy()
+
+
+def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
+    live, copy = memories
+    foreseen, first, other = Foreseen(of(live), Digester("cpu")), strips(0), strips(100)
+    assert (foreseen.digests(of(copy), first) == strip_digests(copy, first)).all()
+    live += 1
+    foreseen.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
+    assert (foreseen.digests(of(copy), first) == strip_digests(live, first)).all()
+    assert (
+        foreseen.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]
+    ).all()
+
+
+def test_what_nobody_asked_for_any_more_is_forgotten(memories) -> None:
+    live, copy = memories
+    foreseen, asked = Foreseen(of(live), Digester("cpu")), strips(0)
+    foreseen.digests(of(copy), asked)
+    for _ in range(2):
+        foreseen.look(5.0)
+    live += 1
+    assert (foreseen.digests(of(copy), asked) == strip_digests(copy, asked)).all()

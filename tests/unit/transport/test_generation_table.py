@@ -1,0 +1,136 @@
+"""The page that tells readers of generations and life, and what a descriptor's seal is for."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+
+from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.segments import Segments
+from penstock.testing.transport_suite import segments
+from penstock.transport import generation_table as pages
+from penstock.transport.descriptor import Descriptor
+from penstock.transport.generation_table import NUM_SLOTS, Page, PeerPage, seal_of
+from penstock.transport.host_endpoint import Endpoint
+from penstock.transport.protocol import Memory
+
+
+def described(page: Page, generation: int = 1) -> Descriptor:
+    return Descriptor(transport="t", endpoint=page.name, generation=generation, nbytes=5)
+
+
+@pytest.fixture
+def page():
+    made = Page.create()
+    yield made
+    made.close()
+
+
+def test_a_reader_sees_generations_and_life(page) -> None:
+    slot, source = page.take_slot(), described(page)
+    peer = PeerPage.open(source, page.address(slot))
+    assert peer.is_alive()
+    assert peer.generation(slot) == 0
+    page.set(slot, 1, seal_of(source))
+    assert peer.generation(slot) == 1
+    peer.check(slot, source, seal_of(source))
+    for forged in (described(page, 2), msgspec.structs.replace(source, nbytes=6)):
+        with pytest.raises(StaleDescriptor):
+            peer.check(slot, forged, seal_of(forged))
+    page.give_slot(slot)
+    with pytest.raises(StaleDescriptor):
+        peer.check(slot, source, seal_of(source))
+    page.close()
+    page.close()
+    assert not peer.is_alive()
+    with pytest.raises(PeerLost):
+        peer.check(slot, source, seal_of(source))
+    peer.close()
+    peer.close()
+
+
+def test_readers_cannot_write(page) -> None:
+    peer = PeerPage.open(described(page), page.address(0))
+    with pytest.raises(TypeError):
+        peer._words[0] = 1
+    with pytest.raises(PermissionError):
+        os.close(os.open(f"/proc/self/fd/{page.address(0).fd}", os.O_RDWR | os.O_TRUNC))
+
+
+def test_many_readers_do_not_make_it_look_dead(page) -> None:
+    peers = [PeerPage.open(described(page), page.address(0)) for _ in range(20)]
+    for _ in range(3):
+        assert all(peer.is_alive() for peer in peers)
+
+
+def test_the_page_of_another_is_not_this_one(page) -> None:
+    other = Page.create()
+    with pytest.raises(PeerLost):
+        PeerPage.open(described(page), other.address(0))
+    with pytest.raises(ConfigError):
+        PeerPage.open(described(page), msgspec.structs.replace(page.address(0), host="elsewhere"))
+    other.close()
+
+
+def test_slots_run_out_and_come_back(page) -> None:
+    slots = [page.take_slot() for _ in range(NUM_SLOTS)]
+    assert len(set(slots)) == NUM_SLOTS
+    with pytest.raises(ConfigError, match="arena"):
+        page.take_slot()
+    page.give_slot(slots[7])
+    assert page.take_slot() == slots[7]
+
+
+def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
+    def refuse(*_) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(pages.fcntl, "flock", refuse)
+    with pytest.raises(DestinationError):
+        Page.create()
+
+
+def test_a_registration_that_cannot_be_described_takes_no_slot(page) -> None:
+    endpoint, memory = Endpoint("t", page), Memory(address=0, nbytes=0)
+
+    def describe(_) -> bytes:
+        raise ConfigError("no")
+
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            endpoint.register(memory, describe)
+    assert page.take_slot() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_changes_nothing(page) -> None:
+    endpoint = Endpoint("t", page)
+    handle = endpoint.register(Memory(address=0, nbytes=5), lambda _: b"")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            handle.fence()
+        except Cancelled:
+            handle.close()
+            endpoint.close()
+            page.set(0, 9, 9)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert PeerPage.open(handle.descriptor, page.address(0)).is_alive()
+    endpoint.claim(handle.descriptor, page.address(0)).check()
+
+
+def test_segments_are_joined_where_they_meet_at_both_ends() -> None:
+    rows = [(10, 110, 5), (0, 100, 10), (50, 300, 0), (15, 116, 5), (20, 121, 1), (90, 50, 3)]
+    joined = segments(rows).joined()
+    found = list(zip(joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist(), strict=True))
+    assert found == [(90, 50, 3), (0, 100, 15), (15, 116, 6)]
+    assert isinstance(segments([]).joined(), Segments)
+    assert len(segments([(0, 0, 0)]).joined().src) == 0
+    padded = segments([(0, 100, 10), (512, 612, 5), (1024, 1124, 7), (1032, 1133, 1)]).joined(padding_bytes=511)
+    assert list(zip(padded.src, padded.dst, padded.nbytes, strict=True)) == [(0, 100, 1031), (1032, 1133, 1)]
