@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.bench_fetch import bench_fetch
-from penstock.cli.doctor import importable
+from penstock.cli.installed import importable
 from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri
 from penstock.cli.output import note, write_columns, write_json
 from penstock.config import Settings, parse_bytes

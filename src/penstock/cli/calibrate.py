@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from penstock.cli.doctor import importable
+from penstock.cli.installed import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.plan.chunks import CHUNK_BYTES
 from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates

@@ -6,8 +6,6 @@ Not here: a weight set (`inspect`), a loader's speed (`bench load`).
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import mmap
 import os
 import time
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from penstock.cli.installed import importable, package_version
 from penstock.cli.options import Format, FormatOption, given
 from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
 from penstock.config import ecosystem, environment
@@ -102,19 +101,6 @@ def _calibrate(path: Path, format: Format) -> None:
     said = dict(rates.source)
     shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in said}
     write_fields({name: f"{value:.6g}  {said[name]}" for name, value in shown.items()})
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of a distribution; None when it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def importable(module: str) -> bool:
-    """Whether a module could be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
 
 
 def find_devices() -> list[Fact]:

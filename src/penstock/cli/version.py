@@ -13,7 +13,7 @@ def version(format: FormatOption = Format.human) -> None:
     """Print the versions that a bug report needs."""
     import platform
 
-    from penstock.cli.doctor import package_version
+    from penstock.cli.installed import package_version
 
     found = {
         "penstock": package_version("penstock"),

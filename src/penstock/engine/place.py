@@ -1,14 +1,14 @@
 """Places: how bytes in staging get to the destination's slabs. The protocol, and host memory.
 
 In: a staging buffer and its segments. Out: bytes in slabs, or a `Pending` while a device copies.
-Not here: CUDA (`place_cuda`), what the slabs become (`loader`).
+Not here: CUDA (`place_cuda`), which of the two (`choose_place`), what the slabs become (`loader`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,6 @@ import numpy.typing as npt
 from penstock.engine.executors import Pending
 from penstock.errors import DestinationError
 from penstock.memory.staging import Registrar, StagingBuffer
-
-if TYPE_CHECKING:
-    import torch
-
-    from penstock.engine.place_cuda import CudaPlace
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,26 +49,6 @@ class Place(Protocol):
         Ownership: the buffer is the place's until the pending is done.
         """
         ...
-
-
-def place_on(
-    device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
-) -> HostPlace | CudaPlace:
-    """Slabs on a device: `slabs`, flat uint8 tensors to fill, or new ones."""
-    if device.type == "cpu":
-        return HostPlace(slab_nbytes, None if slabs is None else [slab.numpy() for slab in slabs])
-    from penstock.engine.place_cuda import CudaPlace
-
-    return CudaPlace(device, slab_nbytes, slabs)
-
-
-def registrar_of(device: torch.device) -> Registrar | None:
-    """What pins host memory for a device; None where none does."""
-    if device.type != "cuda":
-        return None
-    from penstock.engine.place_cuda import CudaRegistrar
-
-    return CudaRegistrar(device)
 
 
 def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:

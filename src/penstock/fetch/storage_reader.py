@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from penstock.engine.place import place_on
+from penstock.engine.choose_place import place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
 from penstock.loader.session import Session

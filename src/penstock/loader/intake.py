@@ -12,7 +12,7 @@ import threading
 import torch
 
 from penstock.config import Settings
-from penstock.engine.place import registrar_of
+from penstock.engine.choose_place import registrar_of
 from penstock.errors import BudgetTooSmall
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.storage import is_remote

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.engine.place import place_on
+from penstock.engine.choose_place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, telling
 from penstock.loader.report import Report

@@ -20,7 +20,8 @@ import torch
 from penstock import interrupt
 from penstock.closing import Closing
 from penstock.config import Settings, parse_bytes
-from penstock.engine.place import HostPlace, place_on
+from penstock.engine.choose_place import place_on
+from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
 from penstock.loader.pause import paused_gc, quick_handover

@@ -16,7 +16,7 @@ import torch
 
 from penstock import interrupt
 from penstock.config import Settings
-from penstock.engine.place import place_on, registrar_of
+from penstock.engine.choose_place import place_on, registrar_of
 from penstock.engine.run import LoadRun
 from penstock.engine.trace import Trace
 from penstock.loader.intake import Intake

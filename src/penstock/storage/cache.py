@@ -27,8 +27,8 @@ import blake3
 import xxhash
 
 from penstock.config import Settings
-from penstock.storage import Source, span
 from penstock.storage.cache_directory import IOV, CacheDirectory, directory_at, take
+from penstock.storage.source import Source, span
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.digest import leaf
-from penstock.storage import Source
+from penstock.storage.source import Source
 from penstock.types import MIB, U64, TensorTable
 
 WINDOW_BYTES = 8 * MIB

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.http.client import Pool, shared_pool
 from penstock.http.range_request import Address, Exchange, Failed, Validators
 from penstock.http.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
-from penstock.storage import span
+from penstock.storage.source import span
 
 
 class PlainAddress:

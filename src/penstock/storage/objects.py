@@ -22,9 +22,9 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Address, Validators
 from penstock.http.retry import Arrivals, Patience
-from penstock.storage import MAX_SMALL_BYTES, Source, span
 from penstock.storage.http import HttpSource, clean, open_http
 from penstock.storage.object_stores import Place, Store, check_process, locate, mapped, twin_for_urls
+from penstock.storage.source import MAX_SMALL_BYTES, Source, span
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -23,7 +23,8 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import FormatError, SourceTruncated
-from penstock.storage import Source, strict_json
+from penstock.storage import strict_json
+from penstock.storage.source import Source
 from penstock.storage.strict_json import clip
 from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 
