@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import shutil
 import statistics
@@ -126,7 +127,12 @@ class Bench:
 
 
 def rates(found: Sequence[float]) -> str:
-    return f"{statistics.median(found):.1f} GB/s ({min(found):.1f}-{max(found):.1f})"
+    """Return the median of rates in decimal GB/s, and their spread; a rate of nothing was not measured."""
+    if not found or min(found) <= 0:
+        return "not measured"
+    # Two digits at least, so that a small run does not print "0.0 GB/s".
+    digits = max(1, 2 - math.ceil(math.log10(min(found))))
+    return f"{statistics.median(found):.{digits}f} GB/s ({min(found):.{digits}f}-{max(found):.{digits}f})"
 
 
 def seconds(found: Sequence[float]) -> str:

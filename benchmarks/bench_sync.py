@@ -116,6 +116,12 @@ class SyncBench(Bench):
             lines.writelines(json.dumps(sample) + "\n" for sample in self.samples)
 
 
+def share_of(rate: float, limit: float, where: str) -> str:
+    """Return a rate in decimal GB/s and its share of the limit; a limit of 0 was not measured in this run."""
+    told = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{told} GB/s {where} ({f'{rate / limit:.0%} of the limit' if limit else 'limit not measured'})"
+
+
 def spread(found: Sequence[float]) -> str:
     """Milliseconds."""
     return f"{1e3 * statistics.median(found):.1f} ms ({1e3 * min(found):.1f}-{1e3 * max(found):.1f})"
@@ -139,14 +145,13 @@ def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, r
     parts = {part: statistics.median(one[f"{part}_s"] for one in updates) for part in ("plan", "wire", "pause", "wall")}
     told = ", ".join(f"{part} {1e3 * seconds:.1f}" for part, seconds in parts.items())
     path = updates[-1]["path"]
-    rate = each / wall / 1e9
-    into = f"{rate:.0f} GB/s into each of {len(bench.engines)} ({rate / max(bench.limit, 1e-9):.0%} of the limit)"
+    into = share_of(each / wall / 1e9, bench.limit, f"into each of {len(bench.engines)}")
     if kind == "fp8":
         quantised = [one["transform_s"] for turn in steady for one in turn["published"]]
         into += f"; quantised within {spread(quantised)}"
     bench.row(
         f"{name}: a version",
-        f"{bench.limit:.0f} GB/s into each",
+        f"{bench.limit:.0f} GB/s into each" if bench.limit else "limit not measured",
         spread(walls),
         f"{into}; update's {told} ms; publish returned after {spread([one['published_s'] for one in steady])}; "
         f"first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; {count} tensors alike; {path}",

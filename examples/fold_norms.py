@@ -1,39 +1,49 @@
 """An operation of one's own that needs two tensors at once: `penstock convert SRC DST --op fold_norms:FoldNorms`."""
 
-import re
-
 import torch
 
+from penstock.errors import PlanError
 from penstock.jobs.operations.operation import FLOATS, all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe
 
-BEFORE = ((r"self_attn\.[qkv]_proj", "input_layernorm"), (r"mlp\.(gate|up)_proj", "post_attention_layernorm"))
+FOLLOWERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 class FoldNorms:
-    """The weights of norms multiplied into the linear layers that follow them; the norms become ones."""
+    """Multiplies the weights of norms into the linear layers that follow them; the norms become ones."""
 
     name = "fold-norms"
 
     def recipes(self, sources):
         specs = {spec.name: spec for spec in specs_of(one(sources, self.name))}
-        return [self.recipe(spec, specs) for spec in specs.values()]
+        norm_of = {}
+        for name in specs:
+            layer, _, module = name.removesuffix(".weight").rpartition(".")
+            for follower in FOLLOWERS.get(module, ()):
+                norm_of[f"{layer}.{follower}.weight"] = specs[name]
+        # A norm becomes ones, so every layer that reads its output must take its weight.
+        quantised = [name for name in norm_of if name not in specs or specs[name].dtype not in FLOATS]
+        if quantised:
+            message = f"fold-norms: {len(quantised)} layers after a norm are missing or no floats: {quantised[:3]}"
+            raise PlanError(message, hint="dequantise first: --op dequantise --op fold_norms:FoldNorms")
+        return [self.recipe(spec, norm_of.get(spec.name)) for spec in specs.values()]
 
-    def recipe(self, spec, specs):
-        for linear, norm in BEFORE:
-            found = specs.get(re.sub(linear, norm, spec.name))
-            if found is not None and found is not spec and spec.dtype in FLOATS:
-                # Rows of the weight, whichever a task is given, and all of the norm.
-                inputs = (whole(0, spec), all_of(0, found))
-                return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0])
-        return as_it_is(0, spec)
+    def recipe(self, spec, norm):
+        if norm is None:
+            return as_it_is(0, spec)
+        # Rows of the weight, whichever a task is given, and all of the norm.
+        inputs = (whole(0, spec), all_of(0, norm))
+        return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0])
 
     def run(self, recipe, start, stop, inputs):
         if len(inputs) == 2:
             weight, norm = inputs
             return [(weight.float() * norm.float()).to(weight.dtype)]
-        is_norm = any(norm in recipe.outputs[0].spec.name for _, norm in BEFORE)
-        return [torch.ones_like(inputs[0]) if is_norm else inputs[0]]
+        module = recipe.outputs[0].spec.name.removesuffix(".weight").rpartition(".")[2]
+        return [torch.ones_like(inputs[0]) if module in FOLLOWERS else inputs[0]]
 
     def config(self, config):
         return config

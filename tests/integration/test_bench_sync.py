@@ -9,8 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.bench_fetch import rates
+from benchmarks.bench_sync import share_of
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_no_row_prints_a_figure_that_was_not_measured() -> None:
+    assert share_of(285.2, 392.0, "into each of 2") == "285 GB/s into each of 2 (73% of the limit)"
+    assert share_of(0.277, 0.0, "into each of 1") == "0.28 GB/s into each of 1 (limit not measured)"
+    assert rates([310.4, 310.2]) == "310.3 GB/s (310.2-310.4)"
+    assert rates([0.012, 0.014]) == "0.013 GB/s (0.012-0.014)"
+    assert rates([0.0, 0.0]) == rates([]) == "not measured"
+    for page in (ROOT / "benchmarks" / "results").rglob("*.md"):
+        assert "0.0 GB/s (0.0-0.0)" not in page.read_text(encoding="utf-8"), page
 
 
 @pytest.mark.slow

@@ -158,7 +158,10 @@ def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
     tensors = {
         f"{at}.input_layernorm.weight": torch.rand(64).bfloat16(),
         f"{at}.post_attention_layernorm.weight": torch.rand(64).bfloat16(),
+        f"{at}.self_attn.q_proj.weight": torch.randn(128, 64).bfloat16(),
         f"{at}.self_attn.k_proj.weight": torch.randn(4096, 64).bfloat16(),
+        f"{at}.self_attn.v_proj.weight": torch.randn(128, 64).bfloat16(),
+        f"{at}.mlp.gate_proj.weight": torch.randn(100, 64).bfloat16(),
         f"{at}.mlp.up_proj.weight": torch.randn(100, 64).bfloat16(),
         f"{at}.mlp.down_proj.weight": torch.randn(64, 100).bfloat16(),
     }
@@ -171,6 +174,13 @@ def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
         assert torch.equal(found[f"{at}.{name}.weight"], wanted.bfloat16())
         assert torch.equal(found[f"{at}.{norm}.weight"], torch.ones(64).bfloat16())
     assert torch.equal(found[f"{at}.mlp.down_proj.weight"], tensors[f"{at}.mlp.down_proj.weight"])
+    # A norm of ones before a layer that was not folded changes the model: FP8 MLPs, and experts of other names.
+    fp8 = {name: t.to(torch.float8_e4m3fn) if ".mlp." in name else t for name, t in tensors.items()}
+    experts = {name.replace(".mlp.", ".mlp.experts.0."): tensor for name, tensor in tensors.items()}
+    for kind, wrong in (("fp8", fp8), ("experts", experts)):
+        with pytest.raises(PlanError, match=r"2 layers after a norm are missing or no floats: .*gate_proj"):
+            one_by_one(write(tmp_path / kind, wrong), tmp_path / f"{kind} out", word)
+        assert not (tmp_path / f"{kind} out").exists()
 
 
 def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):

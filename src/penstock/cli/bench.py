@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +48,17 @@ class Rate:
     best_s: float
     worst_s: float
     gb_per_s: float
+    verified: bool
+    """Whether the loads compared the bytes with digests."""
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What one load brought, and how."""
+
+    nbytes: int
+    verified: bool
     path: str
 
 
@@ -73,18 +85,20 @@ def bench_load(
 
     load = api.load  # imports torch, which is not to be timed
 
-    def penstock_load() -> tuple[int, str]:
-        weights = load(uri, device=device, names=names, memory_bytes=budget, progress=False)
+    def penstock_load(verify: bool | None = None) -> Loaded:
+        weights = load(uri, device=device, names=names, verify=verify, memory_bytes=budget, progress=False)
         touch(weights.values())
-        return weights.report.nbytes, ",".join(sorted({file.path for file in weights.report.files}))
+        path = ",".join(sorted({file.path for file in weights.report.files}))
+        return Loaded(nbytes=weights.report.nbytes, verified=weights.report.verified, path=path)
 
     if importable("safetensors"):
         from safetensors.torch import load_file
 
-    def safetensors_load() -> tuple[int, str]:
+    def safetensors_load() -> Loaded:
         weights = [load_file(file, device=device) for file in files]
         touch(tensor for tensors in weights for tensor in tensors.values())
-        return sum(tensor.nbytes for tensors in weights for tensor in tensors.values()), "mmap"
+        nbytes = sum(tensor.nbytes for tensors in weights for tensor in tensors.values())
+        return Loaded(nbytes=nbytes, verified=False, path="mmap")
 
     rows = [_measure("penstock", penstock_load, repeat=repeat, before=before)]
     if not files or names:
@@ -92,33 +106,46 @@ def bench_load(
     elif not importable("safetensors"):
         note("safetensors is left out: it is not installed")
     else:
+        if rows[0].verified:  # safetensors compares nothing, so it is measured beside a load that compares nothing
+            note("penstock verifies against the manifest, safetensors does not: compare it with the row verify=False")
+            unverified = partial(penstock_load, verify=False)
+            rows.append(_measure("penstock, verify=False", unverified, repeat=repeat, before=before))
         rows.append(_measure("safetensors", safetensors_load, repeat=repeat, before=before))
     if format is Format.json:
         write_json(rows)
         return
     cells = [
-        [r.loader, f"{r.gb_per_s:.2f}", f"{r.median_s:.3f}", f"{r.best_s:.3f}", f"{r.worst_s:.3f}", r.path]
+        [
+            r.loader,
+            f"{r.gb_per_s:.2f}",
+            f"{r.median_s:.3f}",
+            f"{r.best_s:.3f}",
+            f"{r.worst_s:.3f}",
+            "yes" if r.verified else "no",
+            r.path,
+        ]
         for r in rows
     ]
-    write_columns(["loader", "GB/s", "median s", "best s", "worst s", "path"], cells)
+    write_columns(["loader", "GB/s", "median s", "best s", "worst s", "verified", "path"], cells)
 
 
-def _measure(loader: str, load: Callable[[], tuple[int, str]], *, repeat: int, before: Callable[[], None]) -> Rate:
-    times, nbytes, path = [], 0, ""
+def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> Rate:
+    times, loaded = [], Loaded(nbytes=0, verified=False, path="")
     for _ in range(repeat):
         before()
         begin = time.perf_counter()
-        nbytes, path = load()
+        loaded = load()
         times.append(time.perf_counter() - begin)
     median = statistics.median(times)
     return Rate(
         loader=loader,
-        nbytes=nbytes,
+        nbytes=loaded.nbytes,
         median_s=median,
         best_s=min(times),
         worst_s=max(times),
-        gb_per_s=nbytes / median / 1e9,
-        path=path,
+        gb_per_s=loaded.nbytes / median / 1e9,
+        verified=loaded.verified,
+        path=loaded.path,
     )
 
 

@@ -42,8 +42,9 @@ class FetchReport:
     faults: tuple[str, ...]
     """Sources that failed on the way, and how."""
     verified: bool
+    """Whether every byte was compared with a digest that was there before this process read the byte."""
     verified_against: str
-    """Whose digests the bytes were compared with."""
+    """Whose digests the bytes were compared with; or that there was nothing to compare with."""
 
     @property
     def gb_per_s(self) -> float:
@@ -60,7 +61,8 @@ class FetchReport:
             f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s "
             f"({self.gb_per_s:.2f} GB/s): {phases}",
             f"paths: {'; '.join(paths) or 'none'}",
-            f"verified against {self.verified_against}; revision {self.revision[:19]}",
+            f"{'verified against' if self.verified else 'not verified:'} {self.verified_against}; "
+            f"revision {self.revision[:19]}",
         ]
         return "\n".join(lines + [f"fault on the way: {fault}" for fault in self.faults])
 
@@ -69,7 +71,7 @@ def report_of(
     holding: Holding, outcome: Outcome, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
 ) -> FetchReport:
     """The report of a fetch that ended well."""
-    against = "the manifest's digests" if holding.has_manifest else "digests made by who had the bytes first"
+    verified, against = _verified(holding, outcome)
     return FetchReport(
         model=holding.identity.model,
         key=holding.key,
@@ -83,6 +85,23 @@ def report_of(
         nbytes_by_path=dict(outcome.nbytes_by_path),
         why=dict(outcome.why),
         faults=tuple(outcome.faults),
-        verified=True,
+        verified=verified,
         verified_against=against,
     )
+
+
+def _verified(holding: Holding, outcome: Outcome) -> tuple[bool, str]:
+    """Return whether every byte was compared with a digest, and whose digests these were."""
+    if holding.has_manifest:
+        return True, "the manifest's digests"
+    if holding.identity.revision.startswith("w1-"):  # all digests were held to their root: see `check_revision`
+        return True, f"the revision asked for, {holding.identity.revision[:19]}"
+    first = "digests made by the member that read the bytes first"
+    hashed = sum(nbytes for path, nbytes in outcome.nbytes_by_path.items() if path.startswith("storage "))
+    if not hashed:
+        return True, first
+    alone = "hashed on read, nothing to compare with"
+    total = sum(outcome.nbytes_by_path.values())
+    if hashed == total:
+        return False, alone
+    return False, f"{hashed / GB:.2f} of {total / GB:.2f} GB {alone}; the rest compared with {first}"

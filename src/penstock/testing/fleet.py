@@ -274,6 +274,7 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
         phases=dict(report.phases),
         faults=list(report.faults),
         revision=report.revision,
+        verified=report.verified,
         verified_against=report.verified_against,
     )
     if task.corrupt_at >= 0:

@@ -191,6 +191,13 @@ def test_bench_load_measures_beside_safetensors(llama: Path, penstock: Penstock)
     assert len({row["nbytes"] for row in rows}) == 1
     assert all(0 < row["best_s"] <= row["median_s"] <= row["worst_s"] for row in rows)
     assert penstock("bench", "load", llama, "--repeat", 1, "--cold")[0].startswith("loader")
+    assert not any(row["verified"] for row in rows)
+    # A load that compares digests is not held beside one that does not, unless the table says so.
+    penstock("manifest", llama)
+    out, err = penstock("bench", "load", llama, "--repeat", 1, "--format", "json")
+    verified = {row["loader"]: row["verified"] for row in json.loads(out)}
+    assert verified == {"penstock": True, "penstock, verify=False": False, "safetensors": False}
+    assert "safetensors does not" in err
 
 
 def test_bench_load_of_a_part_leaves_safetensors_out_and_says_so(llama: Path, penstock: Penstock) -> None:
