@@ -68,7 +68,6 @@ NO_TORCH = (
     "transport/fd_server.py",
     "http/compression.py",
     "transport/http.py",
-    "transport/http_peer.py",
     "transport/http_reader.py",
     "http/server.py",
     "http/connection.py",
@@ -150,9 +149,6 @@ KNOWN_CYCLES = frozenset(
     {
         ("penstock.fetch.run", "penstock.fetch.steps"),
         ("penstock.hub.app", "penstock.hub.openapi"),
-        ("penstock.sync.receive.transfer", "penstock.sync.receive.transfer_steps"),
-        ("penstock.sync.recording.meta_tensors", "penstock.sync.recording.operators"),
-        ("penstock.transport.http_peer", "penstock.transport.http_reader"),
     }
 )
 

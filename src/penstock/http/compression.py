@@ -1,7 +1,7 @@
 """Whether a link's bytes are worth coding: measured raw, tried where that promises more, kept if it was more.
 
 In: bytes as they arrive, the clock. Out: raw or coded for the next request, and why in words.
-Not here: the code (`byte_planes`), the connections (`transport.http_peer`).
+Not here: the code (`byte_planes`), the connections (`transport.http_reader`).
 
     raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> more than raw? --yes--> coded
                                      `--no--> raw                                       `--no--> raw; watched on

@@ -33,8 +33,7 @@ from penstock.http.server import Region, Server
 from penstock.net.runtime_dir import Home
 from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor, decode, decode_payload
-from penstock.transport.http_peer import Peer
-from penstock.transport.http_reader import Address, Read, cut_into_parts
+from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
 from penstock.transport.protocol import Handle, Memory, Pending, Transport
 
 CONNECTIONS = 2

@@ -1,31 +1,49 @@
-"""The reader's end of the `http` transport: reads, cut into parts.
+"""The reader's end of the `http` transport: reads cut into parts, and the connections that carry the parts.
 
-In: runs of a peer's region, where they go. Out: bytes in place, or why not.
-Not here: the connections that carry parts (`http_peer`), the server (`http.server`), handles and descriptors (`http`).
+In: runs of a peer's region, and where they go. Out: bytes in place, or a typed error.
+Not here: the server (`http.server`), handles and descriptors (`http`), the choice to compress (`http.compression`).
 
     Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
 
-A part whose connection ends is asked for again from where it stopped, by another connection: the answer to that tells
+A part whose connection ends is requested again from where it stopped, over another connection: the answer to that tells
 a fence (410) and a dead peer (refused) from a connection that merely ended.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import socket
 import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError, SourceStalled
-from penstock.http.connection import MAX_RUNS, ReadRequest, Wire, advance
+import msgspec
+import numpy as np
+
+from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
+from penstock.http.byte_planes import MAX_FRAME_BYTES, Planes, block_bytes
+from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
+from penstock.http.compression import REQUEST_BYTES, Choice
+from penstock.http.connection import (
+    CHUNK_HEAD,
+    CODING,
+    MAX_RUNS,
+    PIECE_BYTES,
+    SEAL,
+    SEAL_WORD,
+    ReadRequest,
+    Wire,
+    advance,
+    chunk_bytes,
+    content_length,
+    fields,
+    front,
+)
 from penstock.net.peercred import connect_unix
 from penstock.segments import Segments, gathered
 from penstock.types import MIB
-
-if TYPE_CHECKING:
-    from penstock.transport.http_peer import Peer
 
 PART_BYTES = 32 * MIB
 """What one request asks for, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
@@ -33,6 +51,14 @@ CONNECT_S = 10.0
 """For a connection to be made."""
 LETTING_GO_S = 5.0
 """For threads to take their hands off memory, once their connections are cut; they need microseconds."""
+IDLE_S = 15.0
+"""A connection without work for this long is dropped; the server would after 60 s."""
+SILENCE_S = 60.0
+"""A connection that says nothing for this long is given up, where nobody waits who would know sooner."""
+FULL_S = 0.1
+"""Before a peer that has no room for another connection is asked again."""
+MAX_FRUITLESS = 3
+"""Connections of one part that may end in a row before a byte came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +197,226 @@ def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[P
         parts.append(Part(read, some.src.tolist(), some.nbytes.tolist(), views))
     read.num_left = len(parts)
     return parts
+
+
+class Peer:
+    """The connections to one address, and the parts waiting for one. `progress_at`: when a byte last came."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        trust: ssl.SSLContext | None,
+        num_connections: int,
+        choice: Choice,
+    ) -> None:
+        self.address, self.trust, self.progress_at, self.choice = address, trust, time.monotonic(), choice
+        self._num_connections = num_connections
+        self._queue: collections.deque[Part] = collections.deque()
+        self._changed, self._is_open = threading.Condition(), True
+        self._num_idle = self._num_threads = 0
+        host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
+        self.fixed = f"Host: {host}\r\n"
+
+    def post(self, parts: list[Part]) -> None:
+        """Have these carried."""
+        with self._changed:
+            self._queue.extend(parts)
+            missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
+            for _ in range(missing):
+                self._num_threads += 1
+                threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
+            self._changed.notify(len(parts))
+
+    def close(self) -> None:
+        """Carry nothing more; whoever is idle leaves."""
+        with self._changed:
+            self._is_open = False
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def _next(self) -> Part | None:
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._queue or not self._is_open, IDLE_S)
+            self._num_idle -= 1
+            if self._queue:
+                return self._queue.popleft()
+            self._num_threads -= 1
+            return None
+
+    def _carry(self) -> None:
+        carrier = _Carrier(self)
+        try:
+            while (part := self._next()) is not None:
+                if part.read.error is None:
+                    carrier.carry(part)
+                del part  # lets go of the memory while waiting for another
+        finally:
+            carrier.close()
+
+
+class _Full(OSError):
+    """The peer has no room for another connection."""
+
+
+class _Carrier:
+    """A thread's connection."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._wire: Wire | None = None
+        self._planes = Planes()
+        self._coded = memoryview(b"")
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def carry(self, part: Part) -> None:
+        """Bring a part, over as many connections as it takes. Errors go to its read."""
+        fruitless, read = 0, part.read
+        while read.error is None:
+            before, is_fresh, why = read.moved_bytes, self._wire is None, "the connection ended"
+            try:
+                if self._exchange(self._wire or self._connect(read.uri), part):
+                    if part.views:
+                        continue
+                    read.finished_part()
+                    return
+            except PenstockError as error:
+                read.fail(error)
+            except _Full:
+                is_fresh = False  # no failure; the waiter's stall ends this
+            except OSError as error:
+                why = str(error)
+            self.close()
+            fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
+            if fruitless >= MAX_FRUITLESS:
+                read.fail(PeerLost(f"{fruitless} connections in a row came to nothing: {why}", uri=read.uri))
+
+    def _connect(self, uri: str) -> Wire:
+        try:
+            self._wire = Wire(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
+        except ssl.SSLError as error:
+            raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
+            raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
+        return self._wire
+
+    def _exchange(self, wire: Wire, part: Part) -> bool:
+        """One request, for the part or its beginning, and the answer; False if the connection ended before the seal."""
+        read, choice = part.read, self._peer.choice
+        asked = part.front(REQUEST_BYTES if choice.is_open else None)
+        src, length = (np.array(column, "<i8").tobytes() for column in asked)
+        body = msgspec.msgpack.encode(msgspec.structs.replace(read.request, src=src, length=length))
+        if not read.begin(wire):
+            return False
+        is_coded = choice.begin()
+        fixed = self._peer.fixed + (f"Accept-Encoding: {CODING}\r\n" if is_coded else "")
+        head = f"POST /v1/regions/{read.generation} HTTP/1.1\r\n{fixed}Content-Length: {len(body)}\r\n\r\n"
+        try:
+            wire.set_pace(SILENCE_S)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                # A full server answers before it is asked, and closes; its answer says so.
+                wire.send_all(head.encode("latin-1") + body)
+            reply, behind = wire.head(SILENCE_S)
+            if not reply:
+                return False
+            line, found = fields(reply)
+            status = line.split(" ")[1:2]
+            if status == ["503"]:
+                threading.Event().wait(FULL_S)
+                raise _Full
+            if status != ["200"]:
+                raise _refusal(status, read)
+            if is_coded and found.get("content-encoding") == CODING:
+                return self._receive_coded(wire, part, sum(asked[1]), behind)
+            if is_coded:
+                choice.declined()
+            if content_length(found) != sum(asked[1]) + SEAL.size:
+                raise FormatError("an answer of another length than was asked for", uri=read.uri)
+            return self._receive(wire, part, sum(asked[1]), behind)
+        finally:
+            choice.end(is_coded)
+            read.end(wire)
+
+    def _receive(self, wire: Wire, part: Part, left: int, behind: bytes) -> bool:
+        """The runs' bytes, then the seal; `behind` came with the head. False if the connection ended before."""
+        peer, read, seal = self._peer, part.read, b""
+        wire.set_pace(SILENCE_S)
+        while left and read.error is None:
+            views = front(part.views, min(left, TIMED_PIECE_BYTES if peer.choice.is_open else PIECE_BYTES))
+            if behind:
+                got = min(len(behind), len(views[0]))
+                views[0][:got] = behind[:got]
+                behind = behind[got:]
+            else:
+                got = wire.receive_into(views)
+            if not got:
+                return False
+            left -= got
+            self._landed(part, got, got, is_coded=False)
+            peer.choice.sample(views[0][:got], self._planes)
+        if read.error is None:
+            seal = wire.body(SEAL.size, behind, SILENCE_S)
+            peer.progress_at = time.monotonic()
+        return seal == SEAL.pack(SEAL_WORD, read.generation)
+
+    @property
+    def _buffer(self) -> memoryview:
+        """For one chunk and the head of the next; made when a first one comes."""
+        if not self._coded:
+            self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD))
+        return self._coded
+
+    def _receive_coded(self, wire: Wire, part: Part, left: int, behind: bytes) -> bool:
+        """The same in frames, a chunk each; a chunk is received with the head of the next. FormatError."""
+        read, buffer = part.read, self._buffer
+        wire.set_pace(SILENCE_S)
+        behind = wire.fill(buffer[:CHUNK_HEAD], behind)
+        nbytes = chunk_bytes(buffer[:CHUNK_HEAD], MAX_FRAME_BYTES)
+        while left and read.error is None:
+            behind = wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD], behind)
+            got = block_bytes(buffer[:nbytes])
+            if got > left:
+                raise FormatError("more came than was asked for", uri=read.uri)
+            _place(front(part.views, got), got, buffer[:nbytes], self._planes)
+            left -= got
+            self._landed(part, got, nbytes, is_coded=True)
+            nbytes = chunk_bytes(buffer[nbytes + 2 : nbytes + 2 + CHUNK_HEAD], MAX_FRAME_BYTES)
+        if read.error is not None:
+            return False
+        if nbytes != SEAL.size:
+            raise FormatError("more came than was asked for", uri=read.uri)
+        wire.fill(buffer[: SEAL.size + 2 + CHUNK_HEAD + 2], behind)
+        self._peer.progress_at = time.monotonic()
+        return bytes(buffer[: SEAL.size]) == SEAL.pack(SEAL_WORD, read.generation)
+
+    def _landed(self, part: Part, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
+        """The next bytes of a part are in place."""
+        self._peer.progress_at = time.monotonic()
+        part.took(nbytes)
+        part.read.gained(nbytes)
+        self._peer.choice.got(nbytes, wire_bytes, is_coded=is_coded)
+
+
+def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Planes) -> None:
+    """Decode a frame of so many bytes into views of as many. FormatError, with nothing touched."""
+    if len(views) == 1:
+        planes.decode(frame, np.frombuffer(views[0], np.uint8))
+        return
+    if sum(map(len, views)) != nbytes:
+        raise FormatError("a block of more runs than one is sent of")
+    block, at = np.empty(nbytes, np.uint8), 0
+    planes.decode(frame, block)
+    for view in views:
+        view[:] = block.data[at : at + len(view)]
+        at += len(view)
+
+
+def _refusal(status: list[str], read: Read) -> PenstockError:
+    if status == ["410"]:
+        return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
+    return FormatError(f"the peer refused a read: {' '.join(status)}", uri=read.uri)

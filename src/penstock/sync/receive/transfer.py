@@ -18,18 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from penstock.digest.strip import Strips
-from penstock.engine.executors import Executor
+from penstock.engine.executors import Executor, Pending, Work
 from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.loader.pause import quick_handover
 from penstock.plan.sync import Part
-from penstock.sync.receive.batches import Laps, Step, cut
+from penstock.sync.receive.batches import Asked, Laps, Step, cut
 from penstock.sync.receive.delta import Delta
 from penstock.sync.receive.source_link import SourceLink
 from penstock.sync.receive.source_read import SourceRead
 from penstock.sync.receive.stats import TakeReport, Tally
-from penstock.sync.receive.transfer_steps import AskStep, BucketStep, ReadStep, VerifyStep
 from penstock.sync.regions import Regions
 from penstock.types import GIB, I64, MIB, U64
 
@@ -341,3 +340,104 @@ class _Run:
             self._installed += 1
             self._hand_on()
             self._assign()
+
+
+class AskStep(Work):
+    """Ask a source for the digests of some steps."""
+
+    __slots__ = ("_asked", "_run", "_source", "_wanted")
+
+    def __init__(self, run: _Run, source: SourceRead, asked: Asked) -> None:
+        super().__init__(run.ticket, asked.steps[0].lap, f"ask {source.member}")
+        self._run, self._source, self._asked = run, source, asked
+        self._wanted: U64 | None = None
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        run, begun = self._run, time.perf_counter()
+        try:
+            strips = self._asked.theirs
+            self._wanted = self._source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
+        except PenstockError as error:
+            run.lost(self._source.member, error)
+            raise
+        run.tally.answered(self._source.member, time.perf_counter() - begun)
+        return None
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        assert self._wanted is not None
+        for step, wanted in zip(self._asked.steps, self._asked.split(self._wanted), strict=True):
+            self._run.told(step, wanted)
+
+
+class ReadStep(Work):
+    """Read what of a step is not here; ask its source for its digests before, unless all are asked for beside."""
+
+    __slots__ = ("_run", "_source", "_step", "_wanted")
+
+    def __init__(self, run: _Run, source: SourceRead, step: Step) -> None:
+        super().__init__(run.ticket, step.lap, f"{source.member} lap {step.lap}", step.nbytes)
+        self._run, self._source, self._step = run, source, step
+        self._wanted: U64 | None = None
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        run, source = self._run, self._source
+        if run.asks_first or not source.is_ready:
+            begun = time.perf_counter()
+            try:
+                strips = self._step.theirs
+                self._wanted = source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
+            except PenstockError as error:
+                run.lost(source.member, error)
+                raise
+            run.tally.answered(source.member, time.perf_counter() - begun)
+        lacking = run.lacking(self._step, self._wanted)
+        if lacking is not None:
+            run.read(self._step, lacking)
+        return None
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        self._run.arrived(self._step)
+        if self._wanted is not None:
+            self._run.told(self._step, self._wanted)
+
+
+class VerifyStep(Work):
+    """Digest a step's bytes, and compare."""
+
+    __slots__ = ("_run", "_step", "_wanted")
+
+    def __init__(self, run: _Run, step: Step, wanted: U64) -> None:
+        super().__init__(run.ticket, step.lap, f"verify lap {step.lap}", step.nbytes)
+        self._run, self._step, self._wanted = run, step, wanted
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        self._run.verify(self._step, self._wanted)
+        return None
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        self._run.verified(self._step)
+
+
+class BucketStep(Work):
+    """Hand the buckets of a lap on."""
+
+    __slots__ = ("_buckets", "_run")
+
+    def __init__(self, run: _Run, lap: int, buckets: range) -> None:
+        super().__init__(run.ticket, lap, f"buckets {buckets.start} to {buckets.stop}")
+        self._run, self._buckets = run, buckets
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        self._run.install(self._buckets)
+        return None
+
+    def finish(self) -> None:
+        """See `Step.finish`."""
+        self._run.installed()

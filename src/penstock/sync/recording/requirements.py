@@ -28,8 +28,7 @@ from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.plan.intersect import minus
 from penstock.sync.recording.layout import Load, Record, Recording, cut, install, live_tensors
-from penstock.sync.recording.meta_tensors import Recorded
-from penstock.sync.recording.operators import written
+from penstock.sync.recording.meta_tensors import Recorded, written
 from penstock.sync.recording.record import own_loader, record
 from penstock.sync.recording.stride_map import meet
 from penstock.sync.shards import Row, row_of
