@@ -40,10 +40,10 @@ from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
-    FlightReply,
-    FlightRequest,
     Hello,
     HoldingState,
+    UpstreamsReply,
+    UpstreamsRequest,
     Welcome,
 )
 from penstock.types import MIB
@@ -153,8 +153,8 @@ class Member:
                 await self.beat()
                 next_beat = now + self.welcome.beat_s
             if filling and now >= next_flight:
-                asked = FlightRequest(member=self.id, holding=self.state(), can_read_storage=True)
-                flight = await self.asker.ask("flight", "POST", "/v1/flight", asked, FlightReply)
+                asked = UpstreamsRequest(member=self.id, holding=self.state(), can_read_storage=True)
+                flight = await self.asker.ask("flight", "POST", "/v1/flight", asked, UpstreamsReply)
                 next_flight = now + flight.ask_again_s
                 self.parent = flight.upstreams[0].member if flight.upstreams else ""
             if filling and now >= next_claim:

@@ -15,7 +15,7 @@ import torch
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 
@@ -84,9 +84,9 @@ def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocat
     """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
     wanted = by_safetensors(llama)
     with monkeypatch.context() as patched, ps.Keeper(device="cuda:0") as keeper:
-        patched.setattr(Holding, "canary", lambda self, chance: None)
+        patched.setattr(LocalWeights, "canary", lambda self, chance: None)
         keeper.keep("llama", llama)
-        keeper.member.holdings[0].rows[-1][-1] ^= 1
+        keeper.member.weights[0].rows[-1][-1] ^= 1
         with ps.attach("llama", verify=False) as attached:
             assert not attached.report.verified
             with pytest.raises(AssertionError):
@@ -105,7 +105,7 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
     with ps.Keeper(device="cuda:0") as keeper:
         keeper.keep("llama", llama)
         attached = ps.attach("llama")
-        for row in keeper.member.holdings[0].rows:
+        for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
         deadline = time.monotonic() + 60
         while attached.standing != "damaged":

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from penstock.errors import DestinationError
 from penstock.hub.identity import Identity
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.peer.local_weights import Holding
-from penstock.peer.weight_layout import line_of_tensors
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.weight_layout import layout_of_tensors
 from penstock.testing.ranks import run_ranks
 from penstock.transport.collective import CollectiveTransport
 
@@ -42,8 +42,8 @@ def weights(seed: int) -> tuple[Arena, dict[str, torch.Tensor]]:
 
 
 def digested(tensors: dict[str, torch.Tensor]) -> bytes:
-    line, rows = line_of_tensors(tensors)
-    holding = Holding(Identity(model="m", layout=line.layout), line, rows)
+    line, rows = layout_of_tensors(tensors)
+    holding = LocalWeights(Identity(model="m", layout=line.digest), line, rows)
     return holding.digest(np.arange(line.chunks.num_chunks)).tobytes()
 
 

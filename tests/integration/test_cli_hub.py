@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from penstock.hub.client import HubClient
-from penstock.hub.messages import Beat, Complaint, FlightRequest, Hello
+from penstock.hub.messages import Beat, Complaint, Hello, UpstreamsRequest
 from penstock.testing import commands
 from penstock.testing.hubs import IDENTITY, holding
 from penstock.testing.processes import listening_ports
@@ -62,7 +62,7 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
         for client, name in ((w, "w:1"), (a, "a:1")):
             client.hello(Hello(member=client.member, host="0123456789", doors=("unix:///d",), name=name))
         w.beat(w.member, Beat(holdings=(holding(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
-        a.flight(FlightRequest(member=a.member, holding=holding(((0, 25),), path="shm <- w")))
+        a.upstreams(UpstreamsRequest(member=a.member, holding=holding(((0, 25),), path="shm <- w")))
         a.complain(Complaint(member=a.member, of=w.member, key=IDENTITY.key(), fault="stalled"))
     done = penstock("status", "llama", *asked)
     assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
         ):
             with pytest.raises(error):
                 ps.convert(source, keeper.into("f32"), **other)
-            assert keeper.models() == [] == keeper.member.holdings
+            assert keeper.models() == [] == keeper.member.weights
             assert keeper.stats().tiers["host"].used_bytes == 0
         ps.convert(source, keeper.into("f32"), **told)
         with pytest.raises(BudgetTooSmall):
@@ -131,7 +131,7 @@ def test_what_is_no_destination(source: Path, told) -> None:
 def test_nobody_writes_to_what_is_shown(source: Path, told) -> None:
     with ps.Keeper() as keeper:
         ps.convert(source, keeper.into("f32"), **told)
-        (holding,) = keeper.member.holdings
+        (holding,) = keeper.member.weights
         (region,) = holding.place.regions
         fd = os.open(region.owner.path, os.O_RDWR)
         try:

@@ -20,7 +20,7 @@ import penstock as ps
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
 from penstock.keeper import lease as renewal
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.damage import arenas
 from penstock.testing.keeper import KeeperProcess
@@ -107,9 +107,9 @@ def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, smal
     with ps.join("small") as fleet, ps.Keeper() as keeper:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
-        keeper.member.holdings[0].rows[1][5] ^= 1
+        keeper.member.weights[0].rows[1][5] ^= 1
         until(lambda: keeper.models()[0].num_reloads == 1)
-        (holding,) = keeper.member.holdings
+        (holding,) = keeper.member.weights
         assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
         with ps.attach("small", wait_s=10.0) as attached:
             assert_same(attached, by_safetensors(small))
@@ -120,7 +120,7 @@ def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> Non
     shutil.copytree(small, source)
     with ps.Keeper() as keeper:
         keeper.keep("model", source)
-        keeper.member.holdings[0].rows[1][5] ^= 1
+        keeper.member.weights[0].rows[1][5] ^= 1
         until(lambda: keeper.models()[0].num_reloads == 1)
         (kept,) = keeper.models()
         assert (kept.state, kept.tier) == ("kept", "host")
@@ -128,7 +128,7 @@ def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> Non
         keeper.check()
         keeper.serve(timeout_s=0.0)
         shutil.rmtree(source)
-        keeper.member.holdings[0].rows[1][5] ^= 1
+        keeper.member.weights[0].rows[1][5] ^= 1
         until(lambda: keeper.models()[0].state == "lost")
         assert "could not be loaded again" in keeper.models()[0].why
         with pytest.raises(ps.IntegrityError, match="chunk 0 of 'model' changed in memory"):
@@ -137,12 +137,12 @@ def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> Non
 
 def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large, monkeypatch) -> None:
     """Without the keeper's own look at its memory: what the engine finds, the keeper is told and repairs."""
-    monkeypatch.setattr(Holding, "canary", lambda self, chance: None)
+    monkeypatch.setattr(LocalWeights, "spot_check", lambda self, chance: None)
     with ps.Keeper() as keeper:
         keeper.keep("large", large)
         with ps.attach("large") as attached:
             assert attached.report.verified and "verified here" in attached.report.summary()
-        keeper.member.holdings[0].rows[-1][-1] ^= 1
+        keeper.member.weights[0].rows[-1][-1] ^= 1
         with ps.attach("large", verify=False) as attached:
             assert not attached.report.verified and "not verified here" in attached.report.summary()
             with pytest.raises(AssertionError):

@@ -17,7 +17,7 @@ pytest.importorskip("httpx")
 from penstock.errors import HubUnavailable, SourceStalled
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Upstream
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 
 DRIP_S = 0.2
 DRIPS_S = 30.0
@@ -83,7 +83,7 @@ def test_a_door_that_drips_its_answer_is_given_up_within_the_stall_time(listener
     server = Dripping(sock, ANSWERS[part])
     upstream = Upstream(member="0" * 32, host="h", doors=(address,), device="", state="whole", num_have=0, grant="")
     try:
-        with Peer(upstream, member="1" * 32, key="k" * 32, same_host=True, stall_s=1.0) as peer:
+        with PeerClient(upstream, member="1" * 32, key="k" * 32, same_host=True, stall_s=1.0) as peer:
             began = time.monotonic()
             with pytest.raises(SourceStalled):
                 peer.lease()

@@ -23,11 +23,11 @@ from penstock.cli.manifest import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
 from penstock.fetch import storage_reader as part
 from penstock.hub.client import HubClient
-from penstock.hub.messages import Beat, FlightReply, Hello, HoldingMap, LogReply
+from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply, UpstreamsReply
 from penstock.memory.memfd import shared_at
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
-from penstock.peer.weight_layout import line_of_tensors
+from penstock.peer.weight_layout import layout_of_tensors
 from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
@@ -45,8 +45,8 @@ def weights() -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.arange(i, i + 40000, dtype=torch.int32) for i in range(4)}
 
 
-def whole(fleet: ps.Fleet) -> Holding:
-    return fleet.member.holdings[0]
+def whole(fleet: ps.Fleet) -> LocalWeights:
+    return fleet.member.weights[0]
 
 
 @pytest.mark.parametrize("door", ["unix:///none", "unix:///dev/null", "http://a..b:80"])
@@ -187,9 +187,9 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
 ) -> None:
     """It gets on by what members give it, so that it would keep its claim for as long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
-    read, reads = part.StoragePart.read, list[part.StoragePart]()
+    read, reads = part.StorageReader.read, list[part.StorageReader]()
 
-    def read_badly(self: part.StoragePart, chunks: I64) -> Iterator[I64]:
+    def read_badly(self: part.StorageReader, chunks: I64) -> Iterator[I64]:
         if self not in reads:
             reads.append(self)
         if self is not reads[0]:
@@ -199,17 +199,17 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
             while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
                 time.sleep(0.01)
 
-    def flight_late(self: Member, holding: Holding, *, can_read_storage: bool) -> FlightReply:
+    def upstreams_late(self: Member, holding: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
         time.sleep(0.3)  # storage fails before it is known that there is a member
         return flight(self, holding, can_read_storage=can_read_storage)
 
-    deadline, flight = time.monotonic() + 60, Member.flight
-    monkeypatch.setattr(Member, "flight", flight_late)
-    monkeypatch.setattr(part.StoragePart, "read", read_badly)
+    deadline, flight = time.monotonic() + 60, Member.upstreams
+    monkeypatch.setattr(Member, "upstreams", upstreams_late)
+    monkeypatch.setattr(part.StorageReader, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}
         going = pool.submit(first.fetch, got, fallback=str(made))
-        while not (first.member.holdings and whole(first).have.any()):
+        while not (first.member.weights and whole(first).have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
         report = second.fetch(found, fallback=str(made))
@@ -248,14 +248,14 @@ def test_weights_that_are_not_of_the_revision_they_are_offered_as_are_not_commit
         found: dict[str, torch.Tensor] = {}
         with pytest.raises(IntegrityError, match="revision"):
             reader.fetch(found)
-        assert not found and not reader.member.holdings
+        assert not found and not reader.member.weights
 
 
 def test_tensors_that_are_not_of_the_layout_they_are_held_as_are_not_taken() -> None:
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights())
         other = {f"x{name}": tensor for name, tensor in weights().items()}
-        whole(bad).line = line_of_tensors(other)[0]
+        whole(bad).layout = layout_of_tensors(other)[0]
         with pytest.raises(FormatError, match="layout"):
             reader.fetch({}, wait_s=0.1)
 
@@ -288,19 +288,19 @@ def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_
 ) -> None:
     """It lives, and its storage is given up no sooner than they would give up waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
-    read, reads, over = part.StoragePart.read, list[part.StoragePart](), threading.Event()
+    read, reads, over = part.StorageReader.read, list[part.StorageReader](), threading.Event()
 
-    def hang(self: part.StoragePart, chunks: I64) -> Iterator[I64]:
+    def hang(self: part.StorageReader, chunks: I64) -> Iterator[I64]:
         reads.append(self)
         for some in read(self, chunks):
             yield some
             if self is reads[0]:
                 over.wait(30.0)
 
-    monkeypatch.setattr(part.StoragePart, "read", hang)
+    monkeypatch.setattr(part.StorageReader, "read", hang)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         going = pool.submit(first.fetch, {}, fallback=str(made))
-        while not (first.member.holdings and whole(first).have.any()):
+        while not (first.member.weights and whole(first).have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
         try:

@@ -216,7 +216,7 @@ def test_live_tensors_outside_arenas_are_filled_by_shm(made: Path, truth) -> Non
         assert list(report.nbytes_by_path) == [f"shm <- {holder.member.id[:8]}"]
         assert_same(loose, truth)
         # It cannot show them by shm, and does not say so.
-        assert all("shm" not in region for region in reader.member.holdings[0].map().regions)
+        assert all("shm" not in region for region in reader.member.weights[0].map().regions)
         third: dict[str, torch.Tensor] = {}
         holder.leave()
         with ps.join("m") as last:

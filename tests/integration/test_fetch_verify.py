@@ -131,7 +131,7 @@ def test_a_holder_that_disagrees_with_the_manifest(host: Host, sealed: Path, tru
     with ps.join("m") as good, ps.join("m") as reader:
         first: dict[str, torch.Tensor] = {}
         key = good.fetch(first, fallback=sealed).key
-        revision = good.member.holdings[0].identity.revision
+        revision = good.member.weights[0].identity.revision
         with ps.join("m") as liar:
             theirs = {name: tensor.clone() for name, tensor in truth.items()}
             theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1

@@ -74,7 +74,7 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
     show(monkeypatch, authority, "holder")
     with ps.join("m", hub=hub, listen="127.0.0.1:0", transports=["http"]) as holder:
         holder.fetch({}, fallback=made)
-        (door,) = [one for one in holder.member.door.addresses if one.startswith("https")]
+        (door,) = [one for one in holder.member.server.addresses if one.startswith("https")]
         show(monkeypatch, authority, "reader")
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", hub=hub, transports=["http"]) as reader:
@@ -84,7 +84,7 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         # One whose doors lead to another member: it would be shown grants, and answer for it.
         liar = HubClient.connect(hub, ca_file=authority.ca_file, certificate=authority.sign("liar"))
         liar.hello(Hello(member=liar.member, host="elsewhere", doors=(door,)))
-        liar.beat(liar.member, Beat(holdings=(holder.member.holdings[0].status(),)))
+        liar.beat(liar.member, Beat(holdings=(holder.member.weights[0].status(),)))
         holder.member.hub.leave(holder.member.id)
         with liar, ps.join("m", hub=hub, transports=["http"]) as reader:
             report = reader.fetch(found, fallback=made)

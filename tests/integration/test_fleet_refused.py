@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.cli.main import run
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
-from penstock.hub.messages import FlightRequest, HoldingState, WhyRequest
+from penstock.hub.messages import HoldingState, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer import server as door
@@ -75,13 +75,13 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
     monkeypatch.setattr(door, "LEASE_TTL_S", float(FAR_S))
     with ps.join("m", hub=hub, token=ALL) as holder, ps.join("m", hub=hub, token=ALL) as reader:
         holder.fetch({}, fallback=made)
-        (held,) = holder.member.holdings
-        asked = FlightRequest(
+        (held,) = holder.member.weights
+        asked = UpstreamsRequest(
             member=reader.member.id,
             holding=HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0),
             source=holder.member.id,
         )
-        (upstream,) = reader.member.hub.flight(asked).upstreams
+        (upstream,) = reader.member.hub.upstreams(asked).upstreams
         with reader.member.peer(upstream, held.key) as peer:
             peer.lease()
             leaving = threading.Thread(target=holder.leave, args=(float(FAR_S),))

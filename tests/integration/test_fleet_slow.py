@@ -13,8 +13,8 @@ from tests.integration.conftest import SMALL, Host, check
 import penstock as ps
 from penstock.errors import PermissionDenied
 from penstock.hub.client import HubClient
-from penstock.hub.messages import FlightRequest, HoldingState
-from penstock.peer.client import Peer
+from penstock.hub.messages import HoldingState, UpstreamsRequest
+from penstock.peer.client import PeerClient
 from penstock.testing.zygote import Zygote
 
 SLOW = 256 << 10
@@ -87,15 +87,15 @@ def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, ma
         held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
         state = held.holdings[0]
         asked = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
-        dead = reader.member.hub.flight(
-            FlightRequest(member=reader.member.id, holding=asked, source=held.member)
+        dead = reader.member.hub.upstreams(
+            UpstreamsRequest(member=reader.member.id, holding=asked, source=held.member)
         ).upstreams[0]
         listen = next(door for door in dead.doors if not door.startswith("unix")).removeprefix("http://")
         first.kill()
         first.process.wait()
         second = host.start(fallback=str(made), join={"listen": listen, "transports": ["http"]})
         check(second, truth)
-        peer = Peer(dead, member=reader.member.id, key=state.key, same_host=False, stall_s=5.0)
+        peer = PeerClient(dead, member=reader.member.id, key=state.key, same_host=False, stall_s=5.0)
         with peer, pytest.raises(PermissionDenied):
             peer.lease()
         weights: dict[str, torch.Tensor] = {}

@@ -49,9 +49,9 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", listen=listen, transports=["http"]) as holder:
         holder.offer(weights())
-        (door,) = [one for one in holder.member.door.addresses if not one.startswith("unix")]
+        (door,) = [one for one in holder.member.server.addresses if not one.startswith("unix")]
         assert door.startswith("https://")
-        (region, *_) = holder.member.holdings[0].map().regions
+        (region, *_) = holder.member.weights[0].map().regions
         assert msgspec.msgpack.decode(decode(region["http"]).payload)["is_tls"]
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", transports=["http"]) as reader:
@@ -78,12 +78,12 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
 
 
 def test_a_door_beyond_loopback_is_guarded_by_certificates_too(authority: Authority, tmp_path: Path) -> None:
-    from penstock.peer.server import Door
+    from penstock.peer.server import PeerServer
 
     tls = MemberTls.read()
     assert tls is not None
     with pytest.raises(ConfigError, match="cannot be opened"):  # not: open to strangers
-        Door(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.serving)
+        PeerServer(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.serving)
 
 
 def test_files_that_are_no_certificates(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello, HoldingMap, SyncState, Upstream
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 from penstock.peer.member import host_id
 from penstock.transport.descriptor import decode, encode
 
@@ -107,7 +107,7 @@ def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> Hu
     """A client that says it holds all of `made`, at these doors."""
     with ps.join("llama-3", hub=hub, token=LLAMA) as honest:
         honest.fetch({}, fallback=str(made))
-        held = honest.member.holdings[0].status()
+        held = honest.member.weights[0].status()
     liar = HubClient.connect(hub, LLAMA)
     liar.hello(Hello(member=liar.member, host=host, doors=doors))
     liar.beat(liar.member, Beat(holdings=(held,), syncs=(SyncState(name="llama-3", side="publisher"),)))
@@ -194,7 +194,7 @@ def test_a_data_port_is_only_asked_where_the_door_is(
     found: dict[str, torch.Tensor] = {}
     with ps.join("llama-3", hub=hub, token=LLAMA, listen="127.0.0.1:0", transports=["http"]) as liar:
         liar.fetch({}, fallback=str(made))
-        holding = liar.member.holdings[0]
+        holding = liar.member.weights[0]
         honest = holding.map
         vars(holding)["map"] = lambda lease: lie(honest(lease))
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
@@ -228,6 +228,6 @@ def test_the_hub_takes_no_door_that_is_none(hub: str, door: str) -> None:
 def test_a_hub_that_lies_about_doors_is_not_believed() -> None:
     for door in ("unix:///proc/1/root/run/docker.sock", "http://h:99999", "gopher://h:1", "unix:///dev/null"):
         upstream = Upstream(member="m", host="h", doors=(door,), device="cpu", state="whole", num_have=0, grant=b"")
-        peer = Peer(upstream, member="r", key="0" * 32, same_host=True, stall_s=5.0)
+        peer = PeerClient(upstream, member="r", key="0" * 32, same_host=True, stall_s=5.0)
         with peer, pytest.raises(PenstockError, match="no door"):
             peer.lease()

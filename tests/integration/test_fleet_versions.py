@@ -25,7 +25,7 @@ from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.hub.version_negotiation import PROTOCOL
 from penstock.peer import server as door
-from penstock.peer.http_listener import RequestHandler
+from penstock.peer.http_listener import BoundedRequestHandler
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
@@ -130,7 +130,7 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
 def test_what_a_newer_member_adds_at_its_door_is_ignored(
     hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, take = door._Handler._send, RequestHandler.take_body
+    send, take = door._Handler._send, BoundedRequestHandler.take_body
 
     def newer_answer(self: Any, code: int, value: Any) -> None:
         raw = msgspec.msgpack.decode(msgspec.msgpack.encode(value)) if value is not None else None
@@ -141,7 +141,7 @@ def test_what_a_newer_member_adds_at_its_door_is_ignored(
         return msgspec.msgpack.encode(with_more_fields(raw))
 
     monkeypatch.setattr(door._Handler, "_send", newer_answer)
-    monkeypatch.setattr(RequestHandler, "take_body", newer_question)
+    monkeypatch.setattr(BoundedRequestHandler, "take_body", newer_question)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", hub=hub) as holder, ps.join("m", hub=hub) as reader:
         holder.fetch({}, fallback=made)
@@ -179,7 +179,7 @@ def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> N
     from penstock.peer.client import _UnixConnection
 
     with ps.join("m", hub=hub) as holder:
-        (path,) = [urlsplit(one).path for one in holder.member.door.addresses]
+        (path,) = [urlsplit(one).path for one in holder.member.server.addresses]
         for room in ("leases", "sync"):
             connection: http.client.HTTPConnection = _UnixConnection(path, 20.0)
             asked = {"member": "m", "key": "0" * 32, "grant": b"", "protocol": "3.0", "grants": []}

@@ -85,7 +85,7 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
     with ExitStack() as stack:
         holder = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
         holder.fetch({}, fallback=made)
-        key = holder.member.holdings[0].key
+        key = holder.member.weights[0].key
         for _ in range(5):
             liar = join_as_liar(stack, hub, LIAR)
             liar.complain(Complaint(member=liar.member, of=holder.member.id, key=key, fault="wrong bytes"))
@@ -110,7 +110,7 @@ def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_
     with ExitStack() as stack:
         first = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
         key = first.fetch({}, fallback=sealed).key
-        revision = first.member.holdings[0].identity.revision
+        revision = first.member.weights[0].identity.revision
         bad = stack.enter_context(ps.join("m", hub=hub.url, token=SECOND))
         assert bad.offer(theirs, revision=revision) == key
         first.leave()
@@ -141,7 +141,7 @@ def test_a_revoked_token_is_refused_at_once_and_its_members_are_removed(hub: Gua
         revoked = join_as_liar(stack, hub, LIAR)
         holder = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
         holder.fetch({}, fallback=made)
-        revoked.beat(revoked.member, Beat(holdings=(holder.member.holdings[0].status(),)))
+        revoked.beat(revoked.member, Beat(holdings=(holder.member.weights[0].status(),)))
         hub.replace_tokens(TOKENS.replace(f"{LIAR} m\n", ""))
         with pytest.raises(PermissionDenied, match="no token"):
             revoked.beat(revoked.member, Beat())

@@ -113,13 +113,13 @@ def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
         assert b"ready" in hub.stdout.readline()
         with ps.join("m", hub=listen) as holder:
             holder.offer(truth)
-            holder.member.tell()
+            holder.member.report_now()
             hub.send_signal(signal.SIGKILL)
             hub.wait()
             with zygote.fork("penstock.testing.fleet:hub", values) as again:
                 assert b"ready" in again.stdout.readline()
                 # The question is made before the new hub's key is known, and asked again after.
-                holder.member.flight(holder.member.holdings[0], can_read_storage=False)
+                holder.member.upstreams(holder.member.weights[0], can_read_storage=False)
                 with ps.join("m", hub=listen) as reader:
                     found: dict[str, torch.Tensor] = {}
                     reader.fetch(found, wait_s=10.0)

@@ -22,7 +22,7 @@ from penstock.hub.app import MAX_BODY_BYTES, create_app
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import Beat, ClaimRequest, Complaint, FlightRequest, Hello, WhyRequest
+from penstock.hub.messages import Beat, ClaimRequest, Complaint, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.testing.authority import Authority
@@ -71,7 +71,7 @@ def test_every_question(serve, tmp_path, listen) -> None:
         assert len(welcome.grant_key) == 32 and 1.5 <= welcome.beat_s <= 2.0
         hub.hello(hello(a))
         w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
-        reply = hub.flight(FlightRequest(member=a, holding=holding()))
+        reply = hub.upstreams(UpstreamsRequest(member=a, holding=holding()))
         assert [upstream.member for upstream in reply.upstreams] == [w.member]
         assert hub.claim(ClaimRequest(member=a, holding=holding())).ranges == ()
         hub.complain(Complaint(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
@@ -111,7 +111,7 @@ def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
                 lambda: other.hello(hello(of)),
                 lambda: other.beat(of, Beat()),
                 lambda: other.leave(of),
-                lambda: other.flight(FlightRequest(member=of, holding=holding())),
+                lambda: other.upstreams(UpstreamsRequest(member=of, holding=holding())),
                 lambda: other.claim(ClaimRequest(member=of, holding=holding())),
                 lambda: other.complain(Complaint(member=of, of=other.member, key=IDENTITY.key(), fault="wrong bytes")),
             ):
@@ -130,9 +130,9 @@ def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
     other = msgspec.structs.replace(IDENTITY, model="qwen")
     with HubClient.connect(url, LLAMA) as hub:
         hub.hello(hello(hub.member))
-        hub.flight(FlightRequest(member=hub.member, holding=holding()))
+        hub.upstreams(UpstreamsRequest(member=hub.member, holding=holding()))
         for ask in (
-            lambda: hub.flight(FlightRequest(member=hub.member, holding=holding(identity=other))),
+            lambda: hub.upstreams(UpstreamsRequest(member=hub.member, holding=holding(identity=other))),
             lambda: hub.claim(ClaimRequest(member=hub.member, holding=holding(identity=other))),
             lambda: hub.beat(hub.member, Beat(holdings=(holding(), holding(identity=other)))),
             lambda: hub.status("qwen"),
@@ -204,7 +204,7 @@ def test_metrics_count_what_happened(serve) -> None:
         for hub in (w, a):
             hub.hello(hello(hub.member))
         w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
-        a.flight(FlightRequest(member=a.member, holding=holding(claims=((3, 5),))))
+        a.upstreams(UpstreamsRequest(member=a.member, holding=holding(claims=((3, 5),))))
         with pytest.raises(UnknownMember):
             x.beat(x.member, Beat())
     assert httpx.get(f"{url}/readyz", timeout=5).text == "ok\n"

@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 from penstock.errors import ConfigError, HubUnavailable, UnknownMember
 from penstock.hub import client as hub_client
 from penstock.hub.client import HubClient
-from penstock.hub.local_hub import LocalLine
+from penstock.hub.local_hub import LocalEndpoint
 from penstock.hub.messages import Beat, ClaimRequest, Hello
 from penstock.testing.hubs import holding
 
@@ -57,8 +57,8 @@ def child(place):
     process.stdout.close()
 
 
-def line_of(hub: HubClient) -> LocalLine:
-    assert isinstance(hub._line, LocalLine)
+def line_of(hub: HubClient) -> LocalEndpoint:
+    assert isinstance(hub._line, LocalEndpoint)
     return hub._line
 
 
@@ -165,7 +165,7 @@ def test_one_that_is_stopped_before_it_listens_is_passed_over(place) -> None:
 def test_a_question_does_not_wait_longer_than_it_may_for_one_that_begins_to_host(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")
-        late = HubClient(LocalLine(), timeout_s=0.5)
+        late = HubClient(LocalEndpoint(), timeout_s=0.5)
         os.rename(path, f"{path}.not yet")
         began = time.monotonic()
         with late, pytest.raises(HubUnavailable, match="does not listen"):
@@ -200,15 +200,15 @@ def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:
 def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="alone"):
-        LocalLine(tmp_path)
+        LocalEndpoint(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="alone"):
-        LocalLine(tmp_path / "link")
+        LocalEndpoint(tmp_path / "link")
     with pytest.raises(ConfigError, match="too long"):
-        LocalLine(tmp_path / ("x" * 120))
+        LocalEndpoint(tmp_path / ("x" * 120))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="no place"):
-        LocalLine(tmp_path / "file" / "below")
+        LocalEndpoint(tmp_path / "file" / "below")
 
 
 def test_a_closed_client_asks_no_more(place) -> None:

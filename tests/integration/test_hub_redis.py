@@ -20,7 +20,7 @@ from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, ClaimRequest, FlightRequest, Hello
+from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store_redis import RedisStore
 from penstock.testing import redis_server
@@ -121,7 +121,7 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
     grants = GrantChecker(welcome.grant_key, w.member)
     hello(w)
     w.beat(w.member, Beat(holdings=(holding(((0, 100),), grant_epoch=grants.epoch()),)))
-    (upstream,) = a.flight(FlightRequest(member=a.member, holding=holding())).upstreams
+    (upstream,) = a.upstreams(UpstreamsRequest(member=a.member, holding=holding())).upstreams
     assert upstream.member == w.member
     assert hello(w).grant_key == welcome.grant_key
     grants.check(upstream.grant, key=IDENTITY.key(), reader=a.member)
@@ -129,7 +129,7 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
         a.leave(w.member)
     hubs[1]["w"].leave(w.member)
     deadline = time.monotonic() + 20
-    while a.flight(FlightRequest(member=a.member, holding=holding())).upstreams:
+    while a.upstreams(UpstreamsRequest(member=a.member, holding=holding())).upstreams:
         assert time.monotonic() < deadline
 
 

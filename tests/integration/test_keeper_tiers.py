@@ -64,7 +64,7 @@ def until(happens, timeout_s: float = 20.0) -> None:
 def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tmp_path) -> None:
     with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", models["a"])
-        memory = weakref.ref(shared_at(keeper.member.holdings[0].place.regions[0].address, 1))
+        memory = weakref.ref(shared_at(keeper.member.weights[0].place.regions[0].address, 1))
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
         assert memory() is None, "the memory is given back"
@@ -174,13 +174,13 @@ def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_pa
         with pytest.raises(ps.PenstockError, match="was kept in revision"):
             ps.attach("a", wait_s=0.0)
         assert tiers(keeper)["a"] == "source"
-        assert {held.identity.model for held in keeper.member.holdings} == {"a", "b"}
+        assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
 
 
 def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) -> None:
     with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
-        for row in keeper.member.holdings[0].rows:
+        for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
         until(lambda: keeper.models()[0].num_reloads == 1)  # a chunk is looked at with each beat
         assert tiers(keeper) == {"a": "host"}
@@ -197,7 +197,7 @@ def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path)
     with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", source)
         shutil.rmtree(source)
-        for row in keeper.member.holdings[0].rows:
+        for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
         until(lambda: keeper.models()[0].state == "lost")
         keeper.keep("b", models["b"])

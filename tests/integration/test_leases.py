@@ -11,9 +11,9 @@ import torch
 
 import penstock as ps
 from penstock.errors import PenstockError, StaleDescriptor
-from penstock.hub.messages import FlightRequest, HoldingState
+from penstock.hub.messages import HoldingState, UpstreamsRequest
 from penstock.peer import server as door
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 from penstock.peer.member import Member
 from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor, decode
@@ -32,11 +32,11 @@ def holder(tmp_path_factory, monkeypatch) -> Iterator[ps.Fleet]:
         yield fleet
 
 
-def borrow(reader: Member, holder: ps.Fleet) -> tuple[Peer, Descriptor]:
+def borrow(reader: Member, holder: ps.Fleet) -> tuple[PeerClient, Descriptor]:
     """A lease, and the descriptor given under it."""
-    (holding,) = holder.member.holdings
+    (holding,) = holder.member.weights
     asked = HoldingState(key=holding.key, identity=holding.identity, num_chunks=0, nbytes=0)
-    reply = reader.hub.flight(FlightRequest(member=reader.id, holding=asked, source=holder.member.id))
+    reply = reader.hub.upstreams(UpstreamsRequest(member=reader.id, holding=asked, source=holder.member.id))
     peer = reader.peer(reply.upstreams[0], holding.key)
     peer.lease()
     return peer, decode(peer.map().regions[0]["http"])

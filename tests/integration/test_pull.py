@@ -71,7 +71,7 @@ def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
     """There is no manifest: what members exchange by is another word, of the files."""
     (kept,) = keeper.models()
     word = kept.revision
-    assert word.startswith("w1-") and not keeper.member.holdings[0].identity.revision.startswith("w1-")
+    assert word.startswith("w1-") and not keeper.member.weights[0].identity.revision.startswith("w1-")
     (held,) = (held for member in keeper.member.hub.status().members for held in member.holdings)
     assert held.revision == word
     for asked in (None, word, word[:19]):

@@ -36,7 +36,7 @@ def test_versions_cross_by_tls_and_strangers_get_none(
     held = [halves(tensors, rank) for rank in range(2)]
     pubs = publishers(stack, held, **LISTEN)
     for pub in pubs:
-        (door,) = [one for one in pub.member.door.addresses if not one.startswith("unix")]
+        (door,) = [one for one in pub.member.server.addresses if not one.startswith("unix")]
         assert door.startswith("https://")
     mine = {name: torch.zeros_like(one) for name, one in tensors.items()}
     sub = stack.enter_context(ps.subscriber("toy", mine, **LISTEN))

@@ -23,7 +23,7 @@ from penstock.hub.messages import Status
 from penstock.hub.server import bind
 from penstock.jobs.convert import plan
 from penstock.jobs.workers.launch import LocalCrew
-from penstock.peer.server import Door
+from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
@@ -57,7 +57,7 @@ def test_of_a_fleet(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         assert "port 0" in hint_of(lambda: bind(listen, Auth.of(token_file=tokens)))
-        assert "port 0" in hint_of(lambda: Door(tmp_path / "door", lambda _: None, listen=listen))
+        assert "port 0" in hint_of(lambda: PeerServer(tmp_path / "door", lambda _: None, listen=listen))
     (tmp_path / "bad.pem").write_text("no")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_CA_FILE", str(tmp_path / "bad.pem"))

@@ -108,7 +108,7 @@ def _log(audit: bool, audit_file: Path | None) -> None:
     Raises:
         ConfigError: the audit's file cannot be written.
     """
-    from penstock.hub.audit import audit_to
+    from penstock.hub.audit import audit_handler
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
@@ -118,5 +118,5 @@ def _log(audit: bool, audit_file: Path | None) -> None:
         logger.setLevel(logging.WARNING)
     audited = logging.getLogger("penstock.audit")
     for path in ([None] if audit else []) + ([audit_file] if audit_file is not None else []):
-        audited.addHandler(audit_to(path))
+        audited.addHandler(audit_handler(path))
         audited.setLevel(logging.INFO)

@@ -1,6 +1,7 @@
-"""Finding out what is to be fetched: from the fallback's headers, or from what members hold; and where it goes.
+"""Discovery: determine the tensors to fetch, from the fallback's headers or from members, and where they are written.
 
-In: a target, a fallback or none. Out: `Found`: identity, line, rows or room for new ones, a session to read storage.
+In: a target, and optionally a fallback. Out: a `FetchTarget`: identity, layout, destination rows or a request for new
+memory, and a session that reads storage.
 Not here: fetching it (`run`), what the user calls (`join`).
 """
 
@@ -34,9 +35,9 @@ from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
-from penstock.peer.weight_layout import Line, described, line_of_tensors, revision_of
+from penstock.peer.weight_layout import WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
 from penstock.types import U64, TensorTable
@@ -50,7 +51,7 @@ ASK_S = 0.2
 """Pause between questions whether somebody holds a model, while nobody does."""
 
 
-class Placed(dict[str, torch.Tensor]):
+class PlacedTarget(dict[str, torch.Tensor]):
     """A target, empty as an empty dict is, that says where its new tensors are to lie.
 
     Attributes:
@@ -65,11 +66,11 @@ class Placed(dict[str, torch.Tensor]):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Found:
+class FetchTarget:
     """What is to be fetched, and where it goes: `rows`, or new memory."""
 
     identity: Identity
-    line: Line
+    layout: WeightLayout
     device: torch.device
     rows: Sequence[torch.Tensor] | None = None
     leaves: U64 | None = None
@@ -77,15 +78,18 @@ class Found:
 
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
-    ) -> tuple[Holding, dict[str, torch.Tensor] | None]:
-        """The holding; and the tensors by name, where they are new: where a `Placed` target says, else in an arena,
-        whose pages are made present until `is_over`."""
+    ) -> tuple[LocalWeights, dict[str, torch.Tensor] | None]:
+        """Return the local weights to fill; also the tensors by name, if their memory is new (else None).
+
+        New memory is where a `PlacedTarget` places it, else one arena. A thread touches the arena's pages in advance
+        until `is_over` returns true.
+        """
         if self.rows is not None:
-            holding = Holding(self.identity, self.line, self.rows, leaves=self.leaves, max_readers=max_readers)
+            holding = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
             return holding, None
-        table = self.line.table
+        table = self.layout.table
         arenas: list[Arena] = []
-        if isinstance(target, Placed):
+        if isinstance(target, PlacedTarget):
             flat = target.place(table)
             arenas += target.arenas
             made = [
@@ -102,7 +106,9 @@ class Found:
             flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
             made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
-        holding = Holding(self.identity, self.line, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers)
+        holding = LocalWeights(
+            self.identity, self.layout, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers
+        )
         return holding, dict(zip(table.names, made, strict=True))
 
 
@@ -126,7 +132,7 @@ class Discovery:
         storage_options: Mapping[str, str] | None,
         wait_s: float | None,
         stack: ExitStack,
-    ) -> Found:
+    ) -> FetchTarget:
         """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target) if is_given else {}
@@ -138,23 +144,23 @@ class Discovery:
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if is_given:
-            line, rows = line_of_tensors(tensors)
-            identity = msgspec.structs.replace(self._identity, layout=line.layout)
+            layout, rows = layout_of_tensors(tensors)
+            identity = msgspec.structs.replace(self._identity, layout=layout.digest)
             identity = self._held(identity, {"revision"}, wait_s).identity
-            return Found(identity=identity, line=line, rows=rows, device=device)
+            return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
         held = self._held(self._identity, {"revision", "layout"}, wait_s)
-        return Found(identity=held.identity, line=self._ask_line(held, wait_s), device=device)
+        return FetchTarget(identity=held.identity, layout=self._ask_layout(held, wait_s), device=device)
 
-    def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> Found:
+    def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
         table, rows = session.table(), None
         if is_given:
             taken, filled = match_targets(table, tensors, None, True)
             table = table.take(taken)
             rows = dict(zip(table.names, filled, strict=True))
         manifest = session.manifest
-        line = Line.of(table, leaf_bytes=manifest.leaf_bytes)
+        layout = WeightLayout.of(table, leaf_bytes=manifest.leaf_bytes)
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
-        at = np.fromiter(map(row_of.__getitem__, line.table.names), np.int64, len(line.table))
+        at = np.fromiter(map(row_of.__getitem__, layout.table.names), np.int64, len(layout.table))
         leaves = leaves_of(manifest, at)
         revision, asked = revision_of(manifest), self._identity.revision
         if leaves is not None:
@@ -162,16 +168,16 @@ class Discovery:
                 if not revision.startswith(asked):
                     raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
                 asked = ""
-            if len(line.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
-                revision = root_revision(line.table, manifest.leaf_bytes, leaves)
-        elif asked.startswith("w1-") and self._have_read(line, revision, asked):
+            if len(layout.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
+                revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
+        elif asked.startswith("w1-") and self._have_read(layout, revision, asked):
             asked = ""
         flat = None
         if rows is not None:
-            _, flat = line_of_tensors(rows)
-        return Found(
-            identity=msgspec.structs.replace(self._identity, revision=asked or revision, layout=line.layout),
-            line=line,
+            _, flat = layout_of_tensors(rows)
+        return FetchTarget(
+            identity=msgspec.structs.replace(self._identity, revision=asked or revision, layout=layout.digest),
+            layout=layout,
             rows=flat,
             device=session.options.device,
             leaves=leaves,
@@ -214,22 +220,22 @@ class Discovery:
         message = f"no member holds {identity.model!r} with this identity{since}{seen}"
         raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
 
-    def _have_read(self, line: Line, revision: str, asked: str) -> bool:
+    def _have_read(self, layout: WeightLayout, revision: str, asked: str) -> bool:
         """Whether members read these very files, which have no digests, and found what is asked for."""
-        same = msgspec.structs.replace(self._identity, revision=revision, layout=line.layout)
+        same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         with contextlib.suppress(SourceError, HubUnavailable):  # then they are read as any others
             return self._held_now(same, set()).is_of(asked)
         return False
 
-    def _ask_line(self, held: HoldingState, wait_s: float) -> Line:
+    def _ask_layout(self, held: HoldingState, wait_s: float) -> WeightLayout:
         """The tensors of a key, from a member that holds it; waits for one that has a place."""
         return _patiently(
-            lambda left_s: self._ask_line_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
+            lambda left_s: self._ask_layout_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
         )
 
-    def _ask_line_now(self, held: HoldingState, within_s: float) -> Line:
+    def _ask_layout_now(self, held: HoldingState, within_s: float) -> WeightLayout:
         asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
-        reply = self._member.ask_around(asked, within_s=within_s)
+        reply = self._member.find_holders(asked, within_s=within_s)
         last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
         for upstream in reply.upstreams:
             try:
@@ -237,10 +243,10 @@ class Discovery:
                     upstream, held.key, stall_s=self._settings.stall_s / 4
                 ) as peer:  # others know, too
                     peer.lease()
-                    line = described(peer.table())
-                    if line.layout != held.identity.layout:
+                    layout = from_message(peer.table())
+                    if layout.digest != held.identity.layout:
                         raise FormatError("its tensors are not those of its layout", uri=f"penstock:{upstream.member}")
-                    return line
+                    return layout
             except PenstockError as error:
                 last = error
         raise last

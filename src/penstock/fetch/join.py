@@ -23,19 +23,19 @@ from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, IntegrityError, PenstockError
 from penstock.fetch.discover import Discovery, Target
-from penstock.fetch.provenance import Outcome
+from penstock.fetch.provenance import Provenance
 from penstock.fetch.report import FetchReport, report_of
 from penstock.fetch.run import Fetch
-from penstock.fetch.storage_reader import StoragePart
+from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient
 from penstock.hub.identity import Identity
 from penstock.loader.into import targets_of
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.peer.shutdown import until_stopped
-from penstock.peer.weight_layout import line_of_tensors
+from penstock.peer.weight_layout import layout_of_tensors
 from penstock.storage.weight_set import Uris
 
 
@@ -90,13 +90,13 @@ class Fleet:
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            holding, made = found.allocate(target, self._max_readers, is_over.is_set)
+            weights, made = found.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
-            self.member.show(holding)
-            storage = StoragePart(found.session, found.line, holding.rows) if found.session is not None else None
+            self.member.show(weights)
+            storage = StorageReader(found.session, found.layout, weights.rows) if found.session is not None else None
             phases.enter("connect")
-            outcome = self._fill(holding, storage, phases, record, is_new=made is not None)
-            holding.become("whole")
+            outcome = self._fill(weights, storage, phases, record, is_new=made is not None)
+            weights.set_state("whole")
             self.member.beat_now()
             if made is not None:
                 assert isinstance(target, MutableMapping)
@@ -106,19 +106,19 @@ class Fleet:
             storage_bytes = storage.nbytes if storage is not None else 0
             header_bytes = found.session.weights.opening_bytes if found.session is not None else 0
             return report_of(
-                holding, outcome, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
+                weights, outcome, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
             )
 
     def _fill(
-        self, holding: Holding, storage: StoragePart | None, phases: Phases, record: Trace, *, is_new: bool
-    ) -> Outcome:
+        self, weights: LocalWeights, storage: StorageReader | None, phases: Phases, record: Trace, *, is_new: bool
+    ) -> Provenance:
         """Run the fetch of a holding that is shown; one that fails is hidden.
 
         Raises: as `fetch`; `mutated` where the memory was given (not `is_new`) and touched.
         """
         running = Fetch(
             self.member,
-            holding,
+            weights,
             storage=storage,
             stall_s=self._settings.stall_s,
             trace=record,
@@ -128,14 +128,14 @@ class Fleet:
             with running:
                 outcome = running.run()
             phases.enter("commit")
-            if holding.damage is not None:
-                raise holding.damage
-            if not holding.has_manifest:  # with one, each byte was compared with what it should be
-                holding.check_revision(self.identity.revision)
+            if weights.damage is not None:
+                raise weights.damage
+            if not weights.has_manifest:  # with one, each byte was compared with what it should be
+                weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
-            self.member.hide(holding, 0.0)
+            self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and not is_new:
                 # Storage writes before it hands chunks on.
                 is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
@@ -153,25 +153,25 @@ class Fleet:
         Returns:
             The key under which they are offered.
         """
-        line, rows = line_of_tensors(targets_of(tensors))
-        chunks = np.arange(line.chunks.num_chunks)
-        draft = Holding(self.identity, line, rows)
+        layout, rows = layout_of_tensors(targets_of(tensors))
+        chunks = np.arange(layout.chunks.num_chunks)
+        draft = LocalWeights(self.identity, layout, rows)
         leaves = draft.digest(chunks)
-        root = root_revision(line.table, line.chunks.leaf_bytes, leaves)
+        root = root_revision(layout.table, layout.chunks.leaf_bytes, leaves)
         identity = msgspec.structs.replace(
-            self.identity, revision=revision or self.identity.revision or root, layout=line.layout
+            self.identity, revision=revision or self.identity.revision or root, layout=layout.digest
         )
-        holding = Holding(identity, line, rows, max_readers=self._max_readers)
-        holding.gain(chunks, leaves)
-        holding.path = "offered"
-        holding.become("whole")
-        self.member.show(holding)
-        return holding.key
+        weights = LocalWeights(identity, layout, rows, max_readers=self._max_readers)
+        weights.mark_verified(chunks, leaves)
+        weights.path = "offered"
+        weights.set_state("whole")
+        self.member.show(weights)
+        return weights.key
 
     def fence(self) -> None:
         """Before the weights change: give no more leases and make readers' descriptors stale; they go elsewhere."""
-        for holding in self.member.holdings:
-            self.member.hide(holding, 0.0)
+        for weights in self.member.weights:
+            self.member.hide(weights, 0.0)
 
     def serve(self, *, timeout_s: float | None = None) -> None:
         """Be a source until `leave`, SIGTERM or SIGINT; then drain readers and leave.

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from penstock.errors import SourceError
 
 NEAREST = "the nearest there is"
-NOBODY = "no member had these chunks or was reading them"
+NO_MEMBER = "no member had these chunks or was reading them"
 
 
 @dataclass(slots=True)
-class Outcome:
+class Provenance:
     """Where the bytes came from."""
 
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Outcome:
     """Member -> what it said when all its readers' places were taken; told only where the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
     """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
-    why_storage: str = NOBODY
+    why_storage: str = NO_MEMBER
 
     def took(self, path: str, nbytes: int) -> None:
         """Note bytes that were verified."""

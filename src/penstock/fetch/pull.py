@@ -19,10 +19,10 @@ import torch
 from penstock.config import Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
 from penstock.errors import IntegrityError
-from penstock.fetch.discover import Placed
+from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.storage.output import OutputSet, require_free, typed
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
 from penstock.types import GB, Manifest, TensorTable
@@ -66,14 +66,14 @@ def pull(
     try:
         report = fleet.fetch(files, fallback=fallback, wait_s=wait_s)
         begun = time.perf_counter()
-        files.publish(target, next(one for one in fleet.member.holdings if one.key == report.key))
+        files.publish(target, next(one for one in fleet.member.weights if one.key == report.key))
     finally:
         files.close()
     phases = {**report.phases, "write": time.perf_counter() - begun}
     return replace(report, phases=phases, wall_s=sum(phases.values()))
 
 
-class _Files(Placed):
+class _Files(PlacedTarget):
     """Tensors that lie in the files themselves: mapped, so that the kernel writes them out as they come."""
 
     def __init__(self, directory: Path) -> None:
@@ -82,7 +82,7 @@ class _Files(Placed):
         self._output: OutputSet | None = None
 
     def place(self, table: TensorTable) -> list[torch.Tensor]:
-        """See `Placed`. Makes the files, with room for all. DiskFull, DestinationError."""
+        """See `PlacedTarget`. Makes the files, with room for all. DiskFull, DestinationError."""
         placed, body_nbytes = _places(table)
         output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"})
         output.create()
@@ -92,14 +92,14 @@ class _Files(Placed):
         runs = zip(placed.file_index.tolist(), starts.tolist(), placed.nbytes.tolist(), strict=True)
         return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
 
-    def publish(self, target: Path, holding: Holding) -> None:
+    def publish(self, target: Path, weights: LocalWeights) -> None:
         """Let the files appear at `target`, with index and manifest."""
         assert self._output is not None
         # The names, shapes and places are read back from what was written; the digests are those of the fetch.
         with open_weights(
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
-            manifest = encode(_digested(written.manifest, holding))
+            manifest = encode(_digested(written.manifest, weights))
         self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest})
 
     def close(self) -> None:
@@ -131,17 +131,17 @@ def _mapped(path: Path) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 
 
-def _digested(written: Manifest, holding: Holding) -> Manifest:
+def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
     """The manifest of what was written, with the digests that were verified when it came."""
-    line = holding.line
-    row_of = {name: row for row, name in enumerate(line.table.names)}
+    layout = weights.layout
+    row_of = {name: row for row, name in enumerate(layout.table.names)}
     rows = np.array([row_of[name] for name in written.tensors.names], np.int64)
-    counts = num_leaves(line.table.nbytes, line.chunks.leaf_bytes)
-    if len(rows) != len(line.table):
-        raise IntegrityError(f"{len(rows)} tensors were written of {len(line.table)}")
+    counts = num_leaves(layout.table.nbytes, layout.chunks.leaf_bytes)
+    if len(rows) != len(layout.table):
+        raise IntegrityError(f"{len(rows)} tensors were written of {len(layout.table)}")
     return replace(
         written,
-        leaf_bytes=line.chunks.leaf_bytes,
-        leaves=take_leaves(holding.leaves, counts, rows),
-        revision=revision(line.table, line.chunks.leaf_bytes, holding.leaves),
+        leaf_bytes=layout.chunks.leaf_bytes,
+        leaves=take_leaves(weights.leaves, counts, rows),
+        revision=revision(layout.table, layout.chunks.leaf_bytes, weights.leaves),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.fetch.provenance import Outcome
-from penstock.peer.local_weights import Holding
+from penstock.fetch.provenance import Provenance
+from penstock.peer.local_weights import LocalWeights
 from penstock.types import GB
 
 
@@ -68,16 +68,16 @@ class FetchReport:
 
 
 def report_of(
-    holding: Holding, outcome: Outcome, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
+    weights: LocalWeights, outcome: Provenance, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
 ) -> FetchReport:
     """The report of a fetch that ended well."""
-    verified, against = _verified(holding, outcome)
+    verified, against = _verified(weights, outcome)
     return FetchReport(
-        model=holding.identity.model,
-        key=holding.key,
-        revision=holding.root(),
-        num_tensors=len(holding.line.table),
-        nbytes=holding.line.nbytes,
+        model=weights.identity.model,
+        key=weights.key,
+        revision=weights.root(),
+        num_tensors=len(weights.layout.table),
+        nbytes=weights.layout.nbytes,
         storage_bytes=storage_bytes,
         header_bytes=header_bytes,
         wall_s=sum(phases.values()),
@@ -90,12 +90,12 @@ def report_of(
     )
 
 
-def _verified(holding: Holding, outcome: Outcome) -> tuple[bool, str]:
+def _verified(weights: LocalWeights, outcome: Provenance) -> tuple[bool, str]:
     """Return whether every byte was compared with a digest, and whose digests these were."""
-    if holding.has_manifest:
+    if weights.has_manifest:
         return True, "the manifest's digests"
-    if holding.identity.revision.startswith("w1-"):  # all digests were held to their root: see `check_revision`
-        return True, f"the revision asked for, {holding.identity.revision[:19]}"
+    if weights.identity.revision.startswith("w1-"):  # all digests were held to their root: see `check_revision`
+        return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
     hashed = sum(nbytes for path, nbytes in outcome.nbytes_by_path.items() if path.startswith("storage "))
     if not hashed:

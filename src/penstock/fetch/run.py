@@ -29,13 +29,13 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.fetch.provenance import NEAREST, Outcome
-from penstock.fetch.steps import PartStep, PeerStep, VerifyStep
-from penstock.fetch.storage_reader import StoragePart
-from penstock.fetch.upstream import END_S, Following
-from penstock.fetch.verify import Arrival, take, verify
-from penstock.hub.messages import FlightReply, Ranges, Upstream
-from penstock.peer.local_weights import Bools, Holding
+from penstock.fetch.provenance import NEAREST, Provenance
+from penstock.fetch.steps import ReadFromStorage, ReadFromUpstream, VerifyReceived
+from penstock.fetch.storage_reader import StorageReader
+from penstock.fetch.upstream import END_S, UpstreamReader
+from penstock.fetch.verify import ReceivedChunks, next_batch, verify
+from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
+from penstock.peer.local_weights import Bools, LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.chunks import to_ranges
 from penstock.types import GB, I64
@@ -76,31 +76,31 @@ class Fetch(Closing):
     def __init__(
         self,
         member: Member,
-        holding: Holding,
+        weights: LocalWeights,
         *,
-        storage: StoragePart | None,
+        storage: StorageReader | None,
         stall_s: float,
         trace: Trace,
         on_first: Callable[[], None],
     ) -> None:
-        self._member, self._holding, self._storage, self.stall_s = member, holding, storage, stall_s
-        self.outcome, self.is_touched = Outcome(), False
-        self._flying = np.zeros(holding.line.chunks.num_chunks, bool)
-        self._claimed = np.zeros(holding.line.chunks.num_chunks, bool)
-        self._following: list[Following] = []
+        self._member, self._weights, self._storage, self.stall_s = member, weights, storage, stall_s
+        self.outcome, self.is_touched = Provenance(), False
+        self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._following: list[UpstreamReader] = []
         self._forgive: dict[str, tuple[float, float]] = {}
-        self._arrived: deque[Arrival] = deque()
+        self._arrived: deque[ReceivedChunks] = deque()
         self._lock, self._on_first = threading.Lock(), [on_first]
         self._closing, self._ask_now = threading.Event(), threading.Event()
         self._claim_read, self._knows_members = threading.Event(), threading.Event()
         self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._part = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
         self._compute = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
-        self._reading: set[PeerStep] = set()
+        self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
         self._gave_nothing: set[str] = set()
         self._others_read_until = 0.0
-        self.ticket = Ticket(holding.line.nbytes, self._is_under_way, received=self._received_bytes)
+        self.ticket = Ticket(weights.layout.nbytes, self._is_under_way, received=self._received_bytes)
         self._hunger, self._quiet = Silence(), Silence()
         self._begun = time.monotonic()
         self._is_storage_out = False
@@ -108,7 +108,7 @@ class Fetch(Closing):
         self._is_alone = self._is_refused = False
         self._threads: list[threading.Thread] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> Provenance:
         """Return once every chunk is verified.
 
         Raises:
@@ -116,7 +116,7 @@ class Fetch(Closing):
             IntegrityError: holders disagree on what the bytes are, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
-        if self._holding.is_whole:
+        if self._weights.is_whole:
             self.ticket.finish()
         self._start(self._ask_for_upstreams, "penstock-flight")
         if self._storage is not None:
@@ -126,12 +126,12 @@ class Fetch(Closing):
             with self.ticket.changed:
                 if not self.ticket.done:
                     self.ticket.changed.wait(pause_s)
-            if self._holding.damage is not None:
-                self.ticket.fail(self._holding.damage)
+            if self._weights.damage is not None:
+                self.ticket.fail(self._weights.damage)
             self._look_at_reads()
             if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._following or self._gave_nothing else SourceUnavailable
-                what = f"no progress for {self.stall_s} s with {int((~self._holding.have).sum())} chunks missing"
+                what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
                 asked = "storage" if self._storage is not None else "no fallback was given; the hub"
                 self.ticket.fail(self.outcome.stalled(kind, what, f"{asked}: {self._hub_says}"))
         self.ticket.check()
@@ -151,7 +151,7 @@ class Fetch(Closing):
             self._drop_failed()
             try:
                 reads = self._storage is not None and not self._is_storage_out
-                reply = self._member.flight(self._holding, can_read_storage=reads)
+                reply = self._member.upstreams(self._weights, can_read_storage=reads)
                 wait_s = reply.ask_again_s
                 self._is_alone = self._is_refused = False
                 self._heard_of_readers(reply)
@@ -180,16 +180,16 @@ class Fetch(Closing):
     def _is_idle(self) -> bool:
         """Whether nobody that is followed has anything for us now: then others are asked for sooner."""
         with self._lock:
-            missing = ~self._holding.have
+            missing = ~self._weights.have
             return not (self._flying.any() or any((one.has & missing).any() for one in self._following))
 
-    def _following_of(self, upstream: Upstream, rank: int) -> Following:
+    def _following_of(self, upstream: Upstream, rank: int) -> UpstreamReader:
         """Return a reader that follows an upstream."""
         member = self._member
-        return Following(
-            member.peer(upstream, self._holding.key),
+        return UpstreamReader(
+            member.peer(upstream, self._weights.key),
             rank,
-            self._holding,
+            self._weights,
             member.links,
             self.ticket,
             same_host=upstream.host == member.host,
@@ -212,7 +212,7 @@ class Fetch(Closing):
                 if one.upstream.member not in named:
                     one.rank = len(named)
             self._following.sort(key=lambda one: one.rank)
-            self._holding.parent = self._following[0].upstream.member if self._following else ""
+            self._weights.parent = self._following[0].upstream.member if self._following else ""
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full; complain of those that failed, and try each again later.
@@ -236,19 +236,19 @@ class Fetch(Closing):
         for one in failed:
             assert one.error is not None
             if not isinstance(one.error, SourceBusy):
-                self._member.complain(one.upstream.member, self._holding.key, one.error, one.proof)
+                self._member.complain(one.upstream.member, self._weights.key, one.error, one.proof)
             one.close()
 
     def _ask_for_claims(self) -> None:
         assert self._storage is not None
-        while not (self._closing.is_set() or self._holding.is_whole or self._is_storage_out):
+        while not (self._closing.is_set() or self._weights.is_whole or self._is_storage_out):
             wait_s = 0.5
             ranges: Ranges = ()
             try:
                 if self._should_go_alone():
                     ranges, wait_s = to_ranges(self._next_missing()), TURN_S
                 else:
-                    reply = self._member.claim(self._holding)
+                    reply = self._member.claim(self._weights)
                     ranges, wait_s, self._hub_says = reply.ranges, reply.ask_again_s, reply.why
                 if ranges:
                     wait_s = 0.0 if self._read_claim(ranges) else TURN_S
@@ -258,12 +258,12 @@ class Fetch(Closing):
             self._closing.wait(wait_s if ranges else max(wait_s, self._rest_s))
         while self._is_storage_out and not self._closing.is_set():
             try:
-                self._member.claim(self._holding, ask=False)  # others read what this one was given
+                self._member.claim(self._weights, ask=False)  # others read what this one was given
                 return
             except PenstockError:
                 self._closing.wait(0.5)
 
-    def _heard_of_readers(self, reply: FlightReply) -> None:
+    def _heard_of_readers(self, reply: UpstreamsReply) -> None:
         """Note whether others read storage and get on: who waits for what they read has nobody to blame."""
         is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
         valid_s = 2 * reply.ask_again_s + HEARD_S
@@ -281,7 +281,7 @@ class Fetch(Closing):
 
     def _next_missing(self) -> I64:
         with self._lock:
-            return np.flatnonzero(~self._holding.have & ~self._flying)[:ALONE_CHUNKS]
+            return np.flatnonzero(~self._weights.have & ~self._flying)[:ALONE_CHUNKS]
 
     def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
         """Have claimed chunks read; returns when it is time for the next claim.
@@ -291,13 +291,13 @@ class Fetch(Closing):
         assert self._storage is not None
         chunks = np.concatenate([np.arange(start, stop) for start, stop in ranges])
         with self._lock:
-            chunks = chunks[~self._holding.have[chunks] & ~self._flying[chunks]]
+            chunks = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
             if self._closing.is_set() or not len(chunks):
                 return False
             self._flying[chunks] = self._claimed[chunks] = True
-            self._holding.claims = to_ranges(np.flatnonzero(self._claimed))
+            self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
             self._claim_read.clear()
-            self._part.post(PartStep(self, self._storage, chunks))
+            self._part.post(ReadFromStorage(self, self._storage, chunks))
         while not (self._claim_read.wait(self.stall_s) or self._closing.is_set()):
             pass  # storage has its own deadline
         return True
@@ -309,7 +309,7 @@ class Fetch(Closing):
     def _landed(self, chunks: I64) -> None:
         """These chunks are under way no more. Order: with the lock held."""
         self._flying[chunks] = self._claimed[chunks] = False
-        self._holding.claims = to_ranges(np.flatnonzero(self._claimed))
+        self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
     # -- progress: whose deadline runs
 
@@ -343,9 +343,9 @@ class Fetch(Closing):
         """Note how long nothing came, and end reads that give less than `LEAST_BYTES` within their deadline."""
         moved, received = self.ticket.moved_bytes, self._received_bytes()
         self._hunger.look(moved, received, is_paused=self._is_feeding)
-        self._holding.silent_s = self._quiet.look(moved, received)
+        self._weights.silent_s = self._quiet.look(moved, received)
         with self._lock:
-            reading: dict[Following, list[PeerStep]] = {one: [] for one in self._following}
+            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {one: [] for one in self._following}
             for step in self._reading:
                 reading.setdefault(step.giver, []).append(step)
         for one, steps in reading.items():
@@ -361,7 +361,7 @@ class Fetch(Closing):
         can_read_storage = self._storage is not None and not self._is_storage_out
         return self.stall_s / 2 if can_read_storage else self.stall_s
 
-    def reads(self, step: PeerStep) -> None:
+    def reads(self, step: ReadFromUpstream) -> None:
         """A read of an upstream begins."""
         with self._lock:
             self._reading.add(step)
@@ -383,7 +383,7 @@ class Fetch(Closing):
                         break
                     self._flying[chunks] = True
                     one.num_flying += 1
-                    posts.append(PeerStep(self, one, chunks))
+                    posts.append(ReadFromUpstream(self, one, chunks))
                 if is_first and int(self._wanted(one).sum()) < one.step_chunks:
                     one.hurry()  # what it is known to have is soon read
                 is_first &= not one.holds_back
@@ -393,7 +393,7 @@ class Fetch(Closing):
             self.ticket.wake()  # for `run` to look again when it is time
         return pause_s
 
-    def _choose(self, one: Following) -> I64:
+    def _choose(self, one: UpstreamReader) -> I64:
         """Chunks to take from it now: those it has that we want and that no earlier one will give."""
         found: I64 = np.flatnonzero(self._wanted(one))[: one.step_chunks]
         earlier = [other for other in self._following if other.rank < one.rank and other.holds_back]
@@ -401,8 +401,8 @@ class Fetch(Closing):
             return found
         return found[-1:] if one.should_probe() else found[:0]
 
-    def _wanted(self, one: Following) -> Bools:
-        return one.has & ~self._holding.have & ~self._flying
+    def _wanted(self, one: UpstreamReader) -> Bools:
+        return one.has & ~self._weights.have & ~self._flying
 
     # -- what steps ask and report
 
@@ -415,38 +415,38 @@ class Fetch(Closing):
 
     def nbytes_of(self, chunks: I64) -> int:
         """Bytes of these chunks."""
-        return int(self._holding.line.chunks.nbytes[chunks].sum())
+        return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
     def leaves_of(self, chunks: I64) -> I64:
         """Indices of their leaves in the line."""
-        return self._holding.line.chunks.leaves_of(chunks)
+        return self._weights.layout.chunks.leaves_of(chunks)
 
-    def got(self, arrival: Arrival) -> None:
+    def got(self, arrival: ReceivedChunks) -> None:
         """The bytes of these chunks are in place: have them verified."""
         with self._lock:
             self._arrived.append(arrival)
-        self._compute.post(VerifyStep(self, int(arrival.chunks[0])))
+        self._compute.post(VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
         """Digest and compare what arrived, as much at once as there is, and serve it on; bytes digested."""
         with self._lock:
-            batch = take(self._arrived, NUM_VERIFYING)
+            batch = next_batch(self._arrived, NUM_VERIFYING)
         if not batch:
             return 0  # a step before this one had it
         good = []
-        for one, wrong in verify(self._holding, batch):
+        for one, wrong in verify(self._weights, batch):
             if len(wrong):
                 self._refuse(one, int(wrong[0]))
             else:
                 good.append((one, self.nbytes_of(one.chunks)))
         self._note(good)
-        if self._holding.is_whole:
+        if self._weights.is_whole:
             self.ticket.finish()
         return sum(nbytes for _, nbytes in good)
 
-    def _note(self, good: Sequence[tuple[Arrival, int]]) -> None:
+    def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
         """These were verified, and are served on."""
-        holding = self._holding
+        weights = self._weights
         with self._lock:
             if good:
                 self._gave_nothing.clear()
@@ -456,10 +456,10 @@ class Fetch(Closing):
                 self.ticket.moved_bytes += nbytes
                 if one.giver is not None:
                     self.outcome.why[one.path] = one.giver.why.get(one.path) or NEAREST
-            holding.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
-            holding.path, holding.why = self.outcome.shares(), self.outcome.reasons()
+            weights.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
+            weights.path, weights.why = self.outcome.shares(), self.outcome.reasons()
 
-    def _refuse(self, arrival: Arrival, wrong: int) -> None:
+    def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
         """A chunk of it is wrong: it is read again, and not from there."""
         message = f"chunk {wrong} differs from its digest"
         if arrival.giver is None:
@@ -485,7 +485,7 @@ class Fetch(Closing):
             self.ticket.fail(error)
         self.lost(chunks)
 
-    def landed(self, one: Following, step: PeerStep) -> None:
+    def landed(self, one: UpstreamReader, step: ReadFromUpstream) -> None:
         """A read of this upstream ended, or was never begun."""
         with self._lock:
             one.num_flying -= 1

@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock.engine.executors import Pending, Work
 from penstock.errors import Cancelled, DestinationError, PenstockError
-from penstock.fetch.storage_reader import StoragePart
-from penstock.fetch.upstream import Following, Read
-from penstock.fetch.verify import Arrival
+from penstock.fetch.storage_reader import StorageReader
+from penstock.fetch.upstream import Read, UpstreamReader
+from penstock.fetch.verify import ReceivedChunks
 from penstock.transport.protocol import Pending as PendingRead
 from penstock.transport.protocol import Stoppable, Transport
 from penstock.transport.reads import wait_all
@@ -29,12 +29,12 @@ LITTLE = 0.5
 """Part of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
-class PeerStep(Work):
+class ReadFromUpstream(Work):
     """Read chunks from an upstream's memory into ours."""
 
     __slots__ = ("_chunks", "_fetch", "_posted", "giver")
 
-    def __init__(self, fetch: Fetch, one: Following, chunks: I64) -> None:
+    def __init__(self, fetch: Fetch, one: UpstreamReader, chunks: I64) -> None:
         first = int(chunks[0])
         super().__init__(fetch.ticket, first, f"{one.path} {first}", fetch.nbytes_of(chunks))
         self._fetch, self.giver, self._chunks = fetch, one, chunks
@@ -68,7 +68,7 @@ class PeerStep(Work):
         fetch.landed(one, self)
         fetch.assign()  # its next read is under way before these bytes are verified
         wanted = one.leaves[fetch.leaves_of(self._chunks)]
-        fetch.got(Arrival(chunks=self._chunks, wanted=wanted, path=one.path, giver=one))
+        fetch.got(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=one.path, giver=one))
         return None
 
     def _read(self) -> None:
@@ -92,12 +92,12 @@ class PeerStep(Work):
         self._fetch.landed(self.giver, self)
 
 
-class PartStep(Work):
+class ReadFromStorage(Work):
     """Read claimed chunks from storage."""
 
     __slots__ = ("_chunks", "_fetch", "_storage")
 
-    def __init__(self, fetch: Fetch, storage: StoragePart, chunks: I64) -> None:
+    def __init__(self, fetch: Fetch, storage: StorageReader, chunks: I64) -> None:
         first = int(chunks[0])
         super().__init__(fetch.ticket, first, f"storage {first}", fetch.nbytes_of(chunks))
         self._fetch, self._storage, self._chunks = fetch, storage, chunks
@@ -110,7 +110,7 @@ class PartStep(Work):
             for chunks in self._storage.read(self._chunks):
                 fetch.is_touched = True
                 left -= set(chunks.tolist())
-                fetch.got(Arrival(chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", giver=None))
+                fetch.got(ReceivedChunks(chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", giver=None))
                 if fetch.ticket.done:
                     break
                 if not is_told and len(left) <= LITTLE * len(self._chunks):
@@ -125,7 +125,7 @@ class PartStep(Work):
         return None
 
 
-class VerifyStep(Work):
+class VerifyReceived(Work):
     """Digest chunks that arrived, these or others."""
 
     __slots__ = ("_fetch",)

@@ -17,7 +17,7 @@ from penstock.engine.choose_place import place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
 from penstock.loader.session import Session
-from penstock.peer.weight_layout import Line
+from penstock.peer.weight_layout import WeightLayout
 from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
@@ -30,7 +30,7 @@ GATHER_S = 0.025
 digesting, telling and posting. A chunk waits so long for others once, on its way to all members."""
 
 
-class StoragePart:
+class StorageReader:
     """One worker's reads of storage.
 
     Args:
@@ -42,8 +42,8 @@ class StoragePart:
         nbytes: bytes asked of storage so far.
     """
 
-    def __init__(self, session: Session, line: Line, rows: Sequence[torch.Tensor]) -> None:
-        self._session, self._line, self._rows = session, line, rows
+    def __init__(self, session: Session, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
+        self._session, self._layout, self._rows = session, layout, rows
         self.uri = session.weights.uri
         self.nbytes = 0
         self._moved_bytes = 0
@@ -63,8 +63,8 @@ class StoragePart:
 
         Raises what the loader raises. Leaving the iterator early ends the reading.
         """
-        pieces, owner = self._line.chunks.pieces_apart(chunks)
-        table, count = self._line.table, len(pieces.row)
+        pieces, owner = self._layout.chunks.pieces_apart(chunks)
+        table, count = self._layout.table, len(pieces.row)
         asked = TensorTable(
             names=tuple(map(str, range(count))),
             dtypes=(DType.U8,) * count,

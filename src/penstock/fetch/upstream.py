@@ -1,6 +1,6 @@
 """One upstream of a fetch: lease, map and log by a thread of its own; what may be read from it now.
 
-In: a `Peer`. Out: which chunks it has, their leaves, transports and segments; why it failed.
+In: a `PeerClient`. Out: which chunks it has, their leaves, transports and segments; why it failed.
 Not here: which chunks are taken from it (`run`).
 """
 
@@ -24,9 +24,9 @@ from penstock.errors import (
     without_frames,
 )
 from penstock.hub.messages import HoldingMap, LogReply, Proof
-from penstock.hub.proof import prove
-from penstock.peer.client import Peer
-from penstock.peer.local_weights import Holding, column, located
+from penstock.hub.proof import make_proof
+from penstock.peer.client import PeerClient
+from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
 from penstock.segments import Segments
 from penstock.transport.choose import Links, Reaching
 from penstock.transport.descriptor import Descriptor, decode
@@ -66,7 +66,7 @@ Read = tuple[Transport, Handle, Descriptor, Segments]
 """What is posted: the transport, our memory, the peer's, and what of it."""
 
 
-class Following:
+class UpstreamReader:
     """What is known of one upstream while it is followed.
 
     Attributes:
@@ -86,9 +86,9 @@ class Following:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: PeerClient,
         rank: int,
-        holding: Holding,
+        weights: LocalWeights,
         links: Links,
         ticket: Ticket,
         *,
@@ -96,10 +96,10 @@ class Following:
         min_bytes_per_s: float = 0.0,
     ) -> None:
         self.peer, self.rank, self.upstream = peer, rank, peer.upstream
-        self._holding, self._links, self._same_host, self._ticket = holding, links, same_host, ticket
-        count = holding.line.chunks.num_chunks
+        self._weights, self._links, self._same_host, self._ticket = weights, links, same_host, ticket
+        count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
-        self.leaves: U64 = np.zeros(len(holding.line.chunks.leaf_row), np.uint64)
+        self.leaves: U64 = np.zeros(len(weights.layout.chunks.leaf_row), np.uint64)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
         self.not_before = 0.0
@@ -137,7 +137,7 @@ class Following:
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
         return min(read, self._cap) if self._cap else read
 
-    def is_much_faster_than(self, other: Following) -> bool:
+    def is_much_faster_than(self, other: UpstreamReader) -> bool:
         """Whether waiting for an earlier one is a waste: it gives little, be its link slow or what it waits for."""
         return self.pace > MUCH_FASTER * other._gives.value(time.monotonic())
 
@@ -171,7 +171,7 @@ class Following:
     def reads(self, chunks: I64) -> list[Read]:
         """What to post for these chunks, transport by transport."""
         found = []
-        for pair, segments in self._holding.segments(chunks, self._row_region, self._row_offset).items():
+        for pair, segments in self._weights.segments(chunks, self._row_region, self._row_offset).items():
             found.append((*self._transports[pair], segments))
         return found
 
@@ -185,13 +185,13 @@ class Following:
         if self._read_s > JUDGED_AFTER_S:
             self._judge(self.moved_bytes / self._read_s, "gives")
         if seconds < STEP_S:
-            is_full = 2 * nbytes >= self.step_chunks * self._holding.line.chunks.chunk_bytes
+            is_full = 2 * nbytes >= self.step_chunks * self._weights.layout.chunks.chunk_bytes
             more = 8 if is_full and seconds < STEP_S / 8 else 2
             self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
         elif seconds > 4 * STEP_S:
             self.step_chunks = max(1, self.step_chunks // 2)
         if self._cap:
-            most = int(self._cap * CAPPED_STEP_S / self._holding.line.chunks.chunk_bytes)
+            most = int(self._cap * CAPPED_STEP_S / self._weights.layout.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
 
@@ -264,7 +264,7 @@ class Following:
                 finally:
                     if self._doubted is not None:
                         with contextlib.suppress(PenstockError):  # gone, or SourceBusy: it was damaged, and is given up
-                            peer.doubt(self._doubted)
+                            peer.recheck(self._doubted)
         except PenstockError as error:
             if not self._closing.is_set():
                 self.fail(error)
@@ -275,15 +275,15 @@ class Following:
         Raises:
             PlanError: it cuts the line another way, or no transport reaches it. FormatError: the map does not fit.
         """
-        chunks, ours = self._holding.line.chunks, self._holding.place
+        chunks, ours = self._weights.layout.chunks, self._weights.place
         same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
         if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
             raise PlanError(f"its chunks are cut another way: {same}")
         room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in found.regions]
-        self._row_region, self._row_offset = region, _ = located(self._holding.line, found, room)
+        self._row_region, self._row_offset = region, _ = locate_rows(self._weights.layout, found, room)
         held = ours.row_region >= 0
         for theirs, mine in sorted(set(zip(region[held].tolist(), ours.row_region[held].tolist(), strict=True))):
-            handles = self._holding.handles(mine)
+            handles = self._weights.handles(mine)
             transport, descriptor, why = self._links.choose(
                 handles, found.regions[theirs], same_host=self._same_host, same_process=False
             )
@@ -295,16 +295,16 @@ class Following:
             self._by(transport.name, why)
         self._generation = found.generation
 
-    def _read_log(self, peer: Peer) -> None:
+    def _read_log(self, peer: PeerClient) -> None:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
             self._heed_cap(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
-            chunks = column(reply.chunks, "<u4")
+            chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
-                self._learn(chunks, column(reply.leaves, "<u8").view(np.uint64), reply)
+                self._learn(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
             if reply.state == "whole" or len(chunks):
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
@@ -315,19 +315,19 @@ class Following:
             serial = reply.serial
 
     def _learn(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
-        line, table = self._holding.line, self._holding.line.chunks
+        layout, table = self._weights.layout, self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
         at = table.leaves_of(chunks)
         if len(leaves) != len(at):
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
-        clash = self._holding.contradicts(chunks, leaves)
+        clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
-            self.proof = prove(reply, line.table, table, self._holding.leaves)
+            self.proof = make_proof(reply, layout.table, table, self._weights.leaves)
             message = f"its digests of chunk {int(clash[0])} are not the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
         try:
-            self._holding.hear(chunks, leaves, f"member {self.upstream.member}")
+            self._weights.record_digests(chunks, leaves, f"member {self.upstream.member}")
         except IntegrityError as error:
             self._ticket.fail(error)
             raise

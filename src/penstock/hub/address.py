@@ -15,17 +15,17 @@ from pathlib import Path
 
 from penstock.net.peercred import connect_unix
 
-DOOR_PATTERN = (
+PEER_URL_PATTERN = (
     r"^(?:unix://(/[!-~]{1,106})"
     r"|http(s?)://(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_.-]{1,253})):([0-9]{1,5}))\Z"
 )
 """`unix:///path`, `http://host:port` or `https://[v6]:port`, without anything behind it. A Unix path has at most 107
 bytes. Source: unix(7)."""
-_DOOR = re.compile(DOOR_PATTERN)
+_PEER_URL = re.compile(PEER_URL_PATTERN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorAddress:
+class PeerAddress:
     """Where a door listens: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""
@@ -34,15 +34,15 @@ class DoorAddress:
     is_tls: bool = False
 
 
-def parse_door(door: str) -> DoorAddress | None:
+def parse_peer_url(door: str) -> PeerAddress | None:
     """Return the parts of a door's address, or None where it is not a plain one."""
-    found = _DOOR.fullmatch(door)
+    found = _PEER_URL.fullmatch(door)
     if found is None:
         return None
     path, tls, v6, host, port = found.groups()
     if path:
-        return DoorAddress(path=path)
-    return DoorAddress(host=v6 or host, port=int(port), is_tls=bool(tls)) if 0 < int(port) <= 65535 else None
+        return PeerAddress(path=path)
+    return PeerAddress(host=v6 or host, port=int(port), is_tls=bool(tls)) if 0 < int(port) <= 65535 else None
 
 
 def private_socket_fault(path: str) -> str:
@@ -65,7 +65,7 @@ def private_socket_fault(path: str) -> str:
     return ""
 
 
-def connect_unix_door(path: str, timeout_s: float) -> socket.socket:
+def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
     """Connect to a Unix socket that passed `private_socket_fault`.
 
     Raises:

@@ -37,11 +37,11 @@ from penstock.hub.messages import (
     ClaimRequest,
     Complaint,
     Fault,
-    FlightReply,
-    FlightRequest,
     Hello,
     MemberId,
     Status,
+    UpstreamsReply,
+    UpstreamsRequest,
     Welcome,
     Why,
     WhyRequest,
@@ -50,7 +50,7 @@ from penstock.hub.messages import (
 from penstock.hub.store import MemoryStore
 from penstock.hub.sync_messages import SyncReply, SyncRequest
 from penstock.hub.tls import CERTIFICATE
-from penstock.hub.version_negotiation import UPGRADE_HINT, Announced, version_fault
+from penstock.hub.version_negotiation import UPGRADE_HINT, AnnouncedVersion, version_fault
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -69,7 +69,7 @@ MAX_BODY_BYTES = 8 << 20
 """A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
 BODY_S = 20.0
 """A body that takes longer to arrive is refused."""
-_ANNOUNCED = msgspec.json.Decoder(Announced)
+_ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
 _log = logging.getLogger("penstock.hub")
 audit = logging.getLogger("penstock.audit")
 
@@ -128,7 +128,7 @@ def _in_body(_: str, body: Any) -> str:
     return str(body.member)
 
 
-def _flown(request: FlightRequest | ClaimRequest) -> Iterable[str]:
+def _flown(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
     return (request.holding.identity.model,)
 
 
@@ -153,8 +153,8 @@ OPERATIONS = (
     ),
     _Operation(
         name="flight", method="POST", path="/v1/flight", about="Whom to take chunks from, with grants.",
-        takes=FlightRequest, gives=FlightReply, models=_flown, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.flight(body),
+        takes=UpstreamsRequest, gives=UpstreamsReply, models=_flown, speaker=_in_body,
+        answer=lambda directory, _, body, caller: directory.upstreams(body),
     ),
     _Operation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
@@ -283,7 +283,7 @@ def _endpoint(
     return endpoint
 
 
-def _check_version(announced: Announced) -> None:
+def _check_version(announced: AnnouncedVersion) -> None:
     """Refuse a member of another major version by name, before the rest of what it says is looked at."""
     fault = version_fault(announced.protocol, "this member", "the hub")
     if fault:

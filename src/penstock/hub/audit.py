@@ -79,7 +79,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
-def audit_to(path: Path | None) -> LimitedHandler:
+def audit_handler(path: Path | None) -> LimitedHandler:
     """Return a handler that appends to a file, or with None writes to stderr.
 
     Raises:

@@ -24,7 +24,7 @@ MIN_PIECE_BYTES = 64 * MIB
 Source: docs/design/003-fetch.md."""
 MAX_PIECE_BYTES = GIB
 """Largest piece: what a member that dies has others read again, at most. Source: docs/design/003-fetch.md."""
-LOOK_S = 1.0
+PROGRESS_CHECK_S = 1.0
 """How often it is noted who got on: well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
 """A claimant that received nothing for so long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
@@ -54,7 +54,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.owner, _OWNER).copy()
 
 
-def mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
+def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
     """Ranges as a column of truth values; what lies past the end is left out."""
     found = np.zeros(num_chunks, np.bool_)
     for start, stop in ranges:
@@ -88,7 +88,7 @@ def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
     return max(1, round(wanted / max(1.0, chunk_bytes)))
 
 
-def without(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
+def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
     """The table without members that live no more."""
     if not gone:
         return claims
@@ -104,7 +104,7 @@ def without(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
     )
 
 
-def settle(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
+def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """The table once the asker's own is what it says.
 
     Of what it was given, it keeps what it has and what it still reads; the rest goes back. What it reads and nobody was
@@ -112,19 +112,19 @@ def settle(claims: Claims, member: str, holding: HoldingState, now: float) -> Cl
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
-    still = mask(holding.claims, holding.num_chunks)
+    still = chunk_mask(holding.claims, holding.num_chunks)
     if member not in members:
         if not holding.claims or len(members) >= _MAX_CLAIMANTS:
             return claims
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
     me = members.index(member) + 1
     mine = owner == me
-    owner[mine & ~still & ~mask(holding.have, holding.num_chunks)] = 0
+    owner[mine & ~still & ~chunk_mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
 
 
-def settled(
+def update_table(
     claims: Claims, request: ClaimRequest, *, gone: Collection[str], told: Mapping[str, HoldingState], now: float
 ) -> Claims:
     """The table once the dead are out, those in that say in their beats what they read, and the asker's own is true.
@@ -137,14 +137,14 @@ def settled(
         now: the hub's clock.
     """
     num_chunks = request.holding.num_chunks
-    claims = without(claims, gone, num_chunks)
+    claims = drop_members(claims, gone, num_chunks)
     for member, holding in told.items():
         if member not in claims.members and holding.num_chunks == num_chunks:
-            claims = settle(claims, member, holding, now)
-    return settle(claims, request.member, request.holding, now)
+            claims = update_member(claims, member, holding, now)
+    return update_member(claims, request.member, request.holding, now)
 
 
-def look(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
+def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
     """Note who got on since the last look.
 
     Args:
@@ -161,7 +161,7 @@ def look(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: M
     return Claims(claims.members, tuple(found), tuple(since), now, claims.owner)
 
 
-def give(
+def assign_piece(
     claims: Claims,
     member: str,
     holding: HoldingState,
@@ -191,7 +191,7 @@ def give(
             counts[claims.members.index(name) + 1] = False
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
-    taken = had | mask(holding.have, holding.num_chunks) | counts[owner]
+    taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]
     members, num_have, since = claims.members, list(claims.num_have), list(claims.since)
@@ -205,7 +205,7 @@ def give(
     return Claims(members, tuple(num_have), tuple(since), claims.looked, owner.tobytes()), to_ranges(free)
 
 
-def check_holding(holding: HoldingState) -> None:
+def check_state(holding: HoldingState) -> None:
     """Nothing, if it is of one piece.
 
     Raises:

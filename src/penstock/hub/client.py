@@ -36,10 +36,10 @@ from penstock.hub.messages import (
     ClaimRequest,
     Complaint,
     Fault,
-    FlightReply,
-    FlightRequest,
     Hello,
     Status,
+    UpstreamsReply,
+    UpstreamsRequest,
     Welcome,
     Why,
     WhyRequest,
@@ -78,7 +78,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
 }
 
 
-class Line(Protocol):
+class HubEndpoint(Protocol):
     """How the hub is reached now; it may be elsewhere after a failure.
 
     Attributes:
@@ -104,7 +104,7 @@ class Line(Protocol):
         """No more questions."""
 
 
-class FixedLine:
+class FixedEndpoint:
     """A hub at one address."""
 
     is_busy = False
@@ -113,17 +113,17 @@ class FixedLine:
         self._url = url
 
     def reach(self, within_s: float) -> str:
-        """See `Line`."""
+        """See `HubEndpoint`."""
         return self._url
 
     def reached(self) -> None:
-        """See `Line`."""
+        """See `HubEndpoint`."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """See `Line`: it is asked again there."""
+        """See `HubEndpoint`: it is asked again there."""
 
     def close(self) -> None:
-        """See `Line`."""
+        """See `HubEndpoint`."""
 
 
 class HubClient(Closing):
@@ -145,7 +145,7 @@ class HubClient(Closing):
 
     def __init__(
         self,
-        line: Line,
+        line: HubEndpoint,
         *,
         token: str | None = None,
         ca_file: Path | None = None,
@@ -166,7 +166,7 @@ class HubClient(Closing):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the hub is late and not away; see `Line`."""
+        """Whether the hub is late and not away; see `HubEndpoint`."""
         return self._line.is_busy
 
     @property
@@ -197,13 +197,13 @@ class HubClient(Closing):
             import httpx  # noqa: F401
         except ImportError as error:
             raise MissingExtra("a fleet needs httpx", hint="pip install 'penstock[hub]'") from error
-        line: Line
+        line: HubEndpoint
         if hub is None:
-            from penstock.hub.local_hub import LocalLine
+            from penstock.hub.local_hub import LocalEndpoint
 
-            line = LocalLine()
+            line = LocalEndpoint()
         elif hub.startswith(("unix:///", "http://", "https://")):
-            line = FixedLine(hub.rstrip("/"))
+            line = FixedEndpoint(hub.rstrip("/"))
         else:
             raise ConfigError(f"{hub!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
         settings = Settings.read()
@@ -236,9 +236,9 @@ class HubClient(Closing):
         """The member is gone for good."""
         self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
 
-    def flight(self, request: FlightRequest, *, within_s: float | None = None) -> FlightReply:
+    def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
         """Whom to take chunks from. UnknownMember: see `beat`."""
-        return self._ask("POST", "/v1/flight", request, FlightReply, within_s=within_s)
+        return self._ask("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Chunks to read from storage. UnknownMember: see `beat`."""

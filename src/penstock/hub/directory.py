@@ -19,22 +19,22 @@ import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import explain, sync_directory
-from penstock.hub.address import parse_door
+from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import TOKEN_CALLER, Caller
-from penstock.hub.claims import LOOK_S, Claims, check_holding, give, look, settled
+from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
     Complaint,
-    FlightReply,
-    FlightRequest,
     Hello,
     HoldingState,
     Ranges,
     Status,
     Upstream,
+    UpstreamsReply,
+    UpstreamsRequest,
     Welcome,
     Why,
     WhyRequest,
@@ -42,17 +42,17 @@ from penstock.hub.messages import (
 from penstock.hub.proof import proof_fault
 from penstock.hub.rate import RateLimit
 from penstock.hub.snapshot import (
-    COMPLAINED,
-    HELD,
-    KNOWN,
-    Complained,
-    Held,
-    Known,
-    Look,
-    Reading,
-    View,
+    COMPLAINT_DECODER,
+    HOLDING_DECODER,
+    MEMBER_DECODER,
+    ComplaintEntry,
+    HoldingEntry,
+    HubSnapshot,
+    MemberEntry,
+    SnapshotCache,
+    SnapshotReader,
     keys_of,
-    note_key,
+    record_key,
     status,
 )
 from penstock.hub.store import ABSENT, Entry, Store
@@ -128,7 +128,7 @@ class Directory:
         self._timer = timer
         self._look_share = look_share
         self._lock = threading.Lock()
-        self._readings: dict[str, Look] = {}
+        self._readings: dict[str, SnapshotCache] = {}
         self._has_own_seed, self._seed = seed is not None, seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
 
@@ -158,19 +158,19 @@ class Directory:
             PlanError: a door's address cannot be one.
         """
         for door in hello.doors:
-            if parse_door(door) is None:
+            if parse_peer_url(door) is None:
                 raise PlanError(f"{door!r} is no address of a door", hint="unix:///path, or http(s)://host:port")
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
-        known = None if entry is None else KNOWN.decode(entry.value)
+        known = None if entry is None else MEMBER_DECODER.decode(entry.value)
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
         if known is None:
             self.counts["hellos"] += 1
             caller = caller or Caller()
             by = caller.name, caller.certificate
-            self.store.write(name, _encode(Known(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
+            self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(anew=True)
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
@@ -184,7 +184,7 @@ class Directory:
         entry = self.store.read(f"member/{member}")
         if entry is None:
             return
-        theirs = KNOWN.decode(entry.value).certificate
+        theirs = MEMBER_DECODER.decode(entry.value).certificate
         if theirs != certificate:
             audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
             raise PermissionDenied(f"member {member} is another certificate's", hint="a new process takes a new id")
@@ -197,7 +197,7 @@ class Directory:
             PlanError: a holding contradicts itself.
         """
         for holding in beat.holdings:
-            check_holding(holding)
+            check_state(holding)
         self._mark_life()
         entry, known = self._known(member)
         now = self._clock()
@@ -205,7 +205,7 @@ class Directory:
         kept = tuple(key for key in known.keys if key not in keys and self._still_asked(key, member, now))
         for holding in beat.holdings:
             self._hold(known, holding)
-        sync_directory.note(
+        sync_directory.record_states(
             self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
         )
         if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + kept)):
@@ -218,11 +218,11 @@ class Directory:
         if entry is None:
             return
         self.counts["leaves"] += 1
-        self._remove(member, KNOWN.decode(entry.value))
+        self._remove(member, MEMBER_DECODER.decode(entry.value))
 
     # Keys.
 
-    def flight(self, request: FlightRequest) -> FlightReply:
+    def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
         """Whom to take chunks from, parent first, with a grant for each.
 
         Of no chunks: the member does not know the line yet, and is told whom it may ask; it is not entered.
@@ -231,7 +231,7 @@ class Directory:
             UnknownMember, PlanError: see `beat`.
         """
         holding = request.holding
-        check_holding(holding)  # whoever may ask for this model's identity is given grants for its key
+        check_state(holding)  # whoever may ask for this model's identity is given grants for its key
         hello = self._known(request.member)[1].hello
         if holding.num_chunks:
             self._ask(request.member, holding, reads_storage=request.can_read_storage)
@@ -265,7 +265,7 @@ class Directory:
         self.counts["grants"] += len(upstreams)
         # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
         least_s = 1.0 if upstreams and is_placed else 0.2
-        return FlightReply(
+        return UpstreamsReply(
             upstreams=tuple(upstreams),
             ask_again_s=_pause(least_s, len(view.held)),
             reader_silent_s=view.reader_silent_s(besides=request.member),
@@ -279,7 +279,7 @@ class Directory:
             HubUnavailable: too many others claimed at the same moment.
         """
         holding = request.holding
-        self._mark_life(look=True)
+        self._mark_life(check_store=True)
         self._ask(request.member, holding, reads_storage=request.ask)
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
@@ -315,7 +315,7 @@ class Directory:
         entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
         if entry is None:
             return  # it holds nothing of the key by now: nobody is sent there
-        held = HELD.decode(entry.value)
+        held = HOLDING_DECODER.decode(entry.value)
         model = held.holding.identity.model
         if not caller.may_ask((model,)):
             raise PermissionDenied(
@@ -328,12 +328,12 @@ class Directory:
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         before = self.store.read(name)
         is_proven = self._is_proven(complaint, held, caller)
-        noted = Complained(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
-        if before is not None and _weight(noted) < _weight(COMPLAINED.decode(before.value)):
+        noted = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
+        if before is not None and _weight(noted) < _weight(COMPLAINT_DECODER.decode(before.value)):
             return  # what it said before weighs more, and lasts longer
         self.store.write(name, _encode(noted), ttl_s=ttl_s)
 
-    def _is_proven(self, complaint: Complaint, held: Held, caller: Caller) -> bool:
+    def _is_proven(self, complaint: Complaint, held: HoldingEntry, caller: Caller) -> bool:
         """Whether it comes with a proof that holds; one that does not leaves a complaint like any other."""
         if complaint.fault != "wrong bytes" or complaint.proof is None:
             return False
@@ -355,7 +355,7 @@ class Directory:
         """
         count = 0
         for member, entry in self.store.scan("member/").items():
-            known = KNOWN.decode(entry.value)
+            known = MEMBER_DECODER.decode(entry.value)
             if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
                 audit.warning("event=expelled member=%s caller=%s", member, known.caller)
                 self._remove(member, known)
@@ -366,7 +366,7 @@ class Directory:
         """Who takes part in a sync, with grants for those asked for. UnknownMember: who asks is no member."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
-        return sync_directory.members(self.store, request, self._grants())
+        return sync_directory.list_members(self.store, request, self._grants())
 
     # For people.
 
@@ -377,19 +377,19 @@ class Directory:
     def why(self, request: WhyRequest) -> Why:
         """Why a member, all that fill, or an identity, take a model from whom they do, and from others not."""
         views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
-        return Why(lines=explain.lines(request, {key: view for key, view in views.items() if view.held}))
+        return Why(lines=explain.explain_lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
 
-    def _remove(self, member: str, known: Known) -> None:
+    def _remove(self, member: str, known: MemberEntry) -> None:
         """Let nobody be sent to a member any more."""
         self.store.write(f"member/{member}", None)
         for key in known.keys:
             self.store.write(f"hold/{key}/{member}", None)
 
-    def _mark_life(self, *, look: bool = False) -> None:
-        """Mark it once a beat; `look`: also if the store has lost the mark since."""
-        if self._timer() - self._marked >= self.beat_s or (look and self.store.read("hub/life") is None):
+    def _mark_life(self, *, check_store: bool = False) -> None:
+        """Mark it once a beat; `check_store`: also if the store has lost the mark since."""
+        if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self, *, anew: bool = False) -> GrantSigner:
@@ -409,16 +409,16 @@ class Directory:
                 self._seed, self._signer = entry.value, GrantSigner(entry.value)
         return self._signer
 
-    def _known(self, member: str) -> tuple[Entry, Known]:
+    def _known(self, member: str) -> tuple[Entry, MemberEntry]:
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise UnknownMember(f"member {member} is not known to this hub", hint="say hello again")
-        return entry, KNOWN.decode(entry.value)
+        return entry, MEMBER_DECODER.decode(entry.value)
 
-    def _renew(self, member: str, entry: Entry, known: Known) -> bool:
+    def _renew(self, member: str, entry: Entry, known: MemberEntry) -> bool:
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
-    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[Entry, Known]:
+    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[Entry, MemberEntry]:
         entry, known = self._known(member)
         merged = tuple(dict.fromkeys([*keys, *known.keys]))
         return entry, msgspec.structs.replace(known, seen=now, keys=merged)
@@ -427,12 +427,12 @@ class Directory:
         """Whether a key that a beat left out was asked for since the beat was made; else it is dropped."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
-        if entry is not None and now - HELD.decode(entry.value).asked < self.beat_s:
+        if entry is not None and now - HOLDING_DECODER.decode(entry.value).asked < self.beat_s:
             return True
         self.store.write(name, None)
         return False
 
-    def _hold(self, known: Known, holding: HoldingState, *, reads_storage: bool | None = None) -> None:
+    def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> None:
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
         num_have = sum(stop - start for start, stop in holding.have)
@@ -440,19 +440,19 @@ class Directory:
         if reads_storage is None:
             entry = self.store.read(name)
             if entry is not None:
-                before = HELD.decode(entry.value)
+                before = HOLDING_DECODER.decode(entry.value)
                 asked, reads_storage = before.asked, before.reads_storage
-        held = Held(known.hello, known.since, holding, num_have, asked, bool(reads_storage), known.certificate)
+        held = HoldingEntry(known.hello, known.since, holding, num_have, asked, bool(reads_storage), known.certificate)
         self.store.write(name, _encode(held), ttl_s=self.ttl_s)
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
-            note_key(self.store, holding, ttl_s=3 * self.ttl_s)
+            record_key(self.store, holding, ttl_s=3 * self.ttl_s)
             self._noted = {key: when for key, when in self._noted.items() if local - when < self.ttl_s}
             self._noted[holding.key] = local
 
     def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
         """Note what an asker has; it lives, too."""
-        check_holding(holding)
+        check_state(holding)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
@@ -463,7 +463,9 @@ class Directory:
                 break
         self._hold(known, holding, reads_storage=reads_storage)
 
-    def _claimed(self, request: ClaimRequest, before: Claims, view: View, *, give_more: bool) -> tuple[Claims, Ranges]:
+    def _claimed(
+        self, request: ClaimRequest, before: Claims, view: HubSnapshot, *, give_more: bool
+    ) -> tuple[Claims, Ranges]:
         """The table after a request, and the chunks given."""
         holding, now = request.holding, self._clock()
         absent = set(before.members).difference(view.held)
@@ -471,13 +473,15 @@ class Directory:
         if gone:
             view = self._view(holding.key, again=True)
         told = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
-        after = settled(before, request, gone=gone, told=told, now=now)
-        if now - after.looked > LOOK_S:
+        after = update_table(before, request, gone=gone, told=told, now=now)
+        if now - after.looked > PROGRESS_CHECK_S:
             silent_s = {name: held.silent_s for name, held in told.items() if held.silent_s >= 0}
-            after = look(after, {name: held.num_have for name, held in view.held.items()}, now, silent_s=silent_s)
+            after = note_progress(
+                after, {name: held.num_have for name, held in view.held.items()}, now, silent_s=silent_s
+            )
         if not give_more:
             return after, ()
-        return give(
+        return assign_piece(
             after,
             request.member,
             holding,
@@ -487,7 +491,7 @@ class Directory:
             now=now,
         )
 
-    def _claim_reply(self, request: ClaimRequest, view: View, given: Ranges, *, quiet: bool) -> ClaimReply:
+    def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, given: Ranges, *, quiet: bool) -> ClaimReply:
         if given:
             return ClaimReply(ranges=given)
         if quiet:
@@ -499,19 +503,19 @@ class Directory:
         pause_s = _pause(0.2, view.num_sharing)
         return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
 
-    def _view(self, key: str, *, again: bool = False) -> View:
+    def _view(self, key: str, *, again: bool = False) -> HubSnapshot:
         """The key as it is, or was a moment ago; `again`: as it is."""
         with self._lock:
-            look = self._readings.pop(key, None)
-            if look is None:
-                look = Look(Reading(self.store, key))
-            self._readings[key] = look
+            cache = self._readings.pop(key, None)
+            if cache is None:
+                cache = SnapshotCache(SnapshotReader(self.store, key))
+            self._readings[key] = cache
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
-        return look.at(self._timer, self._look_share, again=again)
+        return cache.at(self._timer, self._look_share, again=again)
 
 
-def _weight(complained: Complained) -> int:
+def _weight(complained: ComplaintEntry) -> int:
     """How much a complaint counts: the graver one of a reader is kept."""
     return 2 if complained.is_proven else int(complained.complaint.fault == "wrong bytes")
 

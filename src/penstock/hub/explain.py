@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 
 from penstock.hub.identity import Identity
 from penstock.hub.messages import WhyRequest
-from penstock.hub.snapshot import Held, View
+from penstock.hub.snapshot import HoldingEntry, HubSnapshot
 
 _MAX_LINES = 200
 
 
-def lines(request: WhyRequest, views: Mapping[str, View]) -> tuple[str, ...]:
+def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
     """The answer, at most 200 lines."""
     if not views:
         return (f"nobody has or wants {request.model}: the first to ask reads storage",)
@@ -24,7 +24,7 @@ def lines(request: WhyRequest, views: Mapping[str, View]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
+def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     if request.identity is not None:
         yield from _of_identity(request.identity, request.identity.key(), views)
         return
@@ -49,7 +49,7 @@ def _lines(request: WhyRequest, views: Mapping[str, View]) -> Iterator[str]:
         yield from _of_member(key, name, held, views)
 
 
-def _of_member(key: str, name: str, held: Held, views: Mapping[str, View]) -> Iterator[str]:
+def _of_member(key: str, name: str, held: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     view = views[key]
     if held.holding.state != "filling":
         yield f"{name} {_has(held)}: it takes from nobody{_came(held)}"
@@ -62,7 +62,9 @@ def _of_member(key: str, name: str, held: Held, views: Mapping[str, View]) -> It
     yield from (f"  {line}" for line in _of_identity(held.holding.identity, key, views, ours=False))
 
 
-def _between(name: str, held: Held, other: str, theirs: Held, view: View, order: tuple[str, ...]) -> str:
+def _between(
+    name: str, held: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
+) -> str:
     facts = [_has(theirs)]
     if theirs.holding.num_chunks != held.holding.num_chunks:
         facts.append(f"cuts the line into {theirs.holding.num_chunks} chunks, not {held.holding.num_chunks}")
@@ -84,7 +86,7 @@ def _between(name: str, held: Held, other: str, theirs: Held, view: View, order:
     return "; ".join(facts)
 
 
-def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, ours: bool = True) -> Iterator[str]:
+def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
     for other, view in sorted(views.items()):
         for name, held in sorted(view.held.items()):
             if other == key:
@@ -99,7 +101,7 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, View], *, our
             yield f"{name}: cannot be taken from, the identities differ: {words}"
 
 
-def _between_keys(views: Mapping[str, View]) -> Iterator[str]:
+def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     """What keeps keys of one model apart, each beside the first."""
     found = [(key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held]
     for key, identity in found[1:]:
@@ -108,14 +110,14 @@ def _between_keys(views: Mapping[str, View]) -> Iterator[str]:
         yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
 
 
-def _came(held: Held) -> str:
+def _came(held: HoldingEntry) -> str:
     """By which path its bytes came, and why by that."""
     holding = held.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
 
 
-def _demoted(view: View, name: str) -> str:
+def _demoted(view: HubSnapshot, name: str) -> str:
     """That nobody is sent to a member first, and why; empty: it is like any other."""
     if not view.demoted(name):
         return ""
@@ -123,7 +125,7 @@ def _demoted(view: View, name: str) -> str:
     return f"demoted for everyone{why}"
 
 
-def _has(held: Held) -> str:
+def _has(held: HoldingEntry) -> str:
     holding = held.holding
     if holding.state == "whole":
         return "is whole"

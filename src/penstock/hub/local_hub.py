@@ -47,7 +47,7 @@ _MAX_PATH_BYTES = 107
 """Source: unix(7)."""
 
 
-class LocalLine:
+class LocalEndpoint:
     """See the module; the `Line` of `HubClient.connect(None)`.
 
     Args:
@@ -211,10 +211,10 @@ def find_hub(directory: Path | None = None) -> str | None:
     """The URL of the hub of this host and user where one runs, hosted by whomever; nothing is started for it.
 
     Args:
-        directory: see `LocalLine`.
+        directory: see `LocalEndpoint`.
 
     Raises:
-        ConfigError: as `LocalLine`.
+        ConfigError: as `LocalEndpoint`.
     """
     directory = _private(directory or runtime_dir())
     number = _generation(directory)
@@ -229,7 +229,7 @@ def own_address() -> str:
     """Return where `penstock hub` listens unless it is told: a Unix socket in this user's runtime directory.
 
     Raises:
-        ConfigError: as `LocalLine`.
+        ConfigError: as `LocalEndpoint`.
     """
     return f"unix://{_private(runtime_dir()) / 'hub.sock'}"
 

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.hub.address import DOOR_PATTERN
+from penstock.hub.address import PEER_URL_PATTERN
 from penstock.hub.identity import Identity
-from penstock.hub.version_negotiation import PROTOCOL, Announced, ProtocolVersion
+from penstock.hub.version_negotiation import PROTOCOL, AnnouncedVersion, ProtocolVersion
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
@@ -28,9 +28,9 @@ Range = tuple[Count, Count]
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
 Certificate = Annotated[str, Meta(max_length=1024)]
 """The names in the certificate that a member showed the hub; its door must show the same. Empty: none was asked for."""
-Door = Annotated[str, Meta(pattern=DOOR_PATTERN, max_length=280)]
+PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
 """Where a member's door is: `unix:///path`, `http://host:port` or `https://host:port`, without anything behind it."""
-Doors = Annotated[tuple[Door, ...], Meta(min_length=1, max_length=8)]
+PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
@@ -51,7 +51,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     member: MemberId
     host: Word
     """The boot id, not a name that may resolve two ways: members of one host can use `shm` and `cuda_ipc`."""
-    doors: Doors
+    doors: PeerUrls
     """Where its door is: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
     rack: Annotated[str, Meta(max_length=256)] = ""
     """A word that near hosts share (a rail, a rack); for the order of relays."""
@@ -146,7 +146,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
 
 
-class FlightRequest(msgspec.Struct, frozen=True, kw_only=True):
+class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member wants (or goes on wanting) a key."""
 
     member: MemberId
@@ -161,7 +161,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
 
     member: MemberId
     host: Word
-    doors: Doors
+    doors: PeerUrls
     device: str
     state: State
     num_have: Count
@@ -170,7 +170,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     certificate: Certificate = ""
 
 
-class FlightReply(msgspec.Struct, frozen=True, kw_only=True):
+class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to read from, in order of preference: the first is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
@@ -343,5 +343,5 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
         msgspec.msgpack.Decoder(kind)
 
 
-prepare(Announced)
+prepare(AnnouncedVersion)
 prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))

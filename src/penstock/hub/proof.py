@@ -86,7 +86,7 @@ class DigestSigner:
         return msgspec.structs.replace(reply, epoch=epoch, signature=self._private.sign(said.signed()))
 
 
-def prove(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: U64) -> Proof | None:
+def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: U64) -> Proof | None:
     """Return the proof that a log answer differs from the manifest; None: it is not signed, or too much to show.
 
     Args:

@@ -1,6 +1,6 @@
 """What the hub knows of one key at a moment: who has or gets it, who was complained of, and the relay among them.
 
-In: the store's entries. Out: a `View`. Not here: changing anything (`directory`).
+In: the store's entries. Out: a `HubSnapshot`. Not here: changing anything (`directory`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.hub.sync_directory import states_of
 from penstock.plan.relay import DISTRUST, Node, Relay
 
 T = TypeVar("T")
-CHEAP_LOOK_S = 0.0005
+CHEAP_READ_S = 0.0005
 """A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
     """What the store keeps of one member and key."""
 
     hello: Hello
@@ -38,10 +38,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     """When it last asked for upstreams or claims, by the hub's clock."""
     reads_storage: bool = False
     certificate: str = ""
-    """See `Known`."""
+    """See `MemberEntry`."""
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """What the store keeps of a member."""
 
     hello: Hello
@@ -54,7 +54,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """The names in the certificate that it showed then."""
 
 
-class Complained(msgspec.Struct, frozen=True, array_like=True):
+class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
     """What the store keeps of a complaint."""
 
     complaint: Complaint
@@ -64,12 +64,12 @@ class Complained(msgspec.Struct, frozen=True, array_like=True):
     """Whether it came with a proof that holds."""
 
 
-HELD = msgspec.msgpack.Decoder(Held)
-KNOWN = msgspec.msgpack.Decoder(Known)
-COMPLAINED = msgspec.msgpack.Decoder(Complained)
+HOLDING_DECODER = msgspec.msgpack.Decoder(HoldingEntry)
+MEMBER_DECODER = msgspec.msgpack.Decoder(MemberEntry)
+COMPLAINT_DECODER = msgspec.msgpack.Decoder(ComplaintEntry)
 
 
-class View:
+class HubSnapshot:
     """One key, as the store had it when this was made.
 
     Args:
@@ -79,7 +79,11 @@ class View:
     """
 
     def __init__(
-        self, held: Mapping[str, Held], complaints: Mapping[str, Complained], *, before: View | None = None
+        self,
+        held: Mapping[str, HoldingEntry],
+        complaints: Mapping[str, ComplaintEntry],
+        *,
+        before: HubSnapshot | None = None,
     ) -> None:
         self.held = held
         self._complained = tuple(complaints.values())
@@ -184,7 +188,7 @@ class View:
             self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
         return self._had[num_chunks, avoid]
 
-    def _node(self, name: str, held: Held) -> Node:
+    def _node(self, name: str, held: HoldingEntry) -> Node:
         holding = held.holding
         return Node(
             member=name,
@@ -204,17 +208,17 @@ class View:
         )
 
 
-class Reading:
+class SnapshotReader:
     """Makes views of one key, each entry decoded once for each version."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
-        self._held: dict[str, tuple[bytes, Held]] = {}
-        self._complaints: dict[str, tuple[bytes, Complained]] = {}
-        self._view: View | None = None
+        self._held: dict[str, tuple[bytes, HoldingEntry]] = {}
+        self._complaints: dict[str, tuple[bytes, ComplaintEntry]] = {}
+        self._view: HubSnapshot | None = None
 
-    def read(self) -> View:
+    def read(self) -> HubSnapshot:
         """The key as the store has it now.
 
         Raises:
@@ -222,9 +226,9 @@ class Reading:
         """
         held = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
-        self._held = _decoded(HELD, held, self._held)
-        self._complaints = _decoded(COMPLAINED, complaints, self._complaints)
-        self._view = View(
+        self._held = _decoded(HOLDING_DECODER, held, self._held)
+        self._complaints = _decoded(COMPLAINT_DECODER, complaints, self._complaints)
+        self._view = HubSnapshot(
             {name: value for name, (_, value) in self._held.items()},
             {name: value for name, (_, value) in self._complaints.items()},
             before=self._view,
@@ -243,16 +247,16 @@ def _decoded(
     return found
 
 
-class Look:
+class SnapshotCache:
     """Looks at one key, not more often than its share of the time allows."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: SnapshotReader) -> None:
         self._reading = reading
         self._lock = threading.Lock()
-        self._view: View | None = None
+        self._view: HubSnapshot | None = None
         self._next = 0.0
 
-    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> View:
+    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> HubSnapshot:
         """The key as it is (`again`), or as it was when last looked at."""
         with self._lock:
             start = timer()
@@ -262,11 +266,11 @@ class Look:
                     self._view.relay(num_chunks)
                 stop = timer()
                 cost_s = stop - start
-                self._next = stop if cost_s < CHEAP_LOOK_S else stop + cost_s / share
+                self._next = stop if cost_s < CHEAP_READ_S else stop + cost_s / share
             return self._view
 
 
-def note_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
+def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
     """Let `keys_of` find a holding's key, for so long."""
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
@@ -286,7 +290,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
         for name, entry in store.scan(f"hold/{below}").items():
-            held.setdefault(name.rpartition("/")[2], []).append(HELD.decode(entry.value).holding)
+            held.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
         complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
@@ -300,7 +304,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
         found = {name: entry for name, entry in asked if entry is not None}
     members = []
     for name, entry in sorted(found.items()):
-        known = KNOWN.decode(entry.value)
+        known = MEMBER_DECODER.decode(entry.value)
         members.append(
             MemberStatus(
                 member=name,

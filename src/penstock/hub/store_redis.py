@@ -112,7 +112,7 @@ class RedisStore:
 
     def read(self, name: str) -> Entry | None:
         """See `Store`."""
-        held = self._asked(self._client.get, self._prefix + name)
+        held = self._call(self._client.get, self._prefix + name)
         return None if held is None else _entry(held)
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
@@ -122,11 +122,11 @@ class RedisStore:
         gone = b"1" if value is None else b"0"
         keys = [self._prefix + name, self._names, self._expiries]
         args = [expected, held, gone, name, ttl_ms, self._prefix, REMOVED_A_WRITE]
-        return bool(self._asked(self._write, keys=keys, args=args))
+        return bool(self._call(self._write, keys=keys, args=args))
 
     def scan(self, prefix: str) -> dict[str, Entry]:
         """See `Store`."""
-        found = self._asked(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
+        found = self._call(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
         names = (name.decode()[len(prefix) :] for name in found[::2])
         return dict(zip(names, map(_entry, found[1::2]), strict=True))
 
@@ -134,7 +134,7 @@ class RedisStore:
         """See `Store`: Redis' time of day, from its last answer on by this process's monotonic clock."""
         with self._comparing:
             if time.monotonic() - self._compared >= COMPARE_S:
-                seconds, microseconds = self._asked(self._client.time)
+                seconds, microseconds = self._call(self._client.time)
                 self._compared = time.monotonic()
                 self._offset = seconds + microseconds / 1e6 - self._compared
             # Where Redis' own clock steps back, time stands still here until it has caught up.
@@ -145,7 +145,7 @@ class RedisStore:
         """See `Store`."""
         self._client.close()
 
-    def _asked(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Redis' faults as ours."""
         try:
             return call(*args, **kwargs)

@@ -18,7 +18,7 @@ from penstock.hub.store import Store
 from penstock.hub.sync_messages import SyncMember, SyncReply, SyncRequest, sync_key
 
 
-class Synced(msgspec.Struct, frozen=True, array_like=True):
+class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
     """What the store keeps of a member and name."""
 
     hello: Hello
@@ -28,10 +28,10 @@ class Synced(msgspec.Struct, frozen=True, array_like=True):
     certificate: str = ""
 
 
-_SYNCED = msgspec.msgpack.Decoder(Synced)
+_SYNCED = msgspec.msgpack.Decoder(SyncEntry)
 
 
-def note(
+def record_states(
     store: Store,
     hello: Hello,
     since: float,
@@ -42,11 +42,11 @@ def note(
 ) -> None:
     """Keep what a member said of its syncs in a beat."""
     for state in states:
-        entry = msgspec.msgpack.encode(Synced(hello, since, now, state, certificate))
+        entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
         store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
 
 
-def members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
+def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
     """Who lives and takes part, the earlier first.
 
     Raises:

@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
-from penstock.hub.messages import Certificate, Count, Doors, Key, MemberId, SyncState, Version, Word, prepare
+from penstock.hub.messages import Certificate, Count, Key, MemberId, PeerUrls, SyncState, Version, Word, prepare
 from penstock.hub.version_negotiation import PROTOCOL, ProtocolVersion
 
 
@@ -37,7 +37,7 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
 
     member: MemberId
     host: Word
-    doors: Doors
+    doors: PeerUrls
     called: str
     """For people."""
     since: float

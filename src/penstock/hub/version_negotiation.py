@@ -19,7 +19,7 @@ signs what logs say of digests."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 
 
-class Announced(msgspec.Struct, frozen=True):
+class AnnouncedVersion(msgspec.Struct, frozen=True):
     """The version in a message whose other fields may be of a version that is not known here."""
 
     protocol: ProtocolVersion = "1.0"

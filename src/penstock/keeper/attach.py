@@ -33,16 +33,16 @@ from penstock.errors import (
 )
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
-from penstock.hub.messages import FlightRequest, Hello, HoldingState, Upstream
-from penstock.keeper.bind_parameters import point_at
-from penstock.keeper.lease import Hold, Renewal, Standing
-from penstock.keeper.mapped_weights import differing, leaves_in, map_regions, tensors_in
+from penstock.hub.messages import Hello, HoldingState, Upstream, UpstreamsRequest
+from penstock.keeper.bind_parameters import bind_parameters
+from penstock.keeper.lease import LeaseOwner, LeaseRenewal, LeaseState
+from penstock.keeper.mapped_weights import differing_chunks, leaves_in, map_regions, tensors_in
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import device_id
 from penstock.peer.member import host_id
-from penstock.peer.weight_layout import described
+from penstock.peer.weight_layout import from_message
 from penstock.transport.mapped_region import Region
 from penstock.types import GB
 
@@ -101,7 +101,7 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, tensors: dict[str, torch.Tensor], regions: Sequence[Region], renewal: Renewal, report: AttachReport
+        self, tensors: dict[str, torch.Tensor], regions: Sequence[Region], renewal: LeaseRenewal, report: AttachReport
     ) -> None:
         self._tensors, self._regions, self._renewal, self.report = tensors, tuple(regions), renewal, report
 
@@ -115,11 +115,12 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     @property
-    def standing(self) -> Standing:
-        """What the keeper said within the last seconds; see `Renewal`. An engine that finds `draining` should leave.
+    def standing(self) -> LeaseState:
+        """State of the lease, a few seconds old at most; see `LeaseRenewal`.
 
-        `damaged`: the keeper found that bytes of this memory changed. Stop using it, close this and attach again: the
-        keeper loads the model into other memory meanwhile.
+        `draining`: the keeper is shutting down or dropping the model; the engine should detach. `damaged`: the keeper
+        found that bytes of this memory changed. Stop using it, close this object and attach again: the keeper loads
+        the model into other memory in the meantime.
         """
         return self._renewal.standing
 
@@ -148,7 +149,7 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         Raises:
             PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
         """
-        point_at(module, self._tensors, strict=strict)
+        bind_parameters(module, self._tensors, strict=strict)
 
     def close(self) -> None:
         """Give the lease back: the keeper need not wait for us any more. Idempotent; see Ownership."""
@@ -267,34 +268,34 @@ class _Search:
     def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool) -> Attached:
         phases.enter("lease")
         asked = msgspec.structs.replace(held, num_chunks=0, have=(), claims=(), state="filling", parent="")
-        reply = self._hub.flight(FlightRequest(member=self._member, holding=asked, source=member))
+        reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=asked, source=member))
         if not reply.upstreams:
             raise NotFound(f"member {member[:8]} keeps {self._model!r} no more", hint=_HINT)
         peer = self._peer(reply.upstreams[0], held.key)
         try:
             peer.lease(attach=True)
-            line, where, log = described(peer.table()), peer.map(), peer.log(0, 0.0)
+            layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
             if log.state != "whole" or log.generation != where.generation:
                 raise StaleDescriptor("the keeper changes this memory", uri=f"penstock:{member}")
             phases.enter("map")
-            leaves = leaves_in(line, log)
+            leaves = leaves_in(layout, log)
             regions = map_regions(where, _device_here(held, self._device))
-            rows, tensors = tensors_in(line, where, regions)
+            rows, tensors = tensors_in(layout, where, regions)
             phases.enter("verify")
-            wrong = differing(held, line, rows, leaves) if verify else None
+            wrong = differing_chunks(held, layout, rows, leaves) if verify else None
             for region in regions:
                 region.check()
             if wrong is not None and len(wrong):
                 with contextlib.suppress(NotFound):  # a keeper of an earlier version cannot be asked
-                    peer.doubt(int(wrong[0]))
+                    peer.recheck(int(wrong[0]))
                 message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
                 hint = "the keeper's own bytes are right: suspect this host's memory or the mapping"
                 raise IntegrityError(message, uri=f"penstock:{held.key}", hint=hint)
         except BaseException:
             peer.close()
             raise
-        hold = Hold()
-        renewal = Renewal(peer, log.serial, log.generation)
+        hold = LeaseOwner()
+        renewal = LeaseRenewal(peer, log.serial, log.generation)
         weakref.finalize(hold, renewal.close)
         for region in regions:
             region.owner.hold = hold
@@ -305,7 +306,7 @@ class _Search:
             key=held.key,
             revision=held.revision,
             num_tensors=len(tensors),
-            nbytes=line.nbytes,
+            nbytes=layout.nbytes,
             device=regions[0].device if regions else held.device,
             path=f"{transport}, mapped: {member[:8]}",
             wall_s=sum(seconds.values()),
@@ -314,8 +315,8 @@ class _Search:
         )
         return Attached(tensors, regions, renewal, report)
 
-    def _peer(self, upstream: Upstream, key: str) -> Peer:
-        return Peer(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)
+    def _peer(self, upstream: Upstream, key: str) -> PeerClient:
+        return PeerClient(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)
 
 
 def _device_here(held: HoldingState, wanted: torch.device | None) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from penstock.errors import PlanError
 
 
-def point_at(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     """See `Attached.attach_into`."""
     state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
     pairs, pointed, faults = [], set[int](), []

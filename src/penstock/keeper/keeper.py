@@ -33,7 +33,7 @@ from penstock.hub.client import HubClient
 from penstock.hub.identity import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.memory_destination import SCHEME, Sink
-from penstock.keeper.resident_model import KeptModel, KeptState, MadeModel
+from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
 from penstock.memory.arena import needed_bytes
@@ -42,7 +42,7 @@ from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
 from penstock.memory.tier_stats import TiersStats
 from penstock.memory.tiers import Level, Tiers
-from penstock.peer.local_weights import Holding
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.peer.shutdown import until_stopped
 from penstock.peer.weight_layout import revision_of
@@ -58,7 +58,7 @@ RECALL_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ResidentStatus:
     """One model that is kept."""
 
     model: str
@@ -72,7 +72,7 @@ class Kept:
     """Engines that use it."""
     tier: str
     """`gpu` or `host` on its device; where it rests else: `host`, `disk`, `source`."""
-    state: KeptState = "kept"
+    state: ResidentState = "kept"
     """`reloading`: its memory was damaged, and it is read again; `lost`: that failed."""
     why: str = ""
     """What was damaged, and what became of it."""
@@ -117,7 +117,7 @@ class Keeper:
         self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
         self._max_readers = max_readers
-        self._kept: dict[str, KeptModel] = {}
+        self._kept: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
@@ -140,8 +140,8 @@ class Keeper:
         except BaseException:
             self.tiers.close()
             raise
-        self.member.door.recall = self._recalled
-        self.member.damaged = self._damaged
+        self.member.server.recall = self._recalled
+        self.member.on_damaged = self._damaged
 
     def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
         """Fetch a model from members that have it, and from storage what they have not; keep it from then on.
@@ -163,10 +163,10 @@ class Keeper:
             raise ConfigError(f"{model!r} is kept already, in this revision", uri=found.uri, hint=hint)
         nbytes = needed_bytes([*found.manifest.tensors.nbytes.tolist(), 0])  # whatever their order
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        kept = KeptModel(fleet, revision, nbytes, uri, storage_options)
+        kept = ResidentModel(fleet, revision, nbytes, uri, storage_options)
         self.tiers.put(kept.block, kept.fill, again=self._moves_idle, tenant=kept)
         self._kept[kept.shown.key] = kept
-        self.member.tell()
+        self.member.report_now()
         assert kept.report is not None
         return kept.report
 
@@ -182,28 +182,28 @@ class Keeper:
             raise ConfigError("a model needs a name")
         if self.device.type != "cpu":
             raise ConfigError(f"what is converted goes to host memory, not {self.device}", hint="device='cpu'")
-        return _Into(self, model)
+        return _KeeperDestination(self, model)
 
     def _make(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        kept = MadeModel(fleet, job, fill, max_readers=self._max_readers)
+        kept = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
         if any(one.block == kept.block for one in self._kept.values()):
             raise ConfigError(f"{model!r} is kept already, of this very conversion")
         self.tiers.put(kept.block, kept.fill, again=False, tenant=kept)
         self._kept[kept.shown.key] = kept
-        self.member.tell()
+        self.member.report_now()
 
-    def models(self) -> list[Kept]:
+    def models(self) -> list[ResidentStatus]:
         """What is kept now, in the order it came."""
         kept = list(self._kept.items())
         return [
-            Kept(
+            ResidentStatus(
                 model=one.name,
                 key=key,
                 revision=one.shown.root(),
                 nbytes=one.nbytes,
                 device=str(one.shown.device),
-                num_attached=self.member.door.num_attached(key),
+                num_attached=self.member.server.num_attached(key),
                 tier=tier or "",
                 state=one.state,
                 why=one.why,
@@ -240,16 +240,16 @@ class Keeper:
 
     # -- memory that is damaged
 
-    def _damaged(self, holding: Holding, error: IntegrityError) -> None:
+    def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
         """Have a model whose memory changed loaded again, by a thread of its own; the other models stay served."""
-        kept = self._kept.get(holding.key)
-        if kept is None or kept.is_leaving or kept.holding is not holding:
+        kept = self._kept.get(weights.key)
+        if kept is None or kept.is_leaving or kept.weights is not weights:
             return
         kept.state, kept.why = "reloading", error.message
         with contextlib.suppress(RuntimeError):  # the keeper is leaving
             kept.reloaded = self._reloads.submit(self._reload, kept)
 
-    def _reload(self, kept: KeptModel) -> None:
+    def _reload(self, kept: ResidentModel) -> None:
         """Give the memory up, and read the model again from members or its source, verified; else it is lost."""
         begun, damage = time.monotonic(), kept.why
         try:
@@ -257,7 +257,7 @@ class Keeper:
                 raise NotFound("a conversion made it here: there is no source to read it from again")
             if self.device.type != "cpu":
                 # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
-                self.member.door.drain(kept.shown.key, DRAIN_S)
+                self.member.server.drain(kept.shown.key, DRAIN_S)
             self._once_idle(lambda: self.tiers.discard(kept.block))
             self.tiers.promote(kept.block)
         except BaseException as error:
@@ -312,20 +312,20 @@ class Keeper:
         if kept.reloaded is not None and not wait([kept.reloaded], timeout=drain_s).done:
             raise SourceBusy(f"{kept.name!r} is being loaded again", hint="wait longer: drain_s")
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
-        holding, kept.is_leaving = kept.shown, True
-        holding.become("draining")
+        weights, kept.is_leaving = kept.shown, True
+        weights.set_state("draining")
         self.member.beat_now()
-        left = self.member.door.drain(key, drain_s)
+        left = self.member.server.drain(key, drain_s)
         if left:
-            attached = self.member.door.num_attached(key)
-            holding.become("whole")
+            attached = self.member.server.num_attached(key)
+            weights.set_state("whole")
             kept.is_leaving = False
-            self.member.door.show(holding)
+            self.member.server.show(weights)
             self.member.beat_now()
-            message = f"{attached} engines and {left - attached} readers still use {holding.identity.model!r}"
+            message = f"{attached} engines and {left - attached} readers still use {weights.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
-        self.member.hide(holding, 0.0)
-        self.member.tell()
+        self.member.hide(weights, 0.0)
+        self.member.report_now()
         del self._kept[key]
         self._once_idle(lambda: self.tiers.drop(kept.block))
 
@@ -380,7 +380,7 @@ class Keeper:
         self.leave(DRAIN_S if kind is None else 0.0)
 
 
-class _Into:
+class _KeeperDestination:
     """See `Sink`."""
 
     def __init__(self, keeper: Keeper, model: str) -> None:

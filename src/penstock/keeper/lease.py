@@ -1,6 +1,6 @@
 """Keeping a lease of a keeper's memory: renewed by a thread until it is given back, and what the keeper says meanwhile.
 
-In: a `Peer` with a lease. Out: whether the memory is still kept.
+In: a `PeerClient` with a lease. Out: whether the memory is still kept.
 Not here: mapping it (`attach`), the keeper's side (`peer.server`).
 """
 
@@ -11,17 +11,17 @@ import threading
 from typing import Literal
 
 from penstock.errors import PenstockError, PermissionDenied, SourceStalled
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 
 RENEW_S = 2.0
 """Between renewals: a fraction of the 15 s that a lease lasts, and how late an engine learns of draining."""
 END_S = 0.5
 """How long `close` waits for the keeper to be told; a lease that is not given back runs out."""
 
-Standing = Literal["kept", "draining", "damaged", "lost", "given back"]
+LeaseState = Literal["kept", "draining", "damaged", "lost", "given back"]
 
 
-class Renewal:
+class LeaseRenewal:
     """One lease, renewed. Its thread holds no memory alive.
 
     Attributes:
@@ -30,10 +30,10 @@ class Renewal:
         why: of `lost` and `damaged`.
     """
 
-    def __init__(self, peer: Peer, serial: int, generation: int) -> None:
+    def __init__(self, peer: PeerClient, serial: int, generation: int) -> None:
         self._peer, self._serial, self._generation = peer, serial, generation
         self._pid = os.getpid()
-        self.standing: Standing = "kept"
+        self.standing: LeaseState = "kept"
         self.why = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
@@ -62,7 +62,7 @@ class Renewal:
                 self.standing = "draining" if reply.state == "draining" else "kept"
         self.standing = "given back"
 
-    def _lost(self, why: str, standing: Standing = "lost") -> None:
+    def _lost(self, why: str, standing: LeaseState = "lost") -> None:
         if self.standing != "damaged":  # which is worse: whoever goes on with lost memory has the right bytes
             self.standing, self.why = standing, why
 
@@ -74,5 +74,5 @@ class Renewal:
                 self._thread.join(END_S)
 
 
-class Hold:
+class LeaseOwner:
     """What memory holds on to: the lease is given back when the last memory, and with it this, is gone."""

@@ -17,8 +17,8 @@ import torch
 from penstock.errors import ConfigError, FormatError
 from penstock.hub.messages import HoldingMap, HoldingState, LogReply
 from penstock.loader.tensor import as_tensors
-from penstock.peer.local_weights import Holding, column, located
-from penstock.peer.weight_layout import Line
+from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
+from penstock.peer.weight_layout import WeightLayout
 from penstock.transport.descriptor import decode
 from penstock.transport.mapped_region import Region, map_region
 from penstock.types import I64, U64
@@ -29,14 +29,14 @@ MAX_THREADS = 16
 """That digest host memory: at 10 GB/s each they take what the memory of a host gives."""
 
 
-def leaves_in(line: Line, log: LogReply) -> U64:
+def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     """The keeper's digests, in the order of the line. FormatError unless there is one for every leaf."""
-    chunks, given = column(log.chunks, "<u4"), column(log.leaves, "<u8").view(np.uint64)
-    count = line.chunks.num_chunks
+    chunks, given = decode_column(log.chunks, "<u4"), decode_column(log.leaves, "<u8").view(np.uint64)
+    count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
-    leaves = np.zeros(len(line.chunks.leaf_row), np.uint64)
-    at = line.chunks.leaves_of(chunks)
+    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
+    at = layout.chunks.leaves_of(chunks)
     if len(at) != len(given):
         raise FormatError(f"a keeper's log has {len(given)} digests for {len(at)} leaves")
     leaves[at] = given
@@ -55,11 +55,11 @@ def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
 
 
 def tensors_in(
-    line: Line, where: HoldingMap, regions: Sequence[Region]
+    layout: WeightLayout, where: HoldingMap, regions: Sequence[Region]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
-    region_of, offset_of = located(line, where, [one.nbytes for one in regions])
-    table = line.table
+    region_of, offset_of = locate_rows(layout, where, [one.nbytes for one in regions])
+    table = layout.table
     made: dict[int, torch.Tensor] = {}
     rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
     for number, region in enumerate(regions):
@@ -94,7 +94,7 @@ def _settle(pid: int, device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def differing(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
+def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
     """Digest every chunk as it is mapped here: which of them differ from their digests.
 
     Raises:
@@ -102,9 +102,9 @@ def differing(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leav
 
     Cost: reads all of the memory; on the host by as many threads as the process has cores, 16 at most.
     """
-    mapped = Holding(held.identity, line, rows, leaves=leaves)
+    mapped = LocalWeights(held.identity, layout, rows, leaves=leaves)
     mapped.check_revision(held.revision)
-    chunks = np.arange(line.chunks.num_chunks)
+    chunks = np.arange(layout.chunks.num_chunks)
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
@@ -113,4 +113,4 @@ def differing(held: HoldingState, line: Line, rows: Sequence[torch.Tensor], leav
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
-    return mapped.differing(chunks, digests, leaves)
+    return mapped.differing_chunks(chunks, digests, leaves)

@@ -21,7 +21,7 @@ import torch
 
 from penstock.digest.leaf import num_leaves, take_leaves
 from penstock.errors import ConfigError, PenstockError, SourceChanged
-from penstock.fetch.discover import Placed
+from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
 from penstock.jobs.job import Job
@@ -29,15 +29,15 @@ from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Block, Room
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
-from penstock.peer.local_weights import Holding
-from penstock.peer.weight_layout import Line
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.weight_layout import WeightLayout
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest, TensorTable
 
-KeptState = Literal["kept", "reloading", "lost"]
+ResidentState = Literal["kept", "reloading", "lost"]
 
 
-class _InArena(Placed):
+class _InArena(PlacedTarget):
     """New tensors in an arena, in the order of the line."""
 
     def __init__(self, arena: Arena) -> None:
@@ -45,12 +45,12 @@ class _InArena(Placed):
         self.arenas: Sequence[Arena] = (arena,)
 
     def place(self, table: TensorTable) -> list[torch.Tensor]:
-        """See `Placed.place`."""
+        """See `PlacedTarget.place`."""
         arena, nbytes = self.arenas[0], table.nbytes.tolist()
         return [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
 
 
-class KeptModel:
+class ResidentModel:
     """A tenant of the fastest tier. The tiers call it, one call at a time.
 
     Args:
@@ -78,18 +78,18 @@ class KeptModel:
         self.name, self.revision, self.nbytes = fleet.identity.model, revision, nbytes
         self.block = Block(f"{self.name}@{revision}", 0, nbytes)
         self.report: FetchReport | None = None
-        self.holding: Holding | None = None
+        self.weights: LocalWeights | None = None
         self.is_leaving = False
-        self.state: KeptState = "kept"
+        self.state: ResidentState = "kept"
         self.why, self.num_reloads = "", 0
         self.reloaded: Future[None] | None = None
         self._fleet, self._uri, self._storage_options = fleet, uri, storage_options
 
     @property
-    def shown(self) -> Holding:
+    def shown(self) -> LocalWeights:
         """The holding; there is one once it was fetched."""
-        assert self.holding is not None
-        return self.holding
+        assert self.weights is not None
+        return self.weights
 
     def fill(self, room: Room) -> None:
         """Fetch it into the room: from members that have it, and from storage what they have not.
@@ -98,7 +98,7 @@ class KeptModel:
             SourceChanged: it is not what was kept before. PenstockError: see `Fleet.fetch`.
         """
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
-        member, before = self._fleet.member, self.holding
+        member, before = self._fleet.member, self.weights
         try:
             self.report = self._fleet.fetch(
                 _InArena(room.arena),
@@ -106,46 +106,46 @@ class KeptModel:
                 device=room.arena.device,
                 storage_options=self._storage_options,
             )
-            found = next(one for one in member.holdings if one.key == self.report.key)
+            found = next(one for one in member.weights if one.key == self.report.key)
             if before is not None and found.key != before.key:
                 member.hide(found, 0.0)
                 now = found.identity.revision
                 raise SourceChanged(f"{self.name!r} was kept in revision {self.revision}, and is {now} there now")
         except PenstockError:
             if before is not None:
-                member.tell_of(before)
+                member.announce(before)
             raise
-        self.holding = found
-        self.holding.kept = True
+        self.weights = found
+        self.weights.kept = True
         gc.collect()  # what fetched it refers to its memory in circles, and is to give way when the model does
 
     def vacate(self) -> bool:
         """See `Tenant.vacate`: engines attached and readers hold it where it is; so does damage, which is not moved."""
-        member, holding = self._fleet.member, self.shown
-        is_sound = holding.damage is None and any(one is holding for one in member.holdings)
-        if self.is_leaving or not is_sound or not member.door.retire(holding.key):
+        member, weights = self._fleet.member, self.shown
+        is_sound = weights.damage is None and any(one is weights for one in member.weights)
+        if self.is_leaving or not is_sound or not member.server.retire(weights.key):
             return False
         self.shown.close()
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
         """See `Tenant.moved`."""
-        holding, member = self.shown, self._fleet.member
+        weights, member = self.shown, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
-            holding.rest(tier)
-        elif not self.is_leaving and (holding.tier or holding.state != "whole"):
+            weights.move_out(tier)
+        elif not self.is_leaving and (weights.tier or weights.state != "whole"):
             assert room.arena is not None
-            holding.wake(self._rows(room.arena), [room.arena])
-            member.show(holding)
+            weights.move_in(self._rows(room.arena), [room.arena])
+            member.show(weights)
         member.beat_now()
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
         """The line's bytes, as `_InArena` placed them."""
-        nbytes = self.shown.line.table.nbytes.tolist()
+        nbytes = self.shown.layout.table.nbytes.tolist()
         return [arena.bytes_at(*run) for run in zip(offsets_of(nbytes)[0], nbytes, strict=True)]
 
 
-class MadeModel(KeptModel):
+class ConvertedModel(ResidentModel):
     """One that a conversion makes in its room, as one file without a header: there is no source to read it from again.
 
     Args:
@@ -169,24 +169,26 @@ class MadeModel(KeptModel):
         """
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, made = self._fleet.member, self._make(Path(room.arena.path))
-        line = Line.of(made.tensors, leaf_bytes=made.leaf_bytes)
+        layout = WeightLayout.of(made.tensors, leaf_bytes=made.leaf_bytes)
         assert made.leaves is not None
         row_of = {name: row for row, name in enumerate(made.tensors.names)}
-        order = np.array([row_of[name] for name in line.table.names], np.int64)
+        order = np.array([row_of[name] for name in layout.table.names], np.int64)
         leaves = take_leaves(made.leaves, num_leaves(made.tensors.nbytes, made.leaf_bytes), order)
-        identity = msgspec.structs.replace(self._fleet.identity, revision=made.revision, layout=line.layout)
-        if any(one.key == identity.key() for one in member.holdings):
+        identity = msgspec.structs.replace(self._fleet.identity, revision=made.revision, layout=layout.digest)
+        if any(one.key == identity.key() for one in member.weights):
             raise ConfigError(f"{self.name!r} is kept already, in this revision: {made.revision}")
-        rows = _lying(line.table, room.arena)
-        holding = Holding(identity, line, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers)
-        holding.gain(np.arange(line.chunks.num_chunks), leaves)
-        holding.path, holding.kept = "converted", True
-        holding.become("whole")
-        self.holding = holding
-        member.show(holding)
+        rows = _lying(layout.table, room.arena)
+        weights = LocalWeights(
+            identity, layout, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers
+        )
+        weights.mark_verified(np.arange(layout.chunks.num_chunks), leaves)
+        weights.path, weights.kept = "converted", True
+        weights.set_state("whole")
+        self.weights = weights
+        member.show(weights)
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
-        return _lying(self.shown.line.table, arena)
+        return _lying(self.shown.layout.table, arena)
 
 
 def _lying(table: TensorTable, arena: Arena) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ _PREFIX = "penstock-member-"
 _LOCK = "alive"
 
 
-class Home:
+class RuntimeDir:
     """Made by the constructor, mode 0700; the kernel lets go of its lock when the process ends, however it ends."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from penstock.errors import (
     SourceBusy,
     SourceStalled,
 )
-from penstock.hub.address import DoorAddress, connect_unix_door, parse_door, private_socket_fault
+from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url, private_socket_fault
 from penstock.hub.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
 from penstock.hub.tls import certificate_names
 from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
@@ -59,7 +59,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path, self._timeout_s = path, timeout_s
 
     def connect(self) -> None:
-        self.sock = connect_unix_door(self._path, self._timeout_s)
+        self.sock = connect_peer_socket(self._path, self._timeout_s)
 
 
 class _TlsConnection(http.client.HTTPSConnection):
@@ -78,7 +78,7 @@ class _TlsConnection(http.client.HTTPSConnection):
             raise PermissionError(f"it shows the certificate of {shown}, and the hub knows it by {self._names}")
 
 
-class Peer(Closing):
+class PeerClient(Closing):
     """One reader's conversation with one door. A context manager; one thread uses it, any may interrupt it.
 
     The grant, and then the secret name of the lease, are all that a door is shown. A member announces its own doors, so
@@ -109,12 +109,12 @@ class Peer(Closing):
         self._ending, self._is_ending = threading.Lock(), False
         self._same_host, self._stall_s = same_host, stall_s
         self._connection: http.client.HTTPConnection | None = None
-        self._door: DoorAddress | None = None
+        self._door: PeerAddress | None = None
 
     def _connect(self) -> http.client.HTTPConnection:
         why: list[str] = []
         for door in self.upstream.doors:
-            address = parse_door(door)
+            address = parse_peer_url(door)
             if address is None:
                 why.append(f"{door!r} is no address of a door")
             elif address.path and not self._same_host:
@@ -143,7 +143,7 @@ class Peer(Closing):
         hosts = {self._door.host}
         if self._door.path:
             # Connected to by Unix socket, so it is a process of this user on this host.
-            doors = (parse_door(door) for door in self.upstream.doors)
+            doors = (parse_peer_url(door) for door in self.upstream.doors)
             hosts = {"", *LOOPBACK, *(door.host for door in doors if door is not None)}
         for offered in regions:
             if "http" in offered:
@@ -189,7 +189,7 @@ class Peer(Closing):
         """What it gained since, waiting for news at most `wait_s`; renews the lease."""
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
-    def doubt(self, chunk: int) -> None:
+    def recheck(self, chunk: int) -> None:
         """Have it digest a chunk that differs here; returns if the chunk is right there.
 
         Raises:

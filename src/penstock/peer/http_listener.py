@@ -24,7 +24,7 @@ _FULL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: clo
 """For whoever finds no place: a reader takes it for a busy source, and asks another."""
 
 
-class RequestHandler(http.server.BaseHTTPRequestHandler):
+class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
     """One connection, whose requests come to an end.
 
     Attributes:

@@ -24,7 +24,7 @@ from penstock.hub.identity import Identity
 from penstock.hub.messages import HoldingMap, HoldingState, LogReply, State
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.memory.tier_moves import SOURCE
-from penstock.peer.weight_layout import Line
+from penstock.peer.weight_layout import WeightLayout
 from penstock.plan.chunks import to_ranges
 from penstock.segments import Segments
 from penstock.transport.choose import Links
@@ -36,7 +36,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Place:
+class RowPlacement:
     """Where the line's rows lie: regions of memory, and each row's region (-1: no bytes) and offset in it."""
 
     regions: tuple[Memory, ...]
@@ -44,7 +44,7 @@ class Place:
     row_offset: I64
 
 
-def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Place:
+def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
     """Find the regions behind flat uint8 tensors: their arena where they lie in one, else their torch storage."""
     regions: list[Memory] = []
     at: dict[int, int] = {}
@@ -64,17 +64,17 @@ def place_of(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Plac
             owner: object = arena if arena else flat
             regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
         row_region[row], row_offset[row] = at[base], address - base
-    return Place(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+    return RowPlacement(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
 
 
-def column(raw: bytes, kind: str) -> I64:
+def decode_column(raw: bytes, kind: str) -> I64:
     """Numbers that a peer sent, little endian. FormatError where the bytes are no whole number of them."""
     if len(raw) % np.dtype(kind).itemsize:
         raise FormatError(f"a column of {len(raw)} bytes")
     return np.frombuffer(raw, kind).astype(np.int64)
 
 
-def located(line: Line, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
+def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
     """Per row of the line a peer's region and the offset in it; both mean nothing for a row of no bytes.
 
     Args:
@@ -85,8 +85,8 @@ def located(line: Line, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I6
     Raises:
         FormatError: a row lies outside, or it says another number of rows.
     """
-    region, offset = column(where.row_region, "<i4"), column(where.row_offset, "<i8")
-    nbytes = line.table.nbytes
+    region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
+    nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
     if fits and len(nbytes):
         held = nbytes > 0
@@ -103,7 +103,7 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-class Holding:
+class LocalWeights:
     """One rank's weights of a key.
 
     Args:
@@ -126,20 +126,20 @@ class Holding:
     def __init__(
         self,
         identity: Identity,
-        line: Line,
+        layout: WeightLayout,
         rows: Sequence[torch.Tensor],
         *,
         leaves: U64 | None = None,
         arenas: Sequence[Arena] = (),
         max_readers: int = 4,
     ) -> None:
-        self.identity, self.key, self.line, self.rows = identity, identity.key(), line, list(rows)
+        self.identity, self.key, self.layout, self.rows = identity, identity.key(), layout, list(rows)
         self.device = rows[0].device if rows else torch.device("cpu")
         self._device_id = device_id(self.device)
-        self.place = place_of(rows, arenas)
+        self.place = place_rows(rows, arenas)
         self.has_manifest = leaves is not None
-        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(line.chunks.leaf_row), np.uint64)
-        self.have: Bools = np.zeros(line.chunks.num_chunks, bool)
+        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(layout.chunks.leaf_row), np.uint64)
+        self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers, self.num_readers = max_readers, 0
         self.path, self.why, self.parent, self.gb_per_s, self.silent_s = "", "", "", 0.0, -1.0
@@ -148,13 +148,13 @@ class Holding:
         self._looked_at = -1
         self.changed = threading.Condition()
         self._root = ""
-        self._log: I64 = np.empty(line.chunks.num_chunks, np.int64)
+        self._log: I64 = np.empty(layout.chunks.num_chunks, np.int64)
         self._num_logged = 0
         self._told_by: list[str] = []
-        self._told: I64 = np.full(line.chunks.num_chunks, -1)
+        self._told: I64 = np.full(layout.chunks.num_chunks, -1)
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
-        self._has_tiny_chunks = bool((line.chunks.nbytes[:-1] < ALIGN_BYTES).any())
+        self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._looking = threading.Lock()
         self._look_at(rows)
 
@@ -187,7 +187,7 @@ class Holding:
 
     def map(self, lease: str = "") -> HoldingMap:
         """How a peer reads this; under a lease, with descriptors that end with it where the transport can do that."""
-        chunks = self.line.chunks
+        chunks = self.layout.chunks
         described = tuple(
             {
                 name: encode(handle.lend(lease) if lease and isinstance(handle, Lending) else handle.descriptor)
@@ -221,7 +221,7 @@ class Holding:
             theirs_region: the peer's region of each row.
             theirs_offset: where each row starts in it.
         """
-        pieces = self.line.chunks.pieces(chunks)
+        pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
         from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
@@ -239,7 +239,7 @@ class Holding:
 
     def digest(self, chunks: I64) -> U64:
         """Digest these chunks as they lie in memory: their leaves, chunk after chunk. The bytes must be there."""
-        table = self.line.chunks
+        table = self.layout.chunks
         at = table.leaves_of(chunks)
         row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
         if self.device.type == "cuda":
@@ -256,22 +256,22 @@ class Holding:
             done += count
         return out
 
-    def differing(self, chunks: I64, got: U64, wanted: U64) -> I64:
+    def differing_chunks(self, chunks: I64, got: U64, wanted: U64) -> I64:
         """Which of the chunks have a leaf that differs."""
         if np.array_equal(got, wanted):
             return chunks[:0]
-        counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+        counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
         wrong = np.repeat(np.arange(len(chunks)), counts)[got != wanted]
         differ: I64 = chunks[np.unique(wrong)]
         return differ
 
-    def contradicts(self, chunks: I64, leaves: U64) -> I64:
-        """Which of a peer's chunks have other digests than the manifest says; none where there is none, see `hear`."""
+    def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
+        """Return the chunks whose digests, as a peer states them, differ from the manifest; none without a manifest."""
         if not self.has_manifest:
             return chunks[:0]
-        return self.differing(chunks, leaves, self.leaves[self.line.chunks.leaves_of(chunks)])
+        return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
-    def hear(self, chunks: I64, leaves: U64, teller: str) -> None:
+    def record_digests(self, chunks: I64, leaves: U64, teller: str) -> None:
         """Note what somebody says the digests of chunks are, where no manifest says it: all who say it must agree.
 
         Raises:
@@ -282,9 +282,9 @@ class Holding:
         with self.changed:
             known = chunks[self._told[chunks] >= 0]
             if len(known):
-                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
                 said = leaves[np.repeat(self._told[chunks] >= 0, counts)]
-                wrong = self.differing(known, said, self.leaves[self.line.chunks.leaves_of(known)])
+                wrong = self.differing_chunks(known, said, self.leaves[self.layout.chunks.leaves_of(known)])
                 if len(wrong):
                     other = self._told_by[self._told[wrong[0]]]
                     raise IntegrityError(
@@ -293,19 +293,19 @@ class Holding:
                     )
             new = self._told[chunks] < 0
             if new.any():
-                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
-                self.leaves[self.line.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
+                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
+                self.leaves[self.layout.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
                 self._told[chunks[new]] = len(self._told_by)
                 self._told_by.append(teller)
 
-    def gain(self, chunks: I64, leaves: U64) -> None:
+    def mark_verified(self, chunks: I64, leaves: U64) -> None:
         """These chunks are verified, with these leaves: from now on others may read them."""
         with self.changed:
             new = ~self.have[chunks]
             if not new.all():
-                counts = self.line.chunks.first_leaf[chunks + 1] - self.line.chunks.first_leaf[chunks]
+                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
                 chunks, leaves = chunks[new], leaves[np.repeat(new, counts)]
-            self.leaves[self.line.chunks.leaves_of(chunks)] = leaves
+            self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
             self.have[chunks] = True
             self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
             self._num_logged += len(chunks)
@@ -313,7 +313,7 @@ class Holding:
 
     def root(self) -> str:
         """The `w1-` revision of all digests: what is held, once it is whole."""
-        return self._root or revision(self.line.table, self.line.chunks.leaf_bytes, self.leaves)
+        return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, asked: str = "") -> None:
         """Hold the digests to the revision, and to what was asked for, where those are roots, or begin as one does.
@@ -326,7 +326,7 @@ class Holding:
             if named.startswith("w1-") and not found.startswith(named):
                 raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
 
-    def canary(self, chance: random.Random) -> int | None:
+    def spot_check(self, chance: random.Random) -> int | None:
         """Digest one verified chunk again; its number if its bytes are no longer those that were verified.
 
         The first is any, then each comes in its turn: all of them were looked at after as many calls.
@@ -347,17 +347,17 @@ class Holding:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
                 return False
-            got, wanted = self.digest(one), self.leaves[self.line.chunks.leaves_of(one)]
+            got, wanted = self.digest(one), self.leaves[self.layout.chunks.leaves_of(one)]
         # Memory that was given up while it was digested may be another's by now.
-        return len(self.differing(one, got, wanted)) > 0 and generation == self.generation
+        return len(self.differing_chunks(one, got, wanted)) > 0 and generation == self.generation
 
-    def spoil(self, chunk: int) -> IntegrityError:
+    def mark_damaged(self, chunk: int) -> IntegrityError:
         """Record that a verified chunk changed in memory; readers and the hub are told. Returns the error."""
-        row = int(self.line.chunks.pieces(np.array([chunk], np.int64)).row[0])
+        row = int(self.layout.chunks.pieces(np.array([chunk], np.int64)).row[0])
         error = IntegrityError(
             f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
             uri=f"penstock:{self.key}",
-            tensor=self.line.table.names[row],
+            tensor=self.layout.table.names[row],
             hint="call fence() before weights change; if nothing of yours wrote to them, suspect the memory",
         )
         with self.changed:
@@ -365,7 +365,7 @@ class Holding:
             self.changed.notify_all()
         return error
 
-    def become(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         """Say so to readers."""
         if state == "whole":
             self._root = self.root()
@@ -381,16 +381,16 @@ class Holding:
             self.changed.notify_all()
         _close(handles)
 
-    def rest(self, tier: str) -> None:
+    def move_out(self, tier: str) -> None:
         """Let go of the memory: the same bytes are in this tier. After `close`."""
         with self._looking, self.changed:
-            self.rows, self.place, self.tier, self.state = [], place_of([]), tier, "whole"
+            self.rows, self.place, self.tier, self.state = [], place_rows([]), tier, "whole"
             self._look_at(self.rows)
 
-    def wake(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
+    def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """The bytes are here again, all of them, and nobody reads them yet: it is to be registered anew."""
         with self._looking, self.changed:
-            self.rows, self.place, self.tier, self.state = list(rows), place_of(rows, arenas), "", "whole"
+            self.rows, self.place, self.tier, self.state = list(rows), place_rows(rows, arenas), "", "whole"
             self._look_at(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
@@ -403,7 +403,7 @@ class Holding:
                     break
                 self.changed.wait(left)
             new = self._log[serial if serial <= self._num_logged else 0 : self._num_logged]
-            leaves = self.leaves[self.line.chunks.leaves_of(new)]
+            leaves = self.leaves[self.layout.chunks.leaves_of(new)]
             return LogReply(
                 generation=self.generation,
                 serial=self._num_logged,
@@ -420,8 +420,8 @@ class Holding:
             return HoldingState(
                 key=self.key,
                 identity=self.identity,
-                num_chunks=self.line.chunks.num_chunks,
-                nbytes=self.line.nbytes,
+                num_chunks=self.layout.chunks.num_chunks,
+                nbytes=self.layout.nbytes,
                 have=() if is_away or is_damaged else to_ranges(np.flatnonzero(self.have)),
                 claims=self.claims,
                 silent_s=self.silent_s,

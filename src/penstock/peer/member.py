@@ -35,8 +35,6 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
-    FlightReply,
-    FlightRequest,
     Hello,
     HoldingState,
     LeaseRequest,
@@ -44,15 +42,17 @@ from penstock.hub.messages import (
     Proof,
     SyncState,
     Upstream,
+    UpstreamsReply,
+    UpstreamsRequest,
     Welcome,
 )
 from penstock.hub.proof import PROVABLE, DigestSigner
 from penstock.hub.sync_messages import SyncReply, SyncRequest
 from penstock.hub.tls import MemberTls
-from penstock.net.runtime_dir import Home
-from penstock.peer.client import Peer
-from penstock.peer.local_weights import Holding
-from penstock.peer.server import Door
+from penstock.net.runtime_dir import RuntimeDir
+from penstock.peer.client import PeerClient
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.server import PeerServer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.generation_table import here
 from penstock.transport.http import LOOPBACK, host_and_port
@@ -109,16 +109,16 @@ class Member:
     ) -> None:
         self.id, self.host, self._pid = hub.member, host_id(), os.getpid()
         self._hub, self._stall_s, self._min_gb_per_s = hub, stall_s, min_gb_per_s
-        self._holdings: dict[str, Holding] = {}
+        self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
-        self.damaged: Callable[[Holding, IntegrityError], None] = lambda holding, error: None
+        self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now, self._closing = threading.Event(), threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
-        self._home = Home()
+        self._runtime_dir = RuntimeDir()
         try:
             tls = MemberTls.read()
             self.trust = None if tls is None else tls.asking
@@ -131,19 +131,19 @@ class Member:
                 tls=None if tls is None or listen is None else tls.serving,
                 trust=self.trust,
             )
-            self.door = Door(
-                self._home.path / "door.sock",
+            self.server = PeerServer(
+                self._runtime_dir.path / "door.sock",
                 self.check_grant,
                 listen=listen,
                 tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
-            self.door.doubt, self.door.sign = self.doubt, self._sign
+            self.server.recheck, self.server.sign = self.recheck, self._sign
             self._signer = DigestSigner(self.id, self._epoch)
             self._hello = Hello(
                 member=self.id,
                 host=self.host,
-                doors=tuple(self.door.addresses),
+                doors=tuple(self.server.addresses),
                 rack=rack,
                 name=f"{socket.gethostname()}:{os.getpid()}",
                 num_links=host_links(),
@@ -183,46 +183,46 @@ class Member:
         assert self._grants is not None
         self._grants.check(request.grant, key=request.key, reader=request.member)
 
-    def _sign(self, holding: Holding, reply: LogReply) -> LogReply:
+    def _sign(self, weights: LocalWeights, reply: LogReply) -> LogReply:
         """Sign what a log says of digests, where a hub could tell that they are wrong."""
-        if not reply.chunks or not holding.identity.revision.startswith(PROVABLE):
+        if not reply.chunks or not weights.identity.revision.startswith(PROVABLE):
             return reply
-        return self._signer.sign(reply, holding.key, holding.line.chunks)
+        return self._signer.sign(reply, weights.key, weights.layout.chunks)
 
     # -- holdings
 
-    def show(self, holding: Holding) -> None:
+    def show(self, weights: LocalWeights) -> None:
         """Register it, let others read it, tell the hub at once."""
-        holding.register(self.links)
+        weights.register(self.links)
         with self._lock:
-            before = self._holdings.get(holding.key)
-            self._holdings[holding.key] = holding
-        self.door.show(holding)
-        if before is not None and before is not holding:
+            before = self._weights.get(weights.key)
+            self._weights[weights.key] = weights
+        self.server.show(weights)
+        if before is not None and before is not weights:
             before.close()  # the same weights in other memory
         self.beat_now()
 
-    def tell_of(self, holding: Holding) -> None:
+    def announce(self, weights: LocalWeights) -> None:
         """Tell the hub of one that rests; its door brings it back."""
         with self._lock:
-            self._holdings[holding.key] = holding
+            self._weights[weights.key] = weights
         self.beat_now()
 
-    def hide(self, holding: Holding, drain_s: float) -> None:
+    def hide(self, weights: LocalWeights, drain_s: float) -> None:
         """Give it up: no new readers, wait for those there are at most `drain_s`, then end its registrations."""
-        holding.become("draining")
+        weights.set_state("draining")
         self.beat_now()
-        self.door.drain(holding.key, drain_s)
+        self.server.drain(weights.key, drain_s)
         with self._lock:
-            if self._holdings.get(holding.key) is holding:
-                del self._holdings[holding.key]
-        holding.close()
+            if self._weights.get(weights.key) is weights:
+                del self._weights[weights.key]
+        weights.close()
 
     @property
-    def holdings(self) -> list[Holding]:
+    def weights(self) -> list[LocalWeights]:
         """Everything shown."""
         with self._lock:
-            return list(self._holdings.values())
+            return list(self._weights.values())
 
     # -- the hub
 
@@ -235,10 +235,10 @@ class Member:
         """Tell the hub what changed without waiting for the next beat."""
         self._beat_now.set()
 
-    def tell(self) -> None:
+    def report_now(self) -> None:
         """Tell the hub what changed, and return once it knows; where it is away, the next beat tells it."""
         with contextlib.suppress(PenstockError):
-            self._told(lambda: self._hub.beat(self.id, self._state()))
+            self._call_hub(lambda: self._hub.beat(self.id, self._state()))
 
     def _beat(self) -> None:
         while not self._closing.is_set():
@@ -246,68 +246,68 @@ class Member:
             self._beat_now.clear()
             if self._closing.is_set():
                 return
-            self._sing()
+            self._spot_check()
             self.links.sweep()
-            self.door.expire()
+            self.server.expire()
             try:
-                self._told(lambda: self._hub.beat(self.id, self._state()))
+                self._call_hub(lambda: self._hub.beat(self.id, self._state()))
                 self.hub_is_away = False
             except PenstockError:
                 self.hub_is_away = True
                 # The hub is away; what is known stays usable, and the next beat tells all again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
 
-    def _sing(self) -> None:
+    def _spot_check(self) -> None:
         """Digest a chunk of each holding anew: one whose bytes changed unannounced is given up before it is read."""
-        for holding in self.holdings:
-            chunk = holding.canary(self._chance)
+        for weights in self.weights:
+            chunk = weights.spot_check(self._chance)
             if chunk is not None:
-                self._give_up(holding, chunk)
+                self._give_up(weights, chunk)
 
-    def doubt(self, holding: Holding, chunk: int) -> bool:
+    def recheck(self, weights: LocalWeights, chunk: int) -> bool:
         """Digest a chunk that a reader found wrong; whether it is, and the holding therefore given up.
 
         A reader is not believed, only heard. The beats look at a chunk each: they come to one of 3,800 (60 GB) after up
         to two hours.
         """
-        if holding.damage is None and 0 <= chunk < holding.line.chunks.num_chunks and holding.has_changed(chunk):
-            self._give_up(holding, chunk)
-        return holding.damage is not None
+        if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
+            self._give_up(weights, chunk)
+        return weights.damage is not None
 
-    def _give_up(self, holding: Holding, chunk: int) -> None:
+    def _give_up(self, weights: LocalWeights, chunk: int) -> None:
         """Serve it no more: no new leases, descriptors stale. It stays in our beats, which say why."""
         with self._lock:
-            if self._holdings.get(holding.key) is not holding or holding.damage is not None:
+            if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
-            error = holding.spoil(chunk)
-        self.door.hide(holding.key)
-        if holding.state != "filling":
-            holding.close()  # a fetch under way still reads into it; it fails at its end, and hides it
-        log.error("member %s no longer serves %s: %s", self.id, holding.identity.model, error)
-        self.damaged(holding, error)
+            error = weights.mark_damaged(chunk)
+        self.server.hide(weights.key)
+        if weights.state != "filling":
+            weights.close()  # a fetch under way still reads into it; it fails at its end, and hides it
+        log.error("member %s no longer serves %s: %s", self.id, weights.identity.model, error)
+        self.on_damaged(weights, error)
         self.beat_now()
 
     def check(self) -> None:
         """Raise IntegrityError if bytes of a holding changed in memory after they were verified."""
-        for holding in self.holdings:
-            if holding.damage is not None:
-                raise holding.damage
+        for weights in self.weights:
+            if weights.damage is not None:
+                raise weights.damage
 
     def _state(self) -> Beat:
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
-        return Beat(holdings=tuple(map(self._status, self.holdings)), syncs=tuple(syncs))
+        return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs))
 
     def _epoch(self) -> int:
         """What grants to read this member must name now."""
         assert self._grants is not None
         return self._grants.epoch()
 
-    def _status(self, holding: Holding) -> HoldingState:
+    def _status(self, weights: LocalWeights) -> HoldingState:
         """What the hub is told of a holding."""
-        return msgspec.structs.replace(holding.status(), grant_epoch=self._epoch())
+        return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
-    def _told(self, call: Callable[[], T]) -> T:
+    def _call_hub(self, call: Callable[[], T]) -> T:
         """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
         try:
             return call()
@@ -316,25 +316,25 @@ class Member:
             self._hub.beat(self.id, self._state())
             return call()
 
-    def flight(self, holding: Holding, *, can_read_storage: bool) -> FlightReply:
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
         """Whom to read from. HubUnavailable when it is away."""
-        request = FlightRequest(member=self.id, holding=self._status(holding), can_read_storage=can_read_storage)
-        return self._told(lambda: self._hub.flight(request))
+        request = UpstreamsRequest(member=self.id, holding=self._status(weights), can_read_storage=can_read_storage)
+        return self._call_hub(lambda: self._hub.upstreams(request))
 
-    def ask_around(self, asked: HoldingState, *, within_s: float) -> FlightReply:
+    def find_holders(self, asked: HoldingState, *, within_s: float) -> UpstreamsReply:
         """Who may be asked what the line of a key is: a holding of no chunks. HubUnavailable: not within so long."""
-        request = FlightRequest(member=self.id, holding=asked)
-        return self._told(lambda: self._hub.flight(request, within_s=within_s))
+        request = UpstreamsRequest(member=self.id, holding=asked)
+        return self._call_hub(lambda: self._hub.upstreams(request, within_s=within_s))
 
-    def claim(self, holding: Holding, *, ask: bool = True) -> ClaimReply:
+    def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
         """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""
-        request = ClaimRequest(member=self.id, holding=self._status(holding), ask=ask)
-        return self._told(lambda: self._hub.claim(request))
+        request = ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
+        return self._call_hub(lambda: self._hub.claim(request))
 
     def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
         """Who takes part in a sync, and the right to ask some of them. HubUnavailable when the hub is away."""
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
-        return self._told(lambda: self._hub.sync(request))
+        return self._call_hub(lambda: self._hub.sync(request))
 
     def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> None:
         """Tell the hub that a source could not be used; lost where the hub is away, or does not take it.
@@ -349,11 +349,11 @@ class Member:
         detail = error.message[:1024]
         complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
-            self._told(lambda: self._hub.complain(complaint))
+            self._call_hub(lambda: self._hub.complain(complaint))
 
-    def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> Peer:
+    def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
         """A conversation with a member, about a key; `stall_s`: shorter than ours."""
-        return Peer(
+        return PeerClient(
             upstream,
             member=self.id,
             key=key,
@@ -376,12 +376,12 @@ class Member:
         """
         if self._closing.is_set() or self._pid != os.getpid():
             return
-        for holding in self.holdings:
-            holding.become("draining")
+        for weights in self.weights:
+            weights.set_state("draining")
         self.beat_now()
         deadline = time.monotonic() + drain_s
-        for holding in self.holdings:
-            self.hide(holding, max(0.0, deadline - time.monotonic()))
+        for weights in self.weights:
+            self.hide(weights, max(0.0, deadline - time.monotonic()))
         self._closing.set()
         self._beat_now.set()
         self._beats.join()
@@ -390,12 +390,12 @@ class Member:
         self._free()
 
     def _free(self) -> None:
-        if hasattr(self, "door"):
-            self.door.close()
+        if hasattr(self, "server"):
+            self.server.close()
         if hasattr(self, "links"):
             self.links.close()
         self._hub.close()
-        self._home.close()
+        self._runtime_dir.close()
 
     def __enter__(self) -> Member:
         return self

@@ -10,7 +10,7 @@ Not here: weight bytes (`transport`), sockets (`http_listener`), asking (`client
     POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
     DELETE /v1/leases/L
     GET    /v1/alive                        204; the one question that anybody may ask
-           /v1/ROOM/...                     what a room of this member's answers, see `Room`
+           /v1/ROOM/...                     what a room of this member's answers, see `RequestHandler`
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply
-from penstock.hub.version_negotiation import UPGRADE_HINT, Announced, version_fault
+from penstock.hub.version_negotiation import UPGRADE_HINT, AnnouncedVersion, version_fault
 from penstock.net.listener import ThreadedListener
-from penstock.peer.http_listener import RequestHandler, listen_tcp, listen_unix
-from penstock.peer.local_weights import Holding
-from penstock.peer.weight_layout import describe
+from penstock.peer.http_listener import BoundedRequestHandler, listen_tcp, listen_unix
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.weight_layout import to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 MAX_BODY_BYTES = 64 << 10
@@ -60,7 +60,7 @@ Recall = Callable[[str], AbstractContextManager[str]]
 """Brings back memory of a key that rests elsewhere, and keeps it there meanwhile; gives why it is not there yet."""
 
 
-class Room(Protocol):
+class RequestHandler(Protocol):
     """What answers below a path of its own; it checks grants itself, before it says anything."""
 
     def answer(
@@ -78,12 +78,12 @@ class Room(Protocol):
 @dataclass(slots=True)
 class _Leased:
     reader: str
-    holding: Holding
+    weights: LocalWeights
     attached: bool
     seen: float = field(default_factory=time.monotonic)
 
 
-class Door:
+class PeerServer:
     """The server of one member. Started by the constructor; threads, one a connection.
 
     Args:
@@ -107,16 +107,16 @@ class Door:
         max_bytes_per_s: int = 0,
     ) -> None:
         self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
-        self._holdings: dict[str, Holding] = {}
+        self._weights: dict[str, LocalWeights] = {}
         self._leases: dict[str, _Leased] = {}
         self._draining: set[str] = set()
         self._lock = threading.Lock()
         self._servers: list[ThreadedListener] = []
         self.addresses: list[str] = []
-        self.rooms: dict[str, Room] = {}
+        self.handlers: dict[str, RequestHandler] = {}
         self.recall: Recall = lambda key: nullcontext("")
-        self.doubt: Callable[[Holding, int], bool] = lambda holding, chunk: False
-        self.sign: Callable[[Holding, LogReply], LogReply] = lambda holding, reply: reply
+        self.recheck: Callable[[LocalWeights, int], bool] = lambda weights, chunk: False
+        self.sign: Callable[[LocalWeights, LogReply], LogReply] = lambda weights, reply: reply
         try:
             self._open(str(path), lambda: listen_unix(str(path), _handler(self)))
             self.addresses.append(f"unix://{path}")
@@ -144,35 +144,35 @@ class Door:
         self._servers.append(server)
         return server
 
-    def show(self, holding: Holding) -> None:
+    def show(self, weights: LocalWeights) -> None:
         """Let readers ask for this holding; it must be registered."""
         with self._lock:
-            self._holdings[holding.key] = holding
+            self._weights[weights.key] = weights
 
     def hide(self, key: str) -> None:
         """No new leases for this key."""
         with self._lock:
-            self._holdings.pop(key, None)
+            self._weights.pop(key, None)
 
     def num_readers(self, key: str) -> int:
         """Leases in force of this key, those of engines that use the memory itself among them."""
         with self._lock:
             self._expire()
-            return sum(leased.holding.key == key for leased in self._leases.values())
+            return sum(leased.weights.key == key for leased in self._leases.values())
 
     def num_attached(self, key: str) -> int:
         """Engines that use the memory of this key itself."""
         with self._lock:
             self._expire()
-            return sum(one.holding.key == key and one.attached for one in self._leases.values())
+            return sum(one.weights.key == key and one.attached for one in self._leases.values())
 
     def retire(self, key: str) -> bool:
         """Give no new leases for this key, if there is none in force; whether it is so."""
         with self._lock:
             self._expire()
-            is_free = all(leased.holding.key != key for leased in self._leases.values())
+            is_free = all(leased.weights.key != key for leased in self._leases.values())
             if is_free:
-                self._holdings.pop(key, None)
+                self._weights.pop(key, None)
         return is_free
 
     def drain(self, key: str, wait_s: float) -> int:
@@ -217,23 +217,23 @@ class Door:
         """None: it is not shown."""
         with self._lock:
             self._expire()
-            holding = self._holdings.get(request.key)
-            if holding is None:
+            weights = self._weights.get(request.key)
+            if weights is None:
                 return None
-            if request.attach and not (holding.kept and holding.state == "whole"):
+            if request.attach and not (weights.kept and weights.state == "whole"):
                 raise PermissionDenied("this member keeps no memory for others to use", hint="run `penstock keep`")
-            mine = [id_ for id_, one in self._leases.items() if one.holding.key == request.key]
+            mine = [id_ for id_, one in self._leases.items() if one.weights.key == request.key]
             others = [one for one in mine if self._leases[one].reader != request.member]
             others = [one for one in others if not self._leases[one].attached]
-            if len(others) >= holding.max_readers and not request.attach:
+            if len(others) >= weights.max_readers and not request.attach:
                 readers = tuple(self._leases[one].reader for one in others)
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
             for one in mine:
                 if self._leases[one].reader == request.member:
                     self._end(one)  # the reader starts anew
             lease = secrets.token_hex(16)
-            self._leases[lease] = _Leased(request.member, holding, request.attach)
-            holding.num_readers = len(others) + (not request.attach)
+            self._leases[lease] = _Leased(request.member, weights, request.attach)
+            weights.num_readers = len(others) + (not request.attach)
         return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
@@ -241,7 +241,7 @@ class Door:
         with self._lock:
             return self._max_bytes_per_s // max(1, sum(not one.attached for one in self._leases.values()))
 
-    def leased(self, lease: str) -> Holding:
+    def leased(self, lease: str) -> LocalWeights:
         """The holding of a lease, renewed. PermissionDenied when it is none, or has expired."""
         with self._lock:
             self._expire()
@@ -249,15 +249,15 @@ class Door:
             if found is None:
                 raise PermissionDenied("no such lease, or it has expired", hint="ask for another")
             found.seen = time.monotonic()
-            return found.holding
+            return found.weights
 
     def map(self, lease: str) -> HoldingMap:
         """How the holding of a lease is read, for as long as the lease lasts. PermissionDenied as `leased`."""
-        holding = self.leased(lease)
-        found = holding.map(lease)
+        weights = self.leased(lease)
+        found = weights.map(lease)
         with self._lock:
             if lease not in self._leases:  # it ended meanwhile, before there was something to take back
-                holding.take_back(lease)
+                weights.take_back(lease)
         return found
 
     def release(self, lease: str) -> None:
@@ -274,15 +274,15 @@ class Door:
     def _end(self, lease: str) -> None:
         ended = self._leases.pop(lease, None)
         if ended is not None:
-            ended.holding.take_back(lease)
+            ended.weights.take_back(lease)
 
     def _expire(self) -> None:
         now = time.monotonic()
         for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
             self._end(lease)
-        for holding in self._holdings.values():
-            mine = (one for one in self._leases.values() if one.holding is holding and not one.attached)
-            holding.num_readers = sum(1 for _ in mine)
+        for weights in self._weights.values():
+            mine = (one for one in self._leases.values() if one.weights is weights and not one.attached)
+            weights.num_readers = sum(1 for _ in mine)
 
 
 class VersionRefused(Exception):
@@ -295,19 +295,19 @@ def check_version(body: bytes) -> None:
     Raises:
         VersionRefused: another major version. msgspec.DecodeError: it is malformed.
     """
-    announced = msgspec.msgpack.decode(body, type=Announced)
+    announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol, "the reader", "this member"):
         raise VersionRefused(fault)
 
 
-def _handler(door: Door) -> type[RequestHandler]:
-    return type("_DoorHandler", (_Handler,), {"door": door})
+def _handler(server: PeerServer) -> type[BoundedRequestHandler]:
+    return type("_PeerHandler", (_Handler,), {"peer_server": server})
 
 
-class _Handler(RequestHandler):
+class _Handler(BoundedRequestHandler):
     """One connection."""
 
-    door: Door
+    peer_server: PeerServer
 
     def do_GET(self) -> None:
         """Map, table, log, alive."""
@@ -325,7 +325,7 @@ class _Handler(RequestHandler):
         url = urlsplit(self.path)
         try:
             path, query = url.path.strip("/").split("/"), parse_qs(url.query)
-            room = self.door.rooms.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
+            room = self.peer_server.handlers.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
             found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)
         except VersionRefused as error:
             self._send(426, Fault(error=str(error), hint=UPGRADE_HINT))
@@ -360,30 +360,30 @@ class _Handler(RequestHandler):
             return None
         if len(path) != 4 or path[:2] != ["v1", "leases"]:
             raise NotFound("no such thing here")
-        holding = self.door.leased(path[2])
+        weights = self.peer_server.leased(path[2])
         if path[3] == "map":
-            return self.door.map(path[2])
+            return self.peer_server.map(path[2])
         if path[3] == "table":
-            return describe(holding.line)
+            return to_message(weights.layout)
         if path[3] == "log":
             after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
             if after < 0 or wait_ms < 0:
                 raise FormatError("after and wait_ms are not negative")
-            reply = self.door.sign(holding, holding.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
-            return msgspec.structs.replace(reply, max_bytes_per_s=self.door.share())
+            reply = self.peer_server.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
+            return msgspec.structs.replace(reply, max_bytes_per_s=self.peer_server.share())
         raise NotFound("no such thing here")
 
     def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
         if len(path) == 4 and path[:2] == ["v1", "leases"] and path[3] == "doubt":
             chunk = int(query.get("chunk", ["-1"])[0])
-            if self.door.doubt(self.door.leased(path[2]), chunk):
+            if self.peer_server.recheck(self.peer_server.leased(path[2]), chunk):
                 return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
             return None
         if path != ["v1", "leases"]:
             raise NotFound("no such thing here")
         body = self._body(MAX_BODY_BYTES)
         check_version(body)
-        return self.door.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
+        return self.peer_server.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
 
     def _body(self, most: int) -> bytes:
         length = int(self.headers.get("Content-Length") or 0)
@@ -394,5 +394,5 @@ class _Handler(RequestHandler):
     def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
         if len(path) != 3 or path[:2] != ["v1", "leases"]:
             raise NotFound("no such thing here")
-        self.door.release(path[2])
+        self.peer_server.release(path[2])
         return None

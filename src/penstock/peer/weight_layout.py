@@ -1,6 +1,6 @@
 """The line of a holding: its tensors sorted by name, and their chunks; and weight sets and live tensors as lines.
 
-In: a tensor table, or tensors by name. Out: a `Line`, the same on every member that holds the same weights.
+In: a tensor table, or tensors by name. Out: a `WeightLayout`, the same on every member that holds the same weights.
 Not here: cutting (`plan.chunks`), where the tensors lie (`local_weights`).
 """
 
@@ -26,21 +26,21 @@ MAX_TENSORS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Line:
+class WeightLayout:
     """What all holders of a key agree on."""
 
     table: TensorTable
     """Sorted by name. Files and offsets are those of storage, where the line came from there."""
     chunks: ChunkTable
-    layout: str
+    digest: str
 
     @classmethod
-    def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> Line:
+    def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> WeightLayout:
         """The line of these tensors, in whatever order they are given."""
         ordered = table.take(name_order(table))
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
-        return cls(table=ordered, chunks=chunks, layout=layout_digest(ordered))
+        return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered))
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +61,9 @@ class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
 prepare(TableMessage)
 
 
-def describe(line: Line) -> TableMessage:
+def to_message(layout: WeightLayout) -> TableMessage:
     """The line, to be sent."""
-    table, chunks = line.table, line.chunks
+    table, chunks = layout.table, layout.chunks
     return TableMessage(
         leaf_bytes=chunks.leaf_bytes,
         chunk_bytes=chunks.chunk_bytes,
@@ -73,7 +73,7 @@ def describe(line: Line) -> TableMessage:
     )
 
 
-def described(message: TableMessage) -> Line:
+def from_message(message: TableMessage) -> WeightLayout:
     """The line a peer described. FormatError where it is none."""
     if not len(message.names) == len(message.dtypes) == len(message.shapes) <= MAX_TENSORS:
         raise FormatError("a peer's tensor table has columns of different lengths, or too many rows")
@@ -84,7 +84,7 @@ def described(message: TableMessage) -> Line:
     if any(extent < 0 for shape in message.shapes for extent in shape):
         raise FormatError("a peer's tensor table has a negative dim")
     table = tabulate(message.names, message.dtypes, message.shapes)
-    return Line.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes)
+    return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes)
 
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
@@ -111,7 +111,7 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
     )
 
 
-def line_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Line, list[torch.Tensor]]:
+def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
     """Live tensors as a line, and each row's bytes as a flat uint8 view.
 
     Tied tensors (one memory under several names) are one row, under the name that sorts first.
@@ -137,7 +137,7 @@ def line_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Line, list[tor
         dtypes.append(dtype)
         shapes.append(shape)
         flat.append(tensor.reshape(-1).view(torch.uint8))
-    return Line.of(tabulate(names, dtypes, shapes)), flat
+    return WeightLayout.of(tabulate(names, dtypes, shapes)), flat
 
 
 def revision_of(manifest: Manifest) -> str:

@@ -30,7 +30,7 @@ from penstock.hub.sync_messages import (
     SyncMember,
     TableReply,
 )
-from penstock.peer.client import Peer
+from penstock.peer.client import PeerClient
 from penstock.plan.columns import decode
 from penstock.plan.layout import Layout
 from penstock.sync.local_version import Answer, HeldMap
@@ -38,7 +38,7 @@ from penstock.sync.local_version import Answer, HeldMap
 T = TypeVar("T")
 
 
-class Talk(Peer):
+class Talk(PeerClient):
     """One conversation; a question at a time, from any thread.
 
     Args:
@@ -48,7 +48,7 @@ class Talk(Peer):
         same_host: whether its Unix door can be reached.
         stall_s: deadline of every answer.
         room: of its door.
-        trust: see `Peer`.
+        trust: see `PeerClient`.
     """
 
     def __init__(

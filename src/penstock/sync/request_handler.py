@@ -40,7 +40,7 @@ from penstock.hub.sync_messages import (
     SessionRequest,
     TableReply,
 )
-from penstock.peer.local_weights import column
+from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.columns import encode
 from penstock.sync.client import name_of
@@ -218,7 +218,7 @@ class Desk:
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
         if name_of(*columns) != request.strips:
             return None
-        at, run_bytes, num_rows, pitch = (column(raw, "<i8") for raw in columns)
+        at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)
         found = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         with self._lock:
             self._strips[request.strips] = found

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import place_of
+from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
@@ -155,7 +155,7 @@ def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memor
         if row.tensor.is_meta:
             raise PlanError("it is on the meta device", tensor=row.name)
         tensors.append(row.tensor)
-    return place_of(tensors, arenas).regions
+    return place_rows(tensors, arenas).regions
 
 
 def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[Memory]) -> Layout:

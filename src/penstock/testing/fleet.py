@@ -102,9 +102,9 @@ class Worker:
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(b"{"):
-                self._lines.put(json.loads(line))
+        for layout in self.process.stdout:
+            if layout.startswith(b"{"):
+                self._lines.put(json.loads(layout))
         self._lines.put(None)
 
     def say_until(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -117,13 +117,13 @@ class Worker:
         deadline = time.monotonic() + timeout_s
         while word not in self.said:
             try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                layout = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise SourceStalled(f"the worker did not say {word!r} in {timeout_s} s: {self.said}") from None
-            if line is None:
+            if layout is None:
                 self._lines.put(None)
                 raise PenstockError(f"the worker ended with {self.process.wait()} and never said {word!r}: {self.said}")
-            self.said[line.pop("say")] = line
+            self.said[layout.pop("say")] = layout
             if "failed" in self.said and word != "failed":
                 raise PenstockError(f"the worker failed: {self.said['failed']}")
         return self.said[word]
@@ -183,7 +183,7 @@ def slow_storage(pause_s: float) -> None:
     from penstock.fetch import join
     from penstock.fetch import storage_reader as part
 
-    class SlowPart(part.StoragePart):
+    class SlowPart(part.StorageReader):
         def read(self, chunks: I64) -> Iterator[I64]:
             for some in super().read(chunks):
                 for chunk in some:
@@ -197,13 +197,13 @@ def slow_digests(pause_s: float) -> None:
     """Have every digesting of chunks take this long, on top, in this process."""
     from penstock.peer import local_weights as holding
 
-    digest = holding.Holding.digest
+    digest = holding.LocalWeights.digest
 
-    def slow(self: holding.Holding, chunks: I64) -> U64:
+    def slow(self: holding.LocalWeights, chunks: I64) -> U64:
         time.sleep(pause_s)
         return digest(self, chunks)
 
-    vars(holding)["Holding"].digest = slow
+    vars(holding)["LocalWeights"].digest = slow
 
 
 def _work(task: Task) -> None:
@@ -311,8 +311,8 @@ def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.001)  # it does not serve yet
     say("serving")
-    for line in sys.stdin:
-        word, _, number = line.strip().partition(" ")
+    for layout in sys.stdin:
+        word, _, number = layout.strip().partition(" ")
         if word == "fence":
             fleet.fence()
         elif word == "corrupt":

@@ -14,11 +14,11 @@ from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
-    FlightRequest,
     Hello,
     HoldingState,
     Ranges,
     State,
+    UpstreamsRequest,
 )
 from penstock.hub.store import MemoryStore, Store
 from penstock.types import MIB
@@ -83,7 +83,7 @@ class HubBench:
         found = {}
         for _ in range(2):
             for member, state in asked:
-                reply = hub.flight(FlightRequest(member=member, holding=state))
+                reply = hub.upstreams(UpstreamsRequest(member=member, holding=state))
                 found[member] = tuple(upstream.member for upstream in reply.upstreams)
         return found
 

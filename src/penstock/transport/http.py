@@ -30,7 +30,7 @@ from penstock.fork import let_go_in_children
 from penstock.http.compression import Choice
 from penstock.http.connection import ReadRequest
 from penstock.http.server import Region, Server
-from penstock.net.runtime_dir import Home
+from penstock.net.runtime_dir import RuntimeDir
 from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor, decode, decode_payload
 from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
@@ -159,7 +159,7 @@ class HttpTransport:
     ) -> None:
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
-        self._home = Home() if listen is None else None
+        self._home = RuntimeDir() if listen is None else None
         try:
             where = listen if self._home is None else f"unix:{self._home.path}/data.sock"
             assert where is not None

@@ -10,37 +10,37 @@ import torch
 
 from penstock.errors import IntegrityError
 from penstock.fetch import verify as arrival
-from penstock.fetch.verify import Arrival, take, verify
+from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.identity import Identity
-from penstock.peer.local_weights import Holding
-from penstock.peer.weight_layout import Line, line_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.types import U64, DType
 
 
-def make(*, has_manifest: bool = False) -> Holding:
+def make(*, has_manifest: bool = False) -> LocalWeights:
     """Four tensors of two chunks each, their bytes in place; nothing verified."""
     tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
-    _, rows = line_of_tensors(tensors)
-    line = Line.of(tabulate(sorted(tensors), [DType.U8] * 4, [(64,)] * 4), leaf_bytes=16, chunk_bytes=32)
-    leaves = Holding(Identity(model="m"), line, rows).digest(np.arange(8)) if has_manifest else None
-    return Holding(Identity(model="m"), line, rows, leaves=leaves)
+    _, rows = layout_of_tensors(tensors)
+    line = WeightLayout.of(tabulate(sorted(tensors), [DType.U8] * 4, [(64,)] * 4), leaf_bytes=16, chunk_bytes=32)
+    leaves = LocalWeights(Identity(model="m"), line, rows).digest(np.arange(8)) if has_manifest else None
+    return LocalWeights(Identity(model="m"), line, rows, leaves=leaves)
 
 
-def arrived(*chunks: int, wanted: U64 | None = None) -> Arrival:
-    return Arrival(chunks=np.array(chunks), wanted=wanted, path="a path", giver=None)
+def arrived(*chunks: int, wanted: U64 | None = None) -> ReceivedChunks:
+    return ReceivedChunks(chunks=np.array(chunks), wanted=wanted, path="a path", giver=None)
 
 
 def test_takers_share_what_waits_first_come_first_and_take_no_more_than_is_digested_at_once(monkeypatch) -> None:
     waiting = deque(arrived(i) for i in range(5))
-    first = take(waiting, 2)
+    first = next_batch(waiting, 2)
     assert [int(one.chunks[0]) for one in first] == [0, 1, 2]
-    assert [int(one.chunks[0]) for one in take(waiting, 2)] == [3]
-    assert len(take(waiting, 2)) == 1
-    assert take(waiting, 2) == []
+    assert [int(one.chunks[0]) for one in next_batch(waiting, 2)] == [3]
+    assert len(next_batch(waiting, 2)) == 1
+    assert next_batch(waiting, 2) == []
     monkeypatch.setattr(arrival, "MAX_CHUNKS", 3)
     waiting.extend([arrived(0, 1, 2, 3), arrived(4, 5), arrived(6), arrived(7)])
-    assert len(take(waiting, 1)) == 1  # too large, and yet somebody has to
-    assert len(take(waiting, 1)) == 2
+    assert len(next_batch(waiting, 1)) == 1  # too large, and yet somebody has to
+    assert len(next_batch(waiting, 1)) == 2
 
 
 def test_what_is_right_is_gained_beside_what_is_wrong() -> None:
@@ -66,7 +66,7 @@ def test_storage_that_says_otherwise_than_a_member_ends_it() -> None:
     holding = make()
     said = holding.digest(np.array([2]))
     said[0] ^= np.uint64(1)
-    holding.hear(np.array([2]), said, "member x")
+    holding.record_digests(np.array([2]), said, "member x")
     with pytest.raises(IntegrityError, match="different digests"):
         verify(holding, [arrived(0), arrived(2)])
     assert not holding.have.any()

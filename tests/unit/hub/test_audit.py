@@ -36,7 +36,7 @@ def say(log: logging.Logger, caller: str, *lines: str) -> None:
 def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
-    handler = audit.audit_to(tmp_path / "audit.log")
+    handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
     say(log, "token:loop", *(f"event=refused n={i}" for i in range(50)))
     say(log, "token:quiet", "event=used")
@@ -50,7 +50,7 @@ def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
 
 def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
-    handler = audit.audit_to(tmp_path / "audit.log")
+    handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
     say(log, "token:a", *(f"event=used n={i} {'x' * 100}" for i in range(1_000)))
     handler.close()
@@ -62,7 +62,7 @@ def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> No
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        audit.audit_to(tmp_path / "none" / "audit.log")
+        audit.audit_handler(tmp_path / "none" / "audit.log")
 
 
 def test_a_rate_comes_back_and_forgets_old_names() -> None:

@@ -19,10 +19,10 @@ from penstock.hub.directory import (
     Directory,
 )
 from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, Complaint, FlightRequest, Hello, LogReply, WhyRequest
-from penstock.hub.proof import DigestSigner, prove
+from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsRequest, WhyRequest
+from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import MemoryStore
-from penstock.peer.weight_layout import Line, tabulate
+from penstock.peer.weight_layout import WeightLayout, tabulate
 from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
 from penstock.types import DType
 
@@ -107,18 +107,18 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
 def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
-        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+        hub.upstreams(UpstreamsRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
     assert bench.claim(hub, "a", holding(num_chunks=1600)).ranges == ((0, 64),)  # 1 GiB at most
     bench.join(hub, *(f"x{i}" for i in range(96)))
     for i in range(96):
-        hub.flight(FlightRequest(member=f"x{i}", holding=holding(num_chunks=1600), can_read_storage=True))
+        hub.upstreams(UpstreamsRequest(member=f"x{i}", holding=holding(num_chunks=1600), can_read_storage=True))
     assert bench.claim(hub, "b", holding(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
 def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
-        hub.flight(FlightRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
+        hub.upstreams(UpstreamsRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
     bench.beat(hub, "d", holding(((0, 1520),), num_chunks=1600))
     sizes = []
     for member in "abcabcabcabc":
@@ -277,7 +277,7 @@ def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub
     filling = holding(((0, 9),), parent="w", grant_epoch=checkers["a"].epoch())
     found = bench.parents(hub, [("a", filling), ("b", holding())])
     assert found == {"a": ("w",), "b": ("a", "w")}
-    reply = hub.flight(FlightRequest(member="b", holding=holding()))
+    reply = hub.upstreams(UpstreamsRequest(member="b", holding=holding()))
     for upstream in reply.upstreams:
         checkers[upstream.member].check(upstream.grant, key=IDENTITY.key(), reader="b")
         assert upstream.doors == (f"unix:///{upstream.member}",)
@@ -312,7 +312,7 @@ def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", holding(WHOLE))
     asked = msgspec.structs.replace(holding(), num_chunks=0, nbytes=0)
-    reply = hub.flight(FlightRequest(member="a", holding=asked))
+    reply = hub.upstreams(UpstreamsRequest(member="a", holding=asked))
     assert [upstream.member for upstream in reply.upstreams] == ["w"]
     assert [member.member for member in hub.status("llama").members] == ["w"]
 
@@ -355,26 +355,26 @@ class Stated:
     def __init__(self, member: str) -> None:
         counts = np.full(3, 100 * 256, np.int64)
         table = tabulate(tuple("abc"), (DType.U8,) * 3, tuple((count * 1024,) for count in counts.tolist()))
-        self.line = Line.of(table)
-        self.leaves = np.arange(len(self.line.chunks.leaf_row), dtype=np.uint64)
-        body = canonical(self.line.table, range(3))
-        revision = root(body, self.line.chunks.leaf_bytes, self.leaves)
+        self.layout = WeightLayout.of(table)
+        self.leaves = np.arange(len(self.layout.chunks.leaf_row), dtype=np.uint64)
+        body = canonical(self.layout.table, range(3))
+        revision = root(body, self.layout.chunks.leaf_bytes, self.leaves)
         self.identity = msgspec.structs.replace(IDENTITY, revision=revision)
         self.signer = DigestSigner(member, lambda: 7)
         self.whole = holding(
-            ((0, self.line.chunks.num_chunks),),
+            ((0, self.layout.chunks.num_chunks),),
             identity=self.identity,
-            num_chunks=self.line.chunks.num_chunks,
+            num_chunks=self.layout.chunks.num_chunks,
             grant_epoch=7,
         )
 
     def complaint(self, member: str, of: str, *, wrong: int) -> Complaint:
         said = self.leaves.copy()
         said[:wrong] += np.uint64(1)
-        chunks = np.arange(self.line.chunks.num_chunks).astype("<u4").tobytes()
+        chunks = np.arange(self.layout.chunks.num_chunks).astype("<u4").tobytes()
         reply = LogReply(generation=0, serial=9, state="whole", chunks=chunks, leaves=said.tobytes())
-        signed = self.signer.sign(reply, self.identity.key(), self.line.chunks)
-        proof = prove(signed, self.line.table, self.line.chunks, self.leaves)
+        signed = self.signer.sign(reply, self.identity.key(), self.layout.chunks)
+        proof = make_proof(signed, self.layout.table, self.layout.chunks, self.leaves)
         return Complaint(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
 
 
@@ -516,7 +516,7 @@ def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
     bench.now += 3
     bench.beat(hub, "w")
     assert hub.status("llama").members == ()
-    hub.flight(FlightRequest(member="a", holding=holding()))
+    hub.upstreams(UpstreamsRequest(member="a", holding=holding()))
     bench.beat(hub, "a")  # made before the flight, sent after
     assert [member.member for member in hub.status("llama").members] == ["a"]
 
@@ -542,7 +542,7 @@ def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
     for ask in (
         lambda: bench.beat(hub, "x"),
         lambda: bench.claim(hub, "x", holding()),
-        lambda: hub.flight(FlightRequest(member="x", holding=holding())),
+        lambda: hub.upstreams(UpstreamsRequest(member="x", holding=holding())),
         lambda: complain(hub, "x", "y"),
     ):
         with pytest.raises(UnknownMember):
@@ -558,7 +558,7 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     complain(hub, "a", "w", "stalled")
     assert hub.why(WhyRequest(model="none")).lines == ("nobody has or wants none: the first to ask reads storage",)
     assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
-    hub.flight(FlightRequest(member="a", holding=holding(path="shm <- w")))
+    hub.upstreams(UpstreamsRequest(member="a", holding=holding(path="shm <- w")))
     text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
     assert "a is filling with 0 of 100 chunks and takes from w; its bytes came by: shm <- w" in text
     assert "a complains: stalled" in text
@@ -590,7 +590,7 @@ def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, n
     other = msgspec.structs.replace(IDENTITY, model="allowed")
     asked = msgspec.structs.replace(holding(num_chunks=num_chunks), identity=other)
     with pytest.raises(PlanError, match="key"):
-        hub.flight(FlightRequest(member="reader", holding=asked))
+        hub.upstreams(UpstreamsRequest(member="reader", holding=asked))
 
 
 def test_members_that_left_are_forgotten(bench) -> None:

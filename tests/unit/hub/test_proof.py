@@ -13,9 +13,9 @@ from penstock.digest.leaf import canonical, root
 from penstock.hub import proof as proofs
 from penstock.hub.identity import Identity
 from penstock.hub.messages import HoldingState, LogReply, Proof
-from penstock.hub.proof import DigestSigner, proof_fault, prove
-from penstock.peer.local_weights import Holding
-from penstock.peer.weight_layout import Line, line_of_tensors
+from penstock.hub.proof import DigestSigner, make_proof, proof_fault
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.weight_layout import WeightLayout, layout_of_tensors
 from penstock.types import U64
 
 EPOCH = 70
@@ -25,7 +25,7 @@ EPOCH = 70
 class Case:
     """A holder that states digests of a line, wrong ones where a test says so."""
 
-    line: Line
+    layout: WeightLayout
     leaves: U64
     holding: HoldingState
     signer: DigestSigner
@@ -33,8 +33,8 @@ class Case:
     def log(self, *wrong: int) -> LogReply:
         said = self.leaves.copy()
         said[list(wrong)] ^= np.uint64(1)
-        chunks = np.arange(self.line.chunks.num_chunks)[::-1]
-        at = self.line.chunks.leaves_of(chunks)
+        chunks = np.arange(self.layout.chunks.num_chunks)[::-1]
+        at = self.layout.chunks.leaves_of(chunks)
         reply = LogReply(
             generation=0,
             serial=len(chunks),
@@ -42,10 +42,10 @@ class Case:
             chunks=chunks.astype("<u4").tobytes(),
             leaves=said[at].tobytes(),
         )
-        return self.signer.sign(reply, self.holding.key, self.line.chunks)
+        return self.signer.sign(reply, self.holding.key, self.layout.chunks)
 
     def proof(self, *wrong: int) -> Proof:
-        found = prove(self.log(*wrong), self.line.table, self.line.chunks, self.leaves)
+        found = make_proof(self.log(*wrong), self.layout.table, self.layout.chunks, self.leaves)
         assert found is not None
         return found
 
@@ -58,19 +58,19 @@ class Case:
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 512 << 10)
-    line, rows = line_of_tensors({f"t{i}": torch.arange(200_000, dtype=torch.int32) + i for i in range(6)})
-    leaves = Holding(Identity(model="m"), line, rows).digest(np.arange(line.chunks.num_chunks))
-    revision = root(canonical(line.table, range(len(line.table))), line.chunks.leaf_bytes, leaves)
-    identity = Identity(model="m", revision=revision, layout=line.layout)
+    layout, rows = layout_of_tensors({f"t{i}": torch.arange(200_000, dtype=torch.int32) + i for i in range(6)})
+    leaves = LocalWeights(Identity(model="m"), layout, rows).digest(np.arange(layout.chunks.num_chunks))
+    revision = root(canonical(layout.table, range(len(layout.table))), layout.chunks.leaf_bytes, leaves)
+    identity = Identity(model="m", revision=revision, layout=layout.digest)
     holding = HoldingState(
         key=identity.key(),
         identity=identity,
-        num_chunks=line.chunks.num_chunks,
-        nbytes=line.nbytes,
+        num_chunks=layout.chunks.num_chunks,
+        nbytes=layout.nbytes,
         grant_epoch=EPOCH,
     )
-    assert line.chunks.num_chunks > 3 and len(leaves) > 12
-    return Case(line, leaves, holding, DigestSigner("w", lambda: EPOCH))
+    assert layout.chunks.num_chunks > 3 and len(leaves) > 12
+    return Case(layout, leaves, holding, DigestSigner("w", lambda: EPOCH))
 
 
 def test_wrong_digests_are_proven_by_what_their_holder_signed(case: Case) -> None:
@@ -84,7 +84,7 @@ def test_nothing_is_proven_of_who_said_the_right_digests(case: Case) -> None:
     one = np.array([3], "<i8").tobytes()
     lie = msgspec.structs.replace(honest, at=one, said=np.array([7], "<u8").tobytes())
     assert case.fault(lie) == "not signed by the member"
-    right = case.leaves[case.line.chunks.leaves_of(np.arange(case.line.chunks.num_chunks)[::-1])][3]
+    right = case.leaves[case.layout.chunks.leaves_of(np.arange(case.layout.chunks.num_chunks)[::-1])][3]
     twice = msgspec.structs.replace(honest, at=one * 2, said=np.array([7, right], "<u8").tobytes())
     assert case.fault(twice) == "what the member said is right"
     leaves = case.leaves.copy()
@@ -127,6 +127,6 @@ def test_columns_that_cannot_be_are_refused(case: Case, column: str, raw: bytes)
 def test_no_proof_is_made_of_what_is_not_signed_or_too_long(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = case.log(5)
     unsigned = msgspec.structs.replace(reply, signature=b"")
-    assert prove(unsigned, case.line.table, case.line.chunks, case.leaves) is None
+    assert make_proof(unsigned, case.layout.table, case.layout.chunks, case.leaves) is None
     monkeypatch.setattr(proofs, "MAX_PROOF_BYTES", 100)
-    assert prove(reply, case.line.table, case.line.chunks, case.leaves) is None
+    assert make_proof(reply, case.layout.table, case.layout.chunks, case.leaves) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.net.runtime_dir import Home
+from penstock.net.runtime_dir import RuntimeDir
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_home_is_private_and_gone_when_closed() -> None:
-    home = Home()
+    home = RuntimeDir()
     assert home.path.stat().st_mode & 0o777 == 0o700
     home.close()
     home.close()
@@ -34,11 +34,11 @@ def test_homes_of_the_dead_are_swept_and_of_the_living_are_not(somewhere: Path) 
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as other:
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
-        mine = Home()
+        mine = RuntimeDir()
         assert path.exists()
         other.send_signal(signal.SIGKILL)
         other.wait()
-        third = Home()
+        third = RuntimeDir()
     assert not path.exists() and mine.path.exists()
     mine.close()
     third.close()

@@ -11,28 +11,28 @@ import torch
 from penstock.errors import ConfigError, IntegrityError
 from penstock.hub.identity import Identity
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import Holding, place_of
-from penstock.peer.weight_layout import Line, line_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights, place_rows
+from penstock.peer.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.types import DType
 
 
-def make(count: int = 5) -> Holding:
+def make(count: int = 5) -> LocalWeights:
     """A holding of `count` tensors of 64 bytes; leaves of 16, chunks of 32."""
     tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(count)}
-    _, rows = line_of_tensors(tensors)
+    _, rows = layout_of_tensors(tensors)
     table = tabulate(sorted(tensors), [DType.U8] * count, [(64,)] * count)
-    return Holding(Identity(model="m"), Line.of(table, leaf_bytes=16, chunk_bytes=32), rows)
+    return LocalWeights(Identity(model="m"), WeightLayout.of(table, leaf_bytes=16, chunk_bytes=32), rows)
 
 
-def gain(holding: Holding, *chunks: int) -> None:
+def mark_verified(holding: LocalWeights, *chunks: int) -> None:
     at = np.array(chunks, np.int64)
-    holding.gain(at, holding.digest(at))
+    holding.mark_verified(at, holding.digest(at))
 
 
 def test_the_log_tells_chunks_in_the_order_they_were_gained() -> None:
     holding = make()
-    gain(holding, 3)
-    gain(holding, 0, 1)
+    mark_verified(holding, 3)
+    mark_verified(holding, 0, 1)
     reply = holding.log_after(0, 0.0)
     assert np.frombuffer(reply.chunks, "<u4").tolist() == [3, 0, 1] and reply.serial == 3
     assert np.frombuffer(reply.leaves, "<u8").tolist() == holding.digest(np.array([3, 0, 1])).tolist()
@@ -42,14 +42,14 @@ def test_the_log_tells_chunks_in_the_order_they_were_gained() -> None:
 
 def test_a_chunk_gained_twice_is_logged_once() -> None:
     holding = make()
-    gain(holding, 1)
-    gain(holding, 1, 2)
+    mark_verified(holding, 1)
+    mark_verified(holding, 1, 2)
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [1, 2]
 
 
 def test_news_end_the_wait_for_them() -> None:
     holding = make()
-    threading.Timer(0.05, gain, (holding, 0)).start()
+    threading.Timer(0.05, mark_verified, (holding, 0)).start()
     begun = time.monotonic()
     assert holding.log_after(0, 30.0).serial == 1
     assert time.monotonic() - begun < 10
@@ -57,47 +57,47 @@ def test_news_end_the_wait_for_them() -> None:
 
 def test_a_flipped_bit_shows_in_its_chunk_only() -> None:
     holding = make()
-    chunks = np.arange(holding.line.chunks.num_chunks)
+    chunks = np.arange(holding.layout.chunks.num_chunks)
     before = holding.digest(chunks)
     holding.rows[2][40] ^= 1
-    assert holding.differing(chunks, holding.digest(chunks), before).tolist() == [5]
+    assert holding.differing_chunks(chunks, holding.digest(chunks), before).tolist() == [5]
 
 
 def test_a_manifest_says_who_is_wrong() -> None:
     draft = make()
     chunks = np.array([0, 1])
-    leaves = draft.digest(np.arange(draft.line.chunks.num_chunks))
-    told = Holding(draft.identity, draft.line, draft.rows, leaves=leaves)
-    right = leaves[told.line.chunks.leaves_of(chunks)]
-    assert told.contradicts(chunks, right).tolist() == []
-    assert told.contradicts(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
+    leaves = draft.digest(np.arange(draft.layout.chunks.num_chunks))
+    told = LocalWeights(draft.identity, draft.layout, draft.rows, leaves=leaves)
+    right = leaves[told.layout.chunks.leaves_of(chunks)]
+    assert told.contradicting_chunks(chunks, right).tolist() == []
+    assert told.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
 
 
 def test_without_a_manifest_all_who_say_a_digest_must_agree() -> None:
     holding = make()
     chunks = np.array([0, 1])
     leaves = holding.digest(chunks)
-    holding.hear(chunks[1:], leaves[2:], "member a")
-    holding.hear(chunks, leaves, "member b")
-    assert holding.contradicts(chunks, leaves + 1).tolist() == []
+    holding.record_digests(chunks[1:], leaves[2:], "member a")
+    holding.record_digests(chunks, leaves, "member b")
+    assert holding.contradicting_chunks(chunks, leaves + 1).tolist() == []
     with pytest.raises(IntegrityError, match="member b and member c say different digests of chunk 0"):
-        holding.hear(chunks, leaves + np.array([1, 0, 0, 0], np.uint64), "member c")
+        holding.record_digests(chunks, leaves + np.array([1, 0, 0, 0], np.uint64), "member c")
     with pytest.raises(IntegrityError, match="member a and storage say different digests of chunk 1"):
-        holding.hear(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
+        holding.record_digests(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
 
 
 def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
     arena = Arena.allocate(4096)
     inside = [arena.bytes_at(offset, 100) for offset in arena.place([100, 100])]
     alone, empty = torch.zeros(8, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
-    place = place_of([*inside, alone, empty], [arena])
+    place = place_rows([*inside, alone, empty], [arena])
     assert place.row_region.tolist() == [0, 0, 1, -1] and place.row_offset.tolist() == [0, 512, 0, 0]
     assert [region.nbytes for region in place.regions] == [4096, 8] and place.regions[0].owner is arena
 
 
 def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
     holding = make()
-    gain(holding, 0, 1, 4)
+    mark_verified(holding, 0, 1, 4)
     state = holding.status()
     assert state.have == ((0, 2), (4, 5)) and state.key == holding.identity.key()
     assert state.nbytes == 320 and state.num_chunks == 10
@@ -106,11 +106,11 @@ def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
 def test_the_canary_sings_while_the_bytes_are_those_verified() -> None:
     holding = make()
     chance = random.Random(1)
-    assert holding.canary(chance) is None
-    gain(holding, 0, 1, 2)
-    assert all(holding.canary(chance) is None for _ in range(10))
+    assert holding.spot_check(chance) is None
+    mark_verified(holding, 0, 1, 2)
+    assert all(holding.spot_check(chance) is None for _ in range(10))
     holding.rows[0][5] ^= 1
-    assert {holding.canary(chance) for _ in range(40)} == {None, 0}
+    assert {holding.spot_check(chance) for _ in range(40)} == {None, 0}
 
 
 def test_no_chunk_is_written_over_where_chunks_are_as_small_as_gaps_between_tensors() -> None:
@@ -119,9 +119,9 @@ def test_no_chunk_is_written_over_where_chunks_are_as_small_as_gaps_between_tens
     arena = Arena.allocate(4096)
     rows = [arena.bytes_at(at, n) for at, n in zip(arena.place(nbytes), nbytes, strict=True)]
     table = tabulate(["a", "b"], [DType.U8] * 2, [(n,) for n in nbytes])
-    line = Line.of(table, leaf_bytes=1024, chunk_bytes=1024)
+    line = WeightLayout.of(table, leaf_bytes=1024, chunk_bytes=1024)
     assert line.chunks.nbytes.tolist() == [1024, 76, 1024]
-    holding = Holding(Identity(model="m"), line, rows, arenas=[arena])
+    holding = LocalWeights(Identity(model="m"), line, rows, arenas=[arena])
     found = holding.segments(np.array([0, 2]), holding.place.row_region, holding.place.row_offset)[0, 0]
     assert found.dst.tolist() == [0, 1536] and found.nbytes.tolist() == [1024, 1024]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.peer.test_local_weights import gain, make
+from tests.unit.peer.test_local_weights import make, mark_verified
 
 from penstock.errors import (
     ConfigError,
@@ -24,10 +24,10 @@ from penstock.errors import (
 )
 from penstock.hub.messages import LeaseRequest, Upstream
 from penstock.net.limits import ConnectionLimits
-from penstock.peer.client import Peer
-from penstock.peer.local_weights import Holding
-from penstock.peer.server import Door
-from penstock.peer.weight_layout import described
+from penstock.peer.client import PeerClient
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.server import PeerServer
+from penstock.peer.weight_layout import from_message
 from penstock.transport.choose import Links
 from penstock.transport.loopback import LoopbackTransport
 
@@ -39,13 +39,13 @@ def allow(request: LeaseRequest) -> None:
 
 @pytest.fixture
 def door(tmp_path: Path):
-    door = Door(tmp_path / "door.sock", allow)
+    door = PeerServer(tmp_path / "door.sock", allow)
     yield door
     door.close()
 
 
 @pytest.fixture
-def holding(door: Door) -> Holding:
+def holding(door: PeerServer) -> LocalWeights:
     holding = make()
     holding.max_readers = 2
     with Links({"loopback": LoopbackTransport}) as links:
@@ -54,26 +54,26 @@ def holding(door: Door) -> Holding:
         yield holding
 
 
-def peer(door: Door, key: str, *, member: str = "reader", grant: bytes = b"good") -> Peer:
+def peer(door: PeerServer, key: str, *, member: str = "reader", grant: bytes = b"good") -> PeerClient:
     upstream = Upstream(
         member="holder", host="h", doors=tuple(door.addresses), device="cpu", state="whole", num_have=0, grant=grant
     )
-    return Peer(upstream, member=member, key=key, same_host=True, stall_s=5.0)
+    return PeerClient(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
-def test_a_reader_learns_map_table_and_log(door: Door, holding: Holding) -> None:
-    gain(holding, 2)
+def test_a_reader_learns_map_table_and_log(door: PeerServer, holding: LocalWeights) -> None:
+    mark_verified(holding, 2)
     with peer(door, holding.key) as reader:
         reader.lease()
         assert holding.num_readers == 1
         found = reader.map()
         assert (found.key, found.num_chunks, len(found.regions)) == (holding.key, 10, 5)
-        assert described(reader.table()).layout == holding.line.layout
+        assert from_message(reader.table()).digest == holding.layout.digest
         assert reader.log(0, 0.0).serial == 1
     assert door.num_readers(holding.key) == 0
 
 
-def test_places_are_limited_and_come_back(door: Door, holding: Holding) -> None:
+def test_places_are_limited_and_come_back(door: PeerServer, holding: LocalWeights) -> None:
     first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
     first.lease(), second.lease()
     with peer(door, holding.key, member="c") as third:
@@ -84,7 +84,7 @@ def test_places_are_limited_and_come_back(door: Door, holding: Holding) -> None:
     second.close()
 
 
-def test_a_reader_that_starts_anew_takes_its_own_place(door: Door, holding: Holding) -> None:
+def test_a_reader_that_starts_anew_takes_its_own_place(door: PeerServer, holding: LocalWeights) -> None:
     readers = [peer(door, holding.key) for _ in range(5)]
     for reader in readers:
         reader.lease()
@@ -93,7 +93,7 @@ def test_a_reader_that_starts_anew_takes_its_own_place(door: Door, holding: Hold
         reader.close()
 
 
-def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: Door, holding: Holding) -> None:
+def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: PeerServer, holding: LocalWeights) -> None:
     with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
     with peer(door, "0" * 32) as reader, pytest.raises(NotFound):
@@ -105,7 +105,7 @@ def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: Door, ho
             reader.log(0, 0.0)
 
 
-def test_draining_gives_no_new_places_and_waits_for_the_old(door: Door, holding: Holding) -> None:
+def test_draining_gives_no_new_places_and_waits_for_the_old(door: PeerServer, holding: LocalWeights) -> None:
     reader = peer(door, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.close).start()
@@ -114,7 +114,7 @@ def test_draining_gives_no_new_places_and_waits_for_the_old(door: Door, holding:
         late.lease()
 
 
-def test_a_request_under_way_can_be_interrupted(door: Door, holding: Holding) -> None:
+def test_a_request_under_way_can_be_interrupted(door: PeerServer, holding: LocalWeights) -> None:
     reader = peer(door, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.interrupt).start()
@@ -124,8 +124,8 @@ def test_a_request_under_way_can_be_interrupted(door: Door, holding: Holding) ->
     assert door.num_readers(holding.key) == 0
 
 
-def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Holding) -> None:
-    gone = Door(tmp_path / "gone.sock", allow)
+def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: LocalWeights) -> None:
+    gone = PeerServer(tmp_path / "gone.sock", allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
         reader.lease()
@@ -141,11 +141,11 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Ho
 
 def test_a_door_listens_at_an_address_that_others_can_be_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no address"):
-        Door(tmp_path / "two.sock", allow, listen="0.0.0.0:0")
+        PeerServer(tmp_path / "two.sock", allow, listen="0.0.0.0:0")
 
 
-def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Holding) -> None:
-    door = Door(tmp_path / "door2.sock", allow, listen="127.0.0.1:0")
+def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: LocalWeights) -> None:
+    door = PeerServer(tmp_path / "door2.sock", allow, listen="127.0.0.1:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
@@ -173,7 +173,7 @@ def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Holdi
 def test_hostile_requests_get_an_answer_and_change_nothing(
     tmp_path: Path, verb: str, path: str, body: bytes, code: int
 ) -> None:
-    door = Door(tmp_path / "door3.sock", allow, listen="127.0.0.1:0")
+    door = PeerServer(tmp_path / "door3.sock", allow, listen="127.0.0.1:0")
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.request(verb, path, body)
@@ -185,12 +185,12 @@ def test_hostile_requests_get_an_answer_and_change_nothing(
 @pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
 def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
-        Door(tmp_path / "door.sock", allow, listen=listen)
+        PeerServer(tmp_path / "door.sock", allow, listen=listen)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
-    door = Door(tmp_path / "door6.sock", allow, listen="[::1]:0")
+def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
+    door = PeerServer(tmp_path / "door6.sock", allow, listen="[::1]:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     assert door.addresses[0].startswith("http://[::1]:")
@@ -198,7 +198,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: Holding) -> None:
         assert reader.lease().ttl_s > 0
     door.close()
     with pytest.raises(ConfigError, match="no address"):
-        Door(tmp_path / "all.sock", allow, listen="[::]:0")
+        PeerServer(tmp_path / "all.sock", allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(head_s=1.0))
-    door = Door(tmp_path / "door.sock", allow)
+    door = PeerServer(tmp_path / "door.sock", allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
         slow.connect(str(tmp_path / "door.sock"))
@@ -230,8 +230,8 @@ def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     door.close()
 
 
-def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Holding) -> None:
-    door = Door(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
+def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: LocalWeights) -> None:
+    door = PeerServer(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
     door.show(holding)
     with peer(door, holding.key, member="a") as first:
         assert first.lease().max_bytes_per_s == 1000
@@ -241,7 +241,7 @@ def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Hold
     door.close()
 
 
-def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: Door, holding: Holding) -> None:
+def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: PeerServer, holding: LocalWeights) -> None:
     for _ in range(20):
         reader = peer(door, holding.key)
         reader.lease()
@@ -254,13 +254,13 @@ def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: Door, h
 
 def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Door(tmp_path / ("long" * 40) / "door.sock", allow)
+        PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Door(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
+        PeerServer(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
 
 
 def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path) -> None:
-    door = Door(tmp_path / "door.sock", allow)
+    door = PeerServer(tmp_path / "door.sock", allow)
     with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
         stopped.settimeout(20.0)
         stopped.connect(str(tmp_path / "door.sock"))
@@ -279,7 +279,7 @@ def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(total=1))
-    door = Door(tmp_path / "door.sock", allow)
+    door = PeerServer(tmp_path / "door.sock", allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
     with first, more:

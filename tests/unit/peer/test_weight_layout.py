@@ -5,42 +5,49 @@ import pytest
 import torch
 
 from penstock.errors import FormatError, PlanError
-from penstock.peer.weight_layout import Line, TableMessage, describe, described, line_of_tensors, tabulate
+from penstock.peer.weight_layout import (
+    TableMessage,
+    WeightLayout,
+    from_message,
+    layout_of_tensors,
+    tabulate,
+    to_message,
+)
 from penstock.types import DType
 
 
 def test_the_line_is_sorted_by_name_whatever_the_order() -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(4, dtype=torch.bfloat16)}
-    line, rows = line_of_tensors(tensors)
-    again, _ = line_of_tensors(dict(reversed(tensors.items())))
-    assert line.table.names == ("a", "b") and line.layout == again.layout
+    line, rows = layout_of_tensors(tensors)
+    again, _ = layout_of_tensors(dict(reversed(tensors.items())))
+    assert line.table.names == ("a", "b") and line.digest == again.digest
     assert [row.numel() for row in rows] == [8, 24]
     assert rows[1].data_ptr() == tensors["b"].data_ptr()
 
 
 def test_tied_tensors_are_one_row() -> None:
     weight = torch.ones(3)
-    line, rows = line_of_tensors({"head": weight, "embed": weight.detach()})
+    line, rows = layout_of_tensors({"head": weight, "embed": weight.detach()})
     assert line.table.names == ("embed",) and len(rows) == 1
 
 
 def test_empty_tensors_are_rows_of_no_bytes() -> None:
-    line, _ = line_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
+    line, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
     assert line.table.nbytes.tolist() == [0, 0, 8] and line.chunks.num_chunks == 1
 
 
 def test_a_strided_tensor_is_refused_by_name() -> None:
     with pytest.raises(PlanError) as caught:
-        line_of_tensors({"w": torch.ones(4, 4).t()[:2]})
+        layout_of_tensors({"w": torch.ones(4, 4).t()[:2]})
     assert caught.value.tensor == "w"
 
 
 def test_what_is_described_is_the_same_line() -> None:
     table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
-    line = Line.of(table, leaf_bytes=8, chunk_bytes=16)
-    wire = msgspec.msgpack.encode(describe(line))
-    found = described(msgspec.msgpack.decode(wire, type=TableMessage))
-    assert found.layout == line.layout and found.table.names == ("w", "x")
+    line = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16)
+    wire = msgspec.msgpack.encode(to_message(line))
+    found = from_message(msgspec.msgpack.decode(wire, type=TableMessage))
+    assert found.digest == line.digest and found.table.names == ("w", "x")
     assert found.chunks.nbytes.tolist() == line.chunks.nbytes.tolist()
 
 
@@ -61,4 +68,4 @@ def test_a_hostile_table_is_a_format_error(change: dict[str, object], fault: str
         leaf_bytes=8, chunk_bytes=16, names=("a", "b"), dtypes=(DType.F32, DType.F32), shapes=((1,), (1,))
     )
     with pytest.raises(FormatError, match=fault):
-        described(msgspec.structs.replace(good, **change))
+        from_message(msgspec.structs.replace(good, **change))

@@ -172,7 +172,7 @@ class Seams:
             self._into = Regions(into, member.links)
             stack.pop_all()
         self._planner = SeamPlanner(self._roster, layout)
-        member.door.rooms[ROOM] = Desk(
+        member.server.handlers[ROOM] = Desk(
             self._roster.key,
             member.check_grant,
             held=lambda: self._held,

@@ -80,15 +80,15 @@ class Publisher(Closing):
             planner=self.planner,
             audience=self._audience if rank == 0 else None,
         )
-        member.door.rooms["sync"] = desk
+        member.server.handlers["sync"] = desk
         member.syncs.append(self._state)
         if rank == 0:
             self._run = member.id
-            member.tell()
+            member.report_now()
             group.claim(self._roster)
         else:
             self._run = group.join(self._roster, rank, world_size, "", stall_s)
-            member.tell()
+            member.report_now()
         offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
         self.latest = max([one.state.version for one in self._roster.look()], default=-1)
 

@@ -94,9 +94,9 @@ class Subscriber(Closing):
         )
         self._staged: Staged | None = None
         self._updating, self._is_closed = threading.Lock(), False
-        member.door.rooms["sync"] = desk
+        member.server.handlers["sync"] = desk
         member.syncs.append(self._state)
-        member.tell()
+        member.report_now()
 
     @property
     def wanted(self) -> Wanted | None:
