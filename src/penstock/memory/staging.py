@@ -64,9 +64,6 @@ class StagingBuffer:
 class StagingPool:
     """`memory_bytes // buffer_bytes` buffers, handed out one at a time.
 
-    Above `high_watermark_bytes` in use no buffer is handed out until use falls to `low_watermark_bytes`; by default
-    both are the whole pool, so that a buffer is reused the moment it is free.
-
     Args:
         memory_bytes: bound of the pool, in bytes.
         buffer_bytes: size of a buffer, rounded up to a page.
@@ -82,8 +79,6 @@ class StagingPool:
         buffer_bytes: int,
         *,
         registrar: Registrar | None = None,
-        high_watermark_bytes: int | None = None,
-        low_watermark_bytes: int | None = None,
     ) -> None:
         size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_buffers = memory_bytes // size
@@ -94,8 +89,6 @@ class StagingPool:
             )
         self.buffer_bytes = size
         self.num_buffers = num_buffers
-        self._high = num_buffers if high_watermark_bytes is None else max(1, high_watermark_bytes // size)
-        self._low = self._high - 1 if low_watermark_bytes is None else min(low_watermark_bytes // size, self._high - 1)
         # Private: shared anonymous memory is tmpfs underneath and gets no huge pages.
         self._memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -108,7 +101,6 @@ class StagingPool:
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
         self._in_use = 0
-        self._gated = False
         self._cancelled = False
         self._warmers: list[threading.Thread] = []
         self._num_warming = 0
@@ -158,7 +150,7 @@ class StagingPool:
         """
         deadline = time.monotonic() + stall_s
         with self._state:
-            while (self._gated or not self._free) and not self._cancelled:
+            while not self._free and not self._cancelled:
                 before = self._in_use
                 if not self._state.wait(max(0.0, deadline - time.monotonic())):
                     raise SourceStalled(
@@ -175,7 +167,6 @@ class StagingPool:
         """A free buffer; the lock is held."""
         buffer = self._free.pop()
         self._in_use += 1
-        self._gated = self._in_use >= self._high
         self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
         return buffer
 
@@ -188,12 +179,12 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """A buffer if one is free now and the pool is not gated, else None. Raises as `acquire`.
+        """A buffer if one is free now, else None. Raises as `acquire`.
 
         Nor a cold one while the pool is being warmed: to prepare it would take the caller milliseconds.
         """
         with self._lock:
-            if not self._free or self._gated or self._cancelled:
+            if not self._free or self._cancelled:
                 return None
             if self._num_warming and not self._free[-1].is_ready:
                 return None
@@ -205,11 +196,8 @@ class StagingPool:
         with self._lock:
             self._free.append(buffer)
             self._in_use -= 1
-            if self._gated and self._in_use <= self._low:
-                self._gated = False
-                self._state.notify_all()
-            else:
-                self._state.notify()
+            # All waiters, not one: each counts a release as progress, and its stall deadline starts again.
+            self._state.notify_all()
 
     @property
     def num_in_use(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,9 +50,6 @@ class Level:
     tier: Tier
     budget_bytes: int | None = None
     """None: what there is."""
-    high_watermark_bytes: int | None = None
-    """Where more would be used, blocks go down until `low_watermark_bytes` are; both are the budget by default."""
-    low_watermark_bytes: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +71,6 @@ class Entry:
     tenant: Tenant | None
     at: int
     used: int = 0
-    next_use: float = math.inf
     busy: bool = True
     gone: bool = False
     places: dict[int, Place] = field(default_factory=dict)
@@ -129,8 +124,8 @@ class Moves:
 
     # -- up
 
-    def bring(self, entry: Entry, to: int, *, latest: float = -math.inf, is_new: bool = False) -> Place:
-        """Its place, pinned, in `to` or a faster tier; only blocks not needed before `latest` are pushed out.
+    def bring(self, entry: Entry, to: int, *, is_new: bool = False) -> Place:
+        """Return its place, pinned, in `to` or a faster tier. Blocks that were used least recently are pushed out.
 
         Args:
             is_new: the entry is busy because it is ours to fill.
@@ -157,7 +152,7 @@ class Moves:
                         continue
                     entry.busy, self.misses = True, self.misses + 1
                 try:
-                    place = self._open(entry, to, latest)
+                    place = self._open(entry, to)
                     if entry.at < self.source and self._shift(entry, to, place):
                         return place
                 except BaseException:
@@ -206,11 +201,11 @@ class Moves:
         if not self._mover.locked():
             self._trim()
 
-    def _open(self, entry: Entry, to: int, latest: float = -math.inf) -> Place:
+    def _open(self, entry: Entry, to: int) -> Place:
         """A place for it in `to`, pinned and counted; the turn is ours."""
         tier = self.levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
-        self._make_room(to, charge, latest)
+        self._make_room(to, charge)
         place = Place(tier.open_room(entry.block.nbytes), charge, 1)
         with self.state:
             entry.places[to] = place
@@ -277,25 +272,23 @@ class Moves:
 
     # -- down
 
-    def _make_room(self, at: int, charge: int, latest: float) -> None:
-        """Push out what is needed last until `charge` fits; the turn is ours. BudgetTooSmall: it cannot."""
+    def _make_room(self, at: int, charge: int) -> None:
+        """Push out what was used least recently until `charge` fits; the turn is ours. BudgetTooSmall: it cannot."""
         level, used = self.levels[at], self.used_bytes
         if level.budget_bytes is None:
             return
-        high = level.budget_bytes if level.high_watermark_bytes is None else level.high_watermark_bytes
-        low = high if level.low_watermark_bytes is None else level.low_watermark_bytes
         with self.state:
-            if used[at] + charge <= min(high, level.budget_bytes):
+            if used[at] + charge <= level.budget_bytes:
                 return
-            idle = [one for one in self.entries.values() if one.at == at and self._may_leave(one, latest)]
-            idle.sort(key=lambda one: (-one.next_use, one.used))
-            least = used[at] + charge - sum(one.places[at].charge for one in idle)
+            idle = [entry for entry in self.entries.values() if entry.at == at and self._may_leave(entry)]
+            idle.sort(key=lambda entry: entry.used)
+            least = used[at] + charge - sum(entry.places[at].charge for entry in idle)
         if least <= level.budget_bytes:
-            for one in idle:
-                if used[at] + charge <= low:
+            for entry in idle:
+                if used[at] + charge <= level.budget_bytes:
                     break
                 try:
-                    self.demote(one, None)
+                    self.demote(entry)
                 except BudgetTooSmall:
                     continue  # nowhere to go for this one
             least = used[at] + charge
@@ -304,12 +297,12 @@ class Moves:
             message = f"{charge} bytes do not fit beside {others} that stay in {name}, of {level.budget_bytes}"
             raise BudgetTooSmall(message, minimum_bytes=least)
 
-    def _may_leave(self, entry: Entry, latest: float) -> bool:
+    def _may_leave(self, entry: Entry) -> bool:
         is_free = not entry.busy and not entry.places[entry.at].pins
-        return is_free and entry.next_use >= latest and (entry.again or entry.at + 1 < self.source)
+        return is_free and (entry.again or entry.at + 1 < self.source)
 
-    def demote(self, entry: Entry, only: int | None) -> bool:
-        """Move it down to `only`, or the next tier that has room; the turn is ours. False: it is in use.
+    def demote(self, entry: Entry) -> bool:
+        """Move it down to the next tier that has room; the turn is ours. False: it is in use.
 
         Raises:
             BudgetTooSmall: there is nowhere to go. PenstockError: of the move; it is where it was.
@@ -322,8 +315,7 @@ class Moves:
             self.idle(entry)
             return False
         try:
-            below = range(entry.at + 1, self.source + 1) if only is None else (only,)
-            if any(self._sink(entry, to) for to in below):
+            if any(self._sink(entry, to) for to in range(entry.at + 1, self.source + 1)):
                 return True
             self._tell(entry, entry.at)
         except BaseException:

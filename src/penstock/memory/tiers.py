@@ -1,4 +1,4 @@
-"""Which block is in which tier: each has its budget, and what is needed last makes room for what is needed now.
+"""Which block is in which tier: each has its budget, and what was used least recently makes room.
 
 In: tiers, fastest first; blocks with a way to read them anew. Out: rooms, pinned while they are used; statistics.
 Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who uses a block (`keeper.resident_model`).
@@ -12,7 +12,6 @@ written to.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ class Tiers(Closing):
 
     def __init__(self, levels: Sequence[Level], *, stall_s: float = 30.0, num_prefetching: int = 2) -> None:
         self._moves = Moves(levels, stall_s)
-        self._wanted: list[tuple[float, int, Entry, int, Future[None]]] = []
         self._pool = ThreadPoolExecutor(num_prefetching, thread_name_prefix="penstock-prefetch")
 
     def put(
@@ -93,52 +91,24 @@ class Tiers(Closing):
         with self.pin(block, tier):
             pass
 
-    def prefetch(
-        self, block: Block, tier: str | None = None, *, priority: float = 0.0, next_use: float | None = None
-    ) -> Future[None]:
-        """Begin to `promote`, the lowest priority first; pushes out nothing that is needed sooner than it.
+    def prefetch(self, block: Block, tier: str | None = None) -> Future[None]:
+        """Start to `promote` in the background, in the order of the calls. The future has the error, if any."""
+        return self._pool.submit(self._prefetch, self._entry(block), self._index(tier))
 
-        Args:
-            next_use: see `expect`.
-        """
-        entry, to = self._entry(block), self._index(tier)
-        done: Future[None] = Future()
-        if next_use is not None:
-            entry.next_use = next_use
-        with self._moves.state:
-            heapq.heappush(self._wanted, (priority, next(self._moves.clock), entry, to, done))
-        self._pool.submit(self._prefetch)
-        return done
+    def _prefetch(self, entry: Entry, to: int) -> None:
+        self._moves.unpin(entry, self._moves.bring(entry, to))
 
-    def _prefetch(self) -> None:
-        with self._moves.state:
-            _, _, entry, to, done = heapq.heappop(self._wanted)
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            self._moves.unpin(entry, self._moves.bring(entry, to, latest=entry.next_use))
-        except BaseException as error:
-            done.set_exception(error)
-            raise
-        done.set_result(None)
-
-    def expect(self, block: Block, next_use: float) -> None:
-        """Say when it is needed next, in any unit; never: infinity. What is needed last makes room first."""
-        self._entry(block).next_use = next_use
-
-    def demote(self, block: Block, tier: str | None = None) -> None:
-        """Move it down to this tier, or to the next that has room; `source` only forgets it.
+    def demote(self, block: Block) -> None:
+        """Move it down to the next tier that has room.
 
         Raises:
-            SourceBusy: it is pinned, or its tenant needs it; or it is not above that tier.
+            SourceBusy: it is pinned, its tenant needs it, or it is in its source already.
             BudgetTooSmall: there is nowhere to go.
         """
-        entry, only = self._entry(block), None if tier is None else self._index(tier)
+        entry = self._entry(block)
         with self._moves.turn():
-            is_above = only is None or entry.at < only
-            if not is_above or not self._moves.demote(entry, only):
-                where = self._moves.names[entry.at]
-                raise SourceBusy(f"{block} is in {where}" + (", in use" if is_above else f", not above {tier}"))
+            if not self._moves.demote(entry):
+                raise SourceBusy(f"{block} is in {self._moves.names[entry.at]}, in use")
 
     def discard(self, block: Block) -> None:
         """Let go of its bytes wherever they are, for they are damaged: it is only in its source from now on.
@@ -181,10 +151,7 @@ class Tiers(Closing):
         """Free every room; nobody uses one any more. Prefetches that have not begun are cancelled. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
         with self._moves.state:
-            wanted, self._wanted = self._wanted, []
             entries = list(self._moves.entries.values())
-        for *_, done in wanted:
-            done.cancel()
         for entry in entries:
             self._moves.forget(entry)
             self._moves.release(entry)

@@ -1,4 +1,4 @@
-"""The staging pool: bounded, gated by watermarks, pinned once and unpinned once, and nobody waits for ever."""
+"""The staging pool: bounded, pinned once and unpinned once, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
-from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.memory.staging import StagingPool
 
 SIZE = 64 << 10
 
@@ -110,20 +110,6 @@ def test_an_empty_pool_makes_wait_until_one_is_released(make: Make) -> None:
     pool.release(held[0])
     thread.join(5)
     assert outcome == [held[0]]
-
-
-def test_above_the_high_watermark_nobody_gets_one_until_the_low(make: Make) -> None:
-    pool = make(8, high_watermark_bytes=4 * SIZE, low_watermark_bytes=2 * SIZE)
-    held = [pool.acquire(stall_s=1) for _ in range(4)]
-    thread, outcome = waiting(lambda: pool.acquire(stall_s=10))
-    pool.release(held.pop())
-    assert pool.try_acquire() is None
-    thread.join(0.05)
-    assert outcome == [] and thread.is_alive()
-    pool.release(held.pop())
-    thread.join(5)
-    assert isinstance(outcome[0], StagingBuffer)
-    assert pool.peak_bytes == 4 * SIZE
 
 
 def test_nothing_released_is_a_stall_that_names_the_knob(make: Make) -> None:

@@ -113,10 +113,10 @@ class TiersMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[2].close()
 
-    @rule(one=blocks, tier=st.sampled_from([None, "host", "disk", SOURCE]))
-    def demote(self, one: Block, tier: str | None) -> None:
+    @rule(one=blocks)
+    def demote(self, one: Block) -> None:
         with suppress(SourceBusy, NotFound, BudgetTooSmall):
-            self.tiers.demote(one, tier)
+            self.tiers.demote(one)
 
     @rule(one=blocks)
     def drop(self, one: Block) -> None:
@@ -129,10 +129,10 @@ class TiersMachine(RuleBasedStateMachine):
         else:
             self.there.discard(one)
 
-    @rule(one=blocks, tier=places, next_use=st.floats(0, 10))
-    def prefetch(self, one: Block, tier: str | None, next_use: float) -> None:
+    @rule(one=blocks, tier=places)
+    def prefetch(self, one: Block, tier: str | None) -> None:
         if one in self.there:
-            done = self.tiers.prefetch(one, tier, next_use=next_use)
+            done = self.tiers.prefetch(one, tier)
             assert isinstance(done.exception(timeout=20), BudgetTooSmall | None)
 
     @invariant()
@@ -188,58 +188,6 @@ def test_what_is_used_least_goes_down_and_comes_back_without_its_source() -> Non
         stats = tiers.stats()
         assert stats.links["gpu", "host"].num_moves == 2 and stats.links["host", "gpu"].nbytes == 100
         assert (stats.misses, stats.tiers["gpu"].num_blocks) == (4, 2)
-
-
-def test_what_is_needed_last_goes_first_and_a_prefetch_pushes_out_nothing_sooner() -> None:
-    source = Source()
-    with make(200, 100, 300) as tiers:
-        for i, next_use in enumerate((5.0, 1.0)):
-            tiers.put(block(i), source.of(block(i)))
-            tiers.expect(block(i), next_use)
-        tiers.put(block(2), source.of(block(2)), tier="disk")
-        assert isinstance(tiers.prefetch(block(2), next_use=7.0).exception(timeout=20), BudgetTooSmall)
-        tiers.prefetch(block(2), next_use=2.0).result(timeout=20)
-        assert tiers.where(map(block, range(3))) == ["host", "gpu", "gpu"]
-
-
-def test_prefetches_run_by_priority() -> None:
-    order, begun, gate = [], threading.Event(), threading.Event()
-
-    def fill(number: int):
-        def write(room: Room) -> None:
-            begun.set()
-            assert gate.wait(20)
-            order.append(number)
-
-        return write
-
-    with make(1000, num_prefetching=1) as tiers:
-        for i in range(4):
-            tiers.put(block(i), fill(i), tier=SOURCE)
-        waited = [tiers.prefetch(block(0))]
-        assert begun.wait(20)
-        waited += [tiers.prefetch(block(i), priority=-i) for i in (1, 3, 2)]
-        gate.set()
-        for done in waited:
-            done.result(timeout=20)
-    assert order == [0, 3, 2, 1]
-
-
-def test_watermarks() -> None:
-    levels = [
-        Level(tier=HeapTier("gpu"), budget_bytes=1000, high_watermark_bytes=500, low_watermark_bytes=200),
-        Level(tier=HeapTier("host"), budget_bytes=1000),
-    ]
-    with Tiers(levels) as tiers:
-        for i in range(5):
-            tiers.put(block(i), Source().of(block(i)))
-        assert tiers.stats().tiers["gpu"].used_bytes == 500
-        tiers.put(block(5), Source().of(block(5)))
-        assert tiers.stats().tiers["gpu"].used_bytes == 200
-        with ExitStack() as stack:  # what is pinned may stay above the mark, within the budget
-            for i in range(6):
-                stack.enter_context(tiers.pin(block(i)))
-            assert tiers.stats().tiers["gpu"].used_bytes == 600
 
 
 def test_the_least_that_would_do_is_said() -> None:
