@@ -16,10 +16,9 @@ from cryptography.x509.oid import NameOID
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, SourceStalled, SourceUnavailable
-from penstock.storage import MemorySource, Source
+from penstock.storage import MemorySource, Source, open_source
 from penstock.storage.cache import CachedSource, open_cached
 from penstock.storage.files import FileSource
-from penstock.storage.objects import open_object
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.source_suite import SourceTests, read, sample
 
@@ -78,7 +77,7 @@ class TestHttp(SourceTests):
 
     def make(self, data: bytes) -> Source:
         self.server.replace("object.bin", data)
-        return open_object(f"{self.server.url}/object.bin", settings=SETTINGS)
+        return open_source(f"{self.server.url}/object.bin", settings=SETTINGS)
 
 
 class TestHttpChunked(TestHttp):
@@ -96,12 +95,12 @@ class TestHttps(TestHttp):
 
     def make(self, data: bytes) -> Source:
         self.server.replace("object.bin", data)
-        return open_object(f"{self.server.url}/object.bin", settings=Settings(stall_s=20.0, ca_file=self.ca_file))
+        return open_source(f"{self.server.url}/object.bin", settings=Settings(stall_s=20.0, ca_file=self.ca_file))
 
     def test_unknown_certificate(self) -> None:
         self.server.replace("object.bin", b"x")
         with pytest.raises(SourceUnavailable, match="ca_file") as caught:
-            open_object(f"{self.server.url}/object.bin", settings=SETTINGS)
+            open_source(f"{self.server.url}/object.bin", settings=SETTINGS)
         assert caught.value.uri == f"{self.server.url}/object.bin"
 
     @pytest.mark.parametrize("content", [None, b"no certificate"])
@@ -110,7 +109,7 @@ class TestHttps(TestHttp):
         if content is not None:
             ca_file.write_bytes(content)
         with pytest.raises(ConfigError, match="ca_file"):
-            open_object(f"{self.server.url}/object.bin", settings=Settings(ca_file=ca_file))
+            open_source(f"{self.server.url}/object.bin", settings=Settings(ca_file=ca_file))
 
     def test_faults(self) -> None:
         data = sample(500_000)
@@ -128,7 +127,7 @@ class TestHttps(TestHttp):
 
     def test_stalled(self) -> None:
         self.server.replace("object.bin", sample(1000))
-        source = open_object(
+        source = open_source(
             f"{self.server.url}/object.bin", settings=Settings(stall_s=0.6, retries=2, ca_file=self.ca_file)
         )
         try:
@@ -166,7 +165,7 @@ class TestCacheWarm(TestCacheCold):
         if data:
             read(first, 0, [len(data)])
         first.close()
-        source = open_cached(open_object(f"{self.server.url}/object.bin", settings=SETTINGS), settings=self.settings)
+        source = open_cached(open_source(f"{self.server.url}/object.bin", settings=SETTINGS), settings=self.settings)
         if data:
             assert isinstance(source, CachedSource)
             assert read(source, 0, [1])[1] == "cache"

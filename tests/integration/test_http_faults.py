@@ -21,8 +21,8 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
+from penstock.storage import list_uris, open_source, read_small, write_small
 from penstock.storage.http import HttpSource
-from penstock.storage.objects import list_objects, open_object, read_small, write_small
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.source_suite import read, sample
 
@@ -45,7 +45,7 @@ def opened(server: RangeServer) -> Iterator[Callable[[Settings], HttpSource]]:
     sources: list[HttpSource] = []
 
     def make(settings: Settings) -> HttpSource:
-        source = open_object(f"{server.url}/m.bin", settings=settings)
+        source = open_source(f"{server.url}/m.bin", settings=settings)
         assert isinstance(source, HttpSource)
         sources.append(source)
         server.requests.clear()
@@ -162,7 +162,7 @@ def test_changed_between_ranges(server: RangeServer, faults: Faults, shorter: in
     if faults.no_validators and not shorter:
         pytest.skip("nothing tells the two objects apart")
     server.faults = faults
-    source = open_object(f"{server.url}/m.bin", settings=HASTY)
+    source = open_source(f"{server.url}/m.bin", settings=HASTY)
     try:
         assert read(source, 0, [10])[0] == DATA[:10]
         server.replace("m.bin", DATA[::-1][shorter:])
@@ -217,7 +217,7 @@ def test_typed_when_opened(server: RangeServer, faults: Faults, error: type[Pens
     server.faults = faults
     with pytest.raises(error) as caught:
         settings = HASTY if faults.stall_after is None else SILENT
-        open_object(f"{server.url}/m.bin?X-Amz-Signature=secret", settings=settings)
+        open_source(f"{server.url}/m.bin?X-Amz-Signature=secret", settings=settings)
     assert caught.value.uri == f"{server.url}/m.bin"
     assert "secret" not in str(caught.value)
 
@@ -226,13 +226,13 @@ def test_nobody_listens() -> None:
     with RangeServer({}) as gone:
         url = gone.url
     with pytest.raises(SourceUnavailable, match="refused"):
-        open_object(f"{url}/x", settings=HASTY)
+        open_source(f"{url}/x", settings=HASTY)
 
 
 def test_server_without_ranges(server: RangeServer) -> None:
     """It can be read from the start, as far as asked; a part from the middle is refused, not downloaded around."""
     server.faults = Faults(ignore_range=True)
-    source = open_object(f"{server.url}/m.bin", settings=HASTY)
+    source = open_source(f"{server.url}/m.bin", settings=HASTY)
     try:
         assert read(source, 0, [8, 1000])[0] == DATA[:1008]
         assert read(source, 0, [NBYTES])[0] == DATA
@@ -244,7 +244,7 @@ def test_server_without_ranges(server: RangeServer) -> None:
 
 def test_secrets_stay_in_the_request(server: RangeServer) -> None:
     url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
-    source = open_object(url, settings=HASTY)
+    source = open_source(url, settings=HASTY)
     try:
         assert source.uri == f"{server.url}/m.bin"
         read(source, 0, [1])
@@ -263,7 +263,7 @@ def test_bearer_token_goes_to_its_own_origin_only(server: RangeServer) -> None:
     with RangeServer({"m.bin": DATA}) as other:
         server.faults = Faults(redirect_to=f"{other.url}/")
         options = {"bearer_token": "hf_x"}
-        source = open_object(f"{server.url}/m.bin", settings=HASTY, storage_options=options)
+        source = open_source(f"{server.url}/m.bin", settings=HASTY, storage_options=options)
         try:
             assert read(source, 5, [10])[0] == DATA[5:15]
             assert server.requests[0].headers["authorization"] == "Bearer hf_x"
@@ -280,13 +280,13 @@ def test_bearer_token_goes_to_its_own_origin_only(server: RangeServer) -> None:
 def test_redirects_lead_to_http_only(server: RangeServer, target: str) -> None:
     server.faults = Faults(redirect_to=target)
     with pytest.raises(SourceUnavailable, match="redirects"):
-        open_object(f"{server.url}/m.bin", settings=HASTY)
+        open_source(f"{server.url}/m.bin", settings=HASTY)
 
 
 def test_redirects_in_a_circle(server: RangeServer) -> None:
     server.faults = Faults(redirect_to=f"{server.url}/m.bin")
     with pytest.raises(SourceUnavailable, match="redirects more than 5"):
-        open_object(f"{server.url}/m.bin", settings=HASTY)
+        open_source(f"{server.url}/m.bin", settings=HASTY)
     assert len(server.requests) == 6
 
 
@@ -314,9 +314,9 @@ def test_read_whole_small_objects(server: RangeServer) -> None:
 
 
 def test_plain_http_cannot_be_listed_or_written(server: RangeServer) -> None:
-    assert list_objects(f"{server.url}/m.bin?sig=x", settings=HASTY) == [f"{server.url}/m.bin?sig=x"]
+    assert list_uris(f"{server.url}/m.bin?sig=x", settings=HASTY) == [f"{server.url}/m.bin?sig=x"]
     with pytest.raises(NotFound):
-        list_objects(f"{server.url}/folder/", settings=HASTY)
+        list_uris(f"{server.url}/folder/", settings=HASTY)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_small(f"{server.url}/new", b"x", settings=HASTY)
 
@@ -324,17 +324,17 @@ def test_plain_http_cannot_be_listed_or_written(server: RangeServer) -> None:
 @pytest.mark.parametrize("url", ["http://", "http:///x", "https://host:port/x", "http://[::1/x"])
 def test_no_url(url: str) -> None:
     with pytest.raises(ConfigError):
-        open_object(url, settings=HASTY)
+        open_source(url, settings=HASTY)
 
 
 def test_unknown_option(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
-        open_object(f"{server.url}/m.bin", settings=HASTY, storage_options={"endpoint": "x"})
+        open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"endpoint": "x"})
 
 
 def test_line_break_in_a_token(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="line break"):
-        open_object(f"{server.url}/m.bin", settings=HASTY, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
+        open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
     assert not server.requests
 
 

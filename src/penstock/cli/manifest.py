@@ -91,7 +91,7 @@ def write_whole(uri: str, data: bytes, settings: Settings) -> None:
     from penstock.storage.output import typed
 
     if is_remote(uri):
-        from penstock.storage.objects import write_small
+        from penstock.storage import write_small
 
         write_small(uri, data, settings=settings)
         return

@@ -16,22 +16,34 @@ from urllib.parse import unquote, urlsplit
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.storage.local import read_bounded
+from penstock.storage.registry import (
+    Storage,
+    WritableStorage,
+    is_registered,
+    read_whole,
+    register_storage,
+    registered_schemes,
+    storage_for,
+)
 from penstock.storage.source import MAX_SMALL_BYTES, Counting, MemorySource, Source
 
 __all__ = [
     "Counting",
     "MemorySource",
     "Source",
+    "Storage",
+    "WritableStorage",
     "is_remote",
     "list_uris",
     "local_path",
     "open_source",
     "read_small",
+    "read_whole",
+    "register_storage",
+    "registered_schemes",
     "text_of",
+    "write_small",
 ]
-
-REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
-"""What `storage.objects` opens; everything else without `://` is a local path."""
 
 _READABLE = "this user needs the right to read it, and to enter every directory above it"
 
@@ -58,20 +70,53 @@ def text_of(uri: object) -> str:
 
 
 def is_remote(uri: str) -> bool:
-    """Whether `uri` names an object store or web server rather than a local path. Raises ConfigError: see `text_of`."""
-    uri = text_of(uri)
+    """Return whether `uri` names a registered storage rather than a local path.
+
+    Raises:
+        ConfigError: no storage has this scheme, or see `text_of`.
+    """
+    return _scheme_of(text_of(uri)) is not None
+
+
+def _storage_of(uri: str) -> Storage | None:
+    """Return the storage of a remote `uri`; None for a local path."""
+    scheme = _scheme_of(text_of(uri))
+    return None if scheme is None else storage_for(scheme)
+
+
+def _scheme_of(uri: str) -> str | None:
+    """Return the registered scheme of a remote `uri`; None for a local path. ConfigError: no storage has it."""
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme == "file":
-        return False
-    if scheme not in REMOTE_SCHEMES:
-        raise ConfigError(
-            f"no storage for {scheme}://", uri=uri, hint=f"one of {sorted(REMOTE_SCHEMES)}, file, or a path"
-        )
-    return True
+        return None
+    if not is_registered(scheme):
+        known = ", ".join(f"{name}://" for name in registered_schemes())
+        hint = f"give a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
+        raise ConfigError(f"no storage for {scheme}://", uri=uri, hint=hint)
+    return scheme
+
+
+def _object_stores() -> Storage:
+    # Imported on first use: obstore takes 100 ms, which a load of local files need not pay.
+    from penstock.storage.objects import ObjectStorage
+
+    return ObjectStorage()
+
+
+def _http() -> Storage:
+    from penstock.storage.http import HttpStorage
+
+    return HttpStorage()
+
+
+for _scheme in ("s3", "gs", "az"):
+    register_storage(_scheme, _object_stores)
+for _scheme in ("http", "https"):
+    register_storage(_scheme, _http)
 
 
 def local_path(uri: str) -> str:
-    """The path that a local `uri` (plain, or `file://`) names."""
+    """Return the path that a local `uri` (plain, or `file://`) names."""
     return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
 
 
@@ -82,13 +127,12 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
         NotFound, PermissionDenied, SourceUnavailable: as their names say.
         ConfigError: no storage has this scheme.
     """
-    if not is_remote(uri):
+    storage = _storage_of(uri)
+    if storage is None:
         from penstock.storage.files import FileSource
 
         return FileSource(local_path(uri), settings=settings)
-    from penstock.storage.objects import open_object
-
-    source = open_object(uri, settings=settings, storage_options=storage_options)
+    source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source
     from penstock.storage.cache import open_cached
@@ -97,7 +141,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Every file that `uri` names, sorted: those of a directory or prefix, those a glob matches, or the one file.
+    """Return the files that `uri` names, sorted: those of a directory or prefix, those a glob matches, or the one file.
 
     Links that lead nowhere, pipes and devices are named too: opening one is an error, leaving it out would be silent.
 
@@ -105,10 +149,8 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         NotFound: nothing is there.
         PermissionDenied, SourceUnavailable: the place cannot be listed.
     """
-    if is_remote(uri):
-        from penstock.storage.objects import list_objects
-
-        return list_objects(uri, settings=settings, storage_options=storage_options)
+    if storage := _storage_of(uri):
+        return storage.list(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
     found: list[str]
     try:
@@ -129,7 +171,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory, or a link to one; False where that cannot be told (a circle of links)."""
+    """Return whether an entry is a directory, or a link to one; False where that cannot be told (a circle of links)."""
     try:
         return entry.is_dir()
     except OSError:
@@ -137,16 +179,14 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """A whole small file or object (an index, a manifest); None when it is not there.
+    """Return a whole small file or object (an index, a manifest); None when it is not there.
 
     Raises:
         NotFound: a link of this name is there and leads nowhere. FormatError: it has more than `MAX_SMALL_BYTES`.
         SourceUnavailable: it is not a regular file. Others as `open_source`.
     """
-    if is_remote(uri):
-        from penstock.storage import objects
-
-        return objects.read_small(uri, settings=settings, storage_options=storage_options)
+    if storage := _storage_of(uri):
+        return storage.read_small(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
     try:
         return read_bounded(path, MAX_SMALL_BYTES)
@@ -156,3 +196,18 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         return None
     except PermissionDenied as error:
         raise PermissionDenied("file cannot be read", uri=uri, hint=_READABLE) from error
+
+
+def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
+    """Write a whole small file to a remote storage (a manifest, a signature); it appears at once or not at all.
+
+    Raises:
+        ConfigError: `uri` is a local path, or its storage cannot be written. Others as `open_source`.
+    """
+    scheme = _scheme_of(text_of(uri))
+    if scheme is None:
+        raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file itself")
+    storage = storage_for(scheme)
+    if not isinstance(storage, WritableStorage):
+        raise ConfigError(f"{scheme}:// cannot be written: its storage only reads", hint="write to a local path")
+    storage.write_small(uri, data, settings=settings, storage_options=storage_options or {})

@@ -14,11 +14,33 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotFound
 from penstock.http.client import Pool, shared_pool
 from penstock.http.range_request import Address, Exchange, Failed, Validators
 from penstock.http.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
-from penstock.storage.source import span
+from penstock.storage.registry import read_whole
+from penstock.storage.source import Source, span
+
+
+class HttpStorage:
+    """The storage of plain http:// and https:// URLs. It cannot list: a URL names one file."""
+
+    def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
+        """See `Storage.open`."""
+        return open_http(uri, settings=settings, storage_options=storage_options)
+
+    def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
+        """Return the URL itself, if something is there."""
+        open_http(uri, settings=settings, storage_options=storage_options).close()
+        return [uri]
+
+    def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
+        """See `Storage.read_small`."""
+        try:
+            source = open_http(uri, settings=settings, storage_options=storage_options)
+        except NotFound:
+            return None
+        return read_whole(source)
 
 
 class PlainAddress:

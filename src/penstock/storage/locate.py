@@ -17,7 +17,7 @@ from itertools import takewhile
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied
-from penstock.storage import REMOTE_SCHEMES, is_remote, list_uris, local_path, read_small, text_of
+from penstock.storage import is_remote, list_uris, local_path, read_small, registered_schemes, text_of
 from penstock.storage.safetensors import parse_index
 
 SIDECAR = "penstock.manifest"
@@ -133,7 +133,7 @@ def _nothing_at(path: str) -> NotFound:
     if os.path.isdir(path):
         return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
     scheme, _, rest = path.partition(":/")
-    hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in REMOTE_SCHEMES else None
+    hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
     return NotFound("no such file or directory", uri=path, hint=hint)
 
 

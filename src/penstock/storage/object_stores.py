@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Store = S3Store | GCSStore | AzureStore
 
-_SCHEMES = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
+_SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 _STORES = 32
 """Stores kept, with their connections and credentials. Reason: more buckets than one process reads from at a time."""
@@ -83,7 +83,7 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     """The store and key that `uri` names. No network.
 
     Args:
-        uri: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `abfs[s]://container[@account.host]/key`.
+        uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
         settings: bounds on retries and silence; `ca_file`.
         options: the store's own names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and `profile`
             for s3; they win over the environment.
@@ -96,7 +96,10 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     scheme, _, rest = uri.partition("://")
     prefix = _SCHEMES.get(scheme)
     bucket, _, key = rest.partition("/")
-    if prefix is None or not bucket:
+    if prefix is None:
+        hint = f"name one of {', '.join(f'{name}://' for name in _SCHEMES)}, or a local path"
+        raise ConfigError(f"{scheme}:// is not an object store that can be written to", uri=uri, hint=hint)
+    if not bucket:
         raise ConfigError("not an object's URI", uri=uri, hint="write it as s3://bucket/key")
     if key.startswith("/") or "//" in key:
         raise ConfigError("a key with an empty segment (//) cannot be read", uri=uri)

@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage, Azure and behind plain HTTP(S): opened, listed, read whole, written whole.
+"""Objects in S3, Google Cloud Storage and Azure: opened, listed, read whole, written whole.
 
 In: a URI. Out: a `Source`, a list of URIs, or bytes. Bytes come by signed URL straight into the caller's buffers
 (`http`); where URLs cannot be signed, through obstore and one copy, and the path taken says so.
@@ -19,12 +19,13 @@ import obstore
 from obstore.exceptions import BaseError
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
+from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Address, Validators
 from penstock.http.retry import Arrivals, Patience
-from penstock.storage.http import HttpSource, clean, open_http
+from penstock.storage.http import HttpSource
 from penstock.storage.object_stores import Place, Store, check_process, locate, mapped, twin_for_urls
-from penstock.storage.source import MAX_SMALL_BYTES, Source, span
+from penstock.storage.registry import read_whole
+from penstock.storage.source import Source, span
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -43,6 +44,26 @@ _SIGNED_S = 3600
 """Seconds a signed URL is valid; a new one is made at half of that. Reason: session credentials last longer."""
 
 _GLOB = re.compile(r"[*?[]")
+
+
+class ObjectStorage:
+    """The storage of s3://, gs:// and az:// URIs."""
+
+    def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
+        """See `Storage.open`."""
+        return open_object(uri, settings=settings, storage_options=storage_options)
+
+    def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
+        """See `Storage.list`."""
+        return list_objects(uri, settings=settings, storage_options=storage_options)
+
+    def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
+        """See `Storage.read_small`."""
+        return read_small(uri, settings=settings, storage_options=storage_options)
+
+    def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
+        """See `WritableStorage.write_small`."""
+        write_small(uri, data, settings=settings, storage_options=storage_options)
 
 
 class SignedAddress:
@@ -172,7 +193,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     """Open one object for ranged reads.
 
     Args:
-        uri: s3://, gs://, az://, http:// or https://.
+        uri: s3://, gs:// or az://.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: options of the store by obstore's names; they win over the environment.
 
@@ -181,8 +202,6 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
         NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
     """
     options = storage_options or {}
-    if _is_http(uri):
-        return open_http(uri, settings=settings, storage_options=options)
     place = locate(uri, settings=settings, options=options)
     if not place.key or place.key.endswith("/"):
         raise NotFound("names a bucket or prefix, not an object", uri=uri)
@@ -197,10 +216,6 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
         nbytes=meta["size"],
     )
     return HttpSource(uri, address, seen, settings=settings)
-
-
-def _is_http(uri: str) -> bool:
-    return uri.startswith(("http://", "https://"))
 
 
 def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
@@ -229,15 +244,12 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
     Args:
         uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
-            across). Plain http(s) cannot be listed: the URL itself is returned, if something is there.
+            across).
 
     Raises:
         NotFound: nothing is there. Others as `open_object`.
     """
     options = storage_options or {}
-    if _is_http(uri):
-        open_http(uri, settings=settings, storage_options=options).close()
-        return [uri]
     place = locate(uri, settings=settings, options=options)
     key = place.key
     if key and not key.endswith("/") and _exists(place):
@@ -294,24 +306,15 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         source = open_object(uri, settings=settings, storage_options=storage_options)
     except NotFound:
         return None
-    try:
-        if source.nbytes > MAX_SMALL_BYTES:
-            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
-        data = bytearray(source.nbytes)
-        source.readv(0, [memoryview(data)])
-        return bytes(data)
-    finally:
-        source.close()
+    return read_whole(source)
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
     """Write a whole small object (a manifest, a signature); it appears at once or not at all.
 
     Raises:
-        ConfigError: plain http(s) cannot be written. Others as `open_object`.
+        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
     """
-    if _is_http(uri):
-        raise ConfigError("plain http(s) cannot be written", uri=clean(uri))
     place = locate(uri, settings=settings, options=storage_options or {})
     with mapped(uri):
         obstore.put(place.store, place.key, data, use_multipart=False)
