@@ -146,7 +146,7 @@ def start(self):
     os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit
 local.HubThread.start = start
-local.LocalLine().reach(20.0)
+local.LocalEndpoint().reach(20.0)
 """
 
 
