@@ -12,16 +12,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from penstock.closing import Closing
-from penstock.engine.executors import Executor, guarded
+from penstock.engine.executors import Executor, Pending, Work, guarded
 from penstock.engine.ticket import LEAST_BYTES, Silence, Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
+    DestinationError,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -30,14 +31,16 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.fetch.provenance import NEAREST, Provenance
-from penstock.fetch.steps import ReadFromStorage, ReadFromUpstream, VerifyReceived
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, UpstreamReader
+from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import Bools, LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.chunks import to_ranges
+from penstock.transport.protocol import Pending as PendingRead
+from penstock.transport.protocol import Stoppable, Transport
+from penstock.transport.reads import wait_all
 from penstock.types import GB, I64
 
 READS_AT_ONCE = 6
@@ -56,6 +59,8 @@ BUSY_S = 0.5
 """A full holder is asked again after this long: places become free as readers end, and it has done nothing wrong."""
 HEARD_S = 1.0
 """What the hub said of others' progress holds until twice its pause has passed, and this long for its answer."""
+LITTLE = 0.5
+"""Part of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
 class Fetch(Closing):
@@ -519,3 +524,114 @@ class Fetch(Closing):
                 self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")
         # A circle would keep the memory that was filled until Python's collector comes by, whoever drops the tensors.
         self.ticket.is_busy, self.ticket.received = bool, None
+
+
+class ReadFromUpstream(Work):
+    """Read chunks from an upstream's memory into ours."""
+
+    __slots__ = ("_chunks", "_fetch", "_posted", "giver")
+
+    def __init__(self, fetch: Fetch, one: UpstreamReader, chunks: I64) -> None:
+        first = int(chunks[0])
+        super().__init__(fetch.ticket, first, f"{one.path} {first}", fetch.nbytes_of(chunks))
+        self._fetch, self.giver, self._chunks = fetch, one, chunks
+        self._posted: list[PendingRead] = []
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of it that arrived, verified or not."""
+        return sum(read.moved_bytes for read in self._posted)
+
+    def stop(self, error: PenstockError) -> None:
+        """End it early, where its transport can: nothing is written once the step has ended."""
+        for read in list(self._posted):
+            if isinstance(read, Stoppable):
+                read.fail(error)
+
+    def start(self) -> Pending | None:
+        """See `Step.start`. An upstream's failure is its own, not the fetch's."""
+        one, fetch, begun = self.giver, self._fetch, time.monotonic()
+        fetch.reads(self)
+        try:
+            self._read()
+        except (Cancelled, DestinationError):
+            raise
+        except PenstockError as error:  # also what keeps its memory from ours: others, or storage, may do
+            one.fail(error)
+            fetch.lost(self._chunks)
+            fetch.landed(one, self)
+            return None
+        one.gave(self.nbytes, time.monotonic() - begun)
+        fetch.landed(one, self)
+        fetch.assign()  # its next read is under way before these bytes are verified
+        wanted = one.leaves[fetch.leaves_of(self._chunks)]
+        fetch.got(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=one.path, giver=one))
+        return None
+
+    def _read(self) -> None:
+        fetch, reads = self._fetch, self.giver.reads(self._chunks)
+        fetch.begins()
+        failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
+        fetch.is_touched |= is_touched
+        if failed is not None:
+            raise failed
+        for transport, _, source, _ in reads:
+            self.giver.came_by(transport, source)
+
+    def _posting(self, reads: list[Read]) -> Iterator[tuple[Transport, PendingRead]]:
+        for transport, into, source, rows in reads:
+            read = transport.post_read(into, source, rows)
+            self._posted.append(read)
+            yield transport, read
+
+    def abandon(self) -> None:
+        """The fetch is over."""
+        self._fetch.landed(self.giver, self)
+
+
+class ReadFromStorage(Work):
+    """Read claimed chunks from storage."""
+
+    __slots__ = ("_chunks", "_fetch", "_storage")
+
+    def __init__(self, fetch: Fetch, storage: StorageReader, chunks: I64) -> None:
+        first = int(chunks[0])
+        super().__init__(fetch.ticket, first, f"storage {first}", fetch.nbytes_of(chunks))
+        self._fetch, self._storage, self._chunks = fetch, storage, chunks
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        fetch, left, is_told = self._fetch, set(self._chunks.tolist()), False
+        fetch.begins()
+        try:
+            for chunks in self._storage.read(self._chunks):
+                fetch.is_touched = True
+                left -= set(chunks.tolist())
+                fetch.got(ReceivedChunks(chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", giver=None))
+                if fetch.ticket.done:
+                    break
+                if not is_told and len(left) <= LITTLE * len(self._chunks):
+                    is_told = True
+                    fetch.claim_is_read()
+        except PenstockError as error:
+            if error.blame != "source":
+                raise
+            fetch.storage_failed(error, np.array(sorted(left), np.int64))
+        if not is_told:
+            fetch.claim_is_read()
+        return None
+
+
+class VerifyReceived(Work):
+    """Digest chunks that arrived, these or others."""
+
+    __slots__ = ("_fetch",)
+
+    def __init__(self, fetch: Fetch, first_chunk: int) -> None:
+        super().__init__(fetch.ticket, first_chunk, f"verify {first_chunk}")
+        self._fetch = fetch
+
+    def start(self) -> Pending | None:
+        """See `Step.start`."""
+        self.nbytes = self._fetch.verify()
+        return None

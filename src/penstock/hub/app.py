@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,23 +31,13 @@ from penstock.hub.audit import CALLER, STRANGER
 from penstock.hub.auth import LIFE_HEADER, Auth, Caller, member_of
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
-    Beat,
-    ClaimReply,
-    ClaimRequest,
-    Complaint,
     Fault,
     Hello,
     MemberId,
-    Status,
-    UpstreamsReply,
-    UpstreamsRequest,
-    Welcome,
-    Why,
-    WhyRequest,
     Word,
 )
+from penstock.hub.operations import FAULTS, OPERATIONS, Operation
 from penstock.hub.store import MemoryStore
-from penstock.hub.sync_messages import SyncReply, SyncRequest
 from penstock.hub.tls import CERTIFICATE
 from penstock.hub.version_negotiation import UPGRADE_HINT, AnnouncedVersion, version_fault
 
@@ -89,98 +78,6 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (SourceBusy, 429),
     (HubUnavailable, 503),
 )
-_WHAT = {
-    400: "the caller speaks another major version of the protocol",
-    401: "no token, or not one of this hub's",
-    403: "not for this caller, or another process's member",
-    409: "the holding contradicts itself",
-    410: "the member is not known: say hello again",
-    413: "the body is too large",
-    422: "the body or a parameter is not what the schema says",
-    429: "this caller asks for that too often",
-    503: "the hub's store does not answer",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """One question: how it is put, what answers it."""
-
-    name: str
-    method: str
-    path: str
-    about: str
-    takes: type | None = None
-    gives: type | None = None
-    models: Callable[[Any], Iterable[str]] = lambda _: ()
-    """Models the body is about."""
-    answer: Callable[[Directory, str, Any, Caller], Any]
-    """Of the directory, the parameter in path or query, the body, who asks."""
-    speaker: Callable[[str, Any], str] | None = None
-    """Of the parameter and the body: the member spoken for, whose secret the caller must show."""
-
-
-def _in_path(parameter: str, _: Any) -> str:
-    return parameter
-
-
-def _in_body(_: str, body: Any) -> str:
-    return str(body.member)
-
-
-def _flown(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
-    return (request.holding.identity.model,)
-
-
-OPERATIONS = (
-    _Operation(
-        name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
-        speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.hello(body, caller),
-    ),
-    _Operation(
-        name="beat", method="PUT", path="/v1/members/{member}", about="A member lives, and holds this.", takes=Beat,
-        speaker=_in_path,
-        models=lambda beat: (
-            *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
-        ),
-        answer=lambda directory, member, body, caller: directory.beat(member, body),
-    ),
-    _Operation(
-        name="leave", method="DELETE", path="/v1/members/{member}", about="A member is gone for good.",
-        speaker=_in_path,
-        answer=lambda directory, member, _, caller: directory.leave(member),
-    ),
-    _Operation(
-        name="flight", method="POST", path="/v1/flight", about="Whom to take chunks from, with grants.",
-        takes=UpstreamsRequest, gives=UpstreamsReply, models=_flown, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.upstreams(body),
-    ),
-    _Operation(
-        name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
-        takes=ClaimRequest, gives=ClaimReply, models=_flown, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.claim(body),
-    ),
-    _Operation(
-        name="sync", method="POST", path="/v1/sync", about="Who takes part in a sync, with grants.",
-        takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
-        speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
-    ),
-    _Operation(
-        name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
-        speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.complain(body, caller),
-    ),
-    _Operation(
-        name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
-        answer=lambda directory, model, _, caller: directory.status(model or None),
-    ),
-    _Operation(
-        name="why", method="POST", path="/v1/why", about="Why who takes a model from whom.", takes=WhyRequest,
-        gives=Why, models=lambda request: (request.model,),
-        answer=lambda directory, _, body, caller: directory.why(body),
-    ),
-)  # fmt: skip
 
 
 def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
@@ -194,7 +91,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         MissingExtra: FastAPI or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
-    from penstock.hub.openapi import add_pages, document
+    from penstock.hub.openapi import document
 
     auth = auth or Auth()
     metrics = Metrics(directory)
@@ -210,8 +107,8 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     for operation in OPERATIONS:
         # Starlette's route: FastAPI's would look for parameters to decode, which msgspec does.
         app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
-    add_pages(app, directory, auth, metrics)
-    app.openapi = lambda: document(OPERATIONS, _WHAT, auth)  # type: ignore[method-assign]
+    _add_pages(app, directory, auth, metrics)
+    app.openapi = lambda: document(OPERATIONS, FAULTS, auth)  # type: ignore[method-assign]
     _map_faults(app, metrics)
     return app
 
@@ -235,8 +132,26 @@ async def _beat(directory: Directory, auth: Auth) -> None:
         await asyncio.sleep(directory.beat_s)
 
 
+def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
+    """`/healthz`: the process answers; `/readyz`: its store does, too; `/metrics`."""
+
+    async def healthz() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    async def readyz() -> Response:
+        await run_in_threadpool(directory.store.read, "hub/life")
+        return Response("ok\n", media_type="text/plain")
+
+    async def page(request: Request) -> Response:
+        _check_caller(request, auth)
+        return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
+
+    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
+        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
+
+
 def _endpoint(
-    operation: _Operation, directory: Directory, auth: Auth, metrics: Metrics
+    operation: Operation, directory: Directory, auth: Auth, metrics: Metrics
 ) -> Callable[[Request], Awaitable[Response]]:
     decoder: msgspec.json.Decoder[Any] | None = None
     if operation.takes is not None:
@@ -246,7 +161,7 @@ def _endpoint(
 
     async def answer(request: Request) -> Response:
         with metrics.timed(operation.name):
-            caller = check_caller(request, auth)
+            caller = _check_caller(request, auth)
             parameter = _parameter(operation, request)
             body = await _body(request)
             if decoder is None:
@@ -290,7 +205,7 @@ def _check_version(announced: AnnouncedVersion) -> None:
         raise _Refused(400, fault, UPGRADE_HINT)
 
 
-def check_caller(request: Request, auth: Auth) -> Caller:
+def _check_caller(request: Request, auth: Auth) -> Caller:
     """Who asks; an answer of 401 if nobody we know."""
     certificate = request.scope.get(CERTIFICATE, "") if auth.client_ca is not None else ""
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
@@ -305,7 +220,7 @@ def _client(request: Request) -> str:
     return request.client.host if request.client else "unix"
 
 
-def _check_models(operation: _Operation, caller: Caller, parameter: str, said: Any) -> None:
+def _check_models(operation: Operation, caller: Caller, parameter: str, said: Any) -> None:
     models = tuple(operation.models(said))
     if operation.name == "status":
         models = (parameter,)
@@ -322,7 +237,7 @@ def _check_life(request: Request, member: str) -> None:
         raise _Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
 
 
-def _parameter(operation: _Operation, request: Request) -> str:
+def _parameter(operation: Operation, request: Request) -> str:
     """The member of the path, or the model of the query; empty: none."""
     try:
         if "{member}" in operation.path:

@@ -125,15 +125,15 @@ class _Stream(httpcore.NetworkStream):
         return left if timeout is None else min(left, timeout)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        found = self._own.read(max_bytes, self._left_s(timeout, httpcore.ReadTimeout))
-        self._backend.deadline.came(len(found))
-        return found
+        data = self._own.read(max_bytes, self._left_s(timeout, httpcore.ReadTimeout))
+        self._backend.deadline.add_bytes(len(data))
+        return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         for start in range(0, len(buffer), _SLICE_BYTES):
             piece = buffer[start : start + _SLICE_BYTES]
             self._own.write(piece, self._left_s(timeout, httpcore.WriteTimeout))
-            self._backend.deadline.came(len(piece))
+            self._backend.deadline.add_bytes(len(piece))
 
     def close(self) -> None:
         self._own.close()

@@ -7,43 +7,18 @@ Not here: the operations (`app`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 
 from penstock.hub.auth import LIFE_HEADER, Auth
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Fault, MemberId, Word
-
-if TYPE_CHECKING:
-    from penstock.hub.app import _Operation
-    from penstock.hub.metrics import Metrics
+from penstock.hub.operations import Operation
 
 _REF = "#/components/schemas/{name}"
 
 
-def add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
-    """`/healthz`: the process answers; `/readyz`: its store does, too; `/metrics`."""
-    from penstock.hub.app import check_caller
-
-    async def healthz() -> Response:
-        return Response("ok\n", media_type="text/plain")
-
-    async def readyz() -> Response:
-        await run_in_threadpool(directory.store.read, "hub/life")
-        return Response("ok\n", media_type="text/plain")
-
-    async def page(request: Request) -> Response:
-        check_caller(request, auth)
-        return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
-
-    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
-        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
-
-
-def document(operations: Iterable[_Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
+def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
     """OpenAPI 3.1."""
     operations = tuple(operations)
     named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
@@ -88,7 +63,7 @@ def _as_ecma(value: Any) -> Any:
     return [_as_ecma(one) for one in value] if isinstance(value, list) else value
 
 
-def _described(operation: _Operation, faults: Mapping[int, str]) -> dict[str, Any]:
+def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
     if operation.gives is None:
         found["responses"]["204"] = {"description": "done"}

@@ -1,5 +1,5 @@
-"""Sockets: who is at the other end, how long a message may take, and how many connections a listener holds.
+"""Sockets: credentials of the peer, deadlines of messages, and limits on the connections of a listener.
 
-One implementation for every listener of Penstock (the hub, members' doors, data ports, a job's coordinator) and for
-every reader of theirs, so that a limit holds for all of them or for none.
+Every listener of Penstock (the hub, the servers of members, data ports, a job's coordinator) and every client of theirs
+uses this one implementation, so a limit holds for all of them.
 """

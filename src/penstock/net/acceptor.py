@@ -1,7 +1,7 @@
-"""Accepting connections in an asyncio loop at a bounded rate, so that connections that are open are served first.
+"""Accept connections in an asyncio loop at a bounded rate, so that open connections are served first.
 
 In: a `GuardedListener`, a factory of protocols. Out: connections of the loop, as `loop.create_server` makes them.
-Not here: which connections are let in (`admission`), the protocol.
+Not here: the choice of connections to admit (`admission`), the protocol.
 
 `loop.create_server` accepts whenever the listener is readable. Under a flood of new connections each turn of the loop
 then begins with dozens of them, and a request on an open connection waits for all of them.
@@ -25,12 +25,12 @@ kernel holds the others, up to `listener.BACKLOG`. 1,000 members that come in on
 
 
 class Acceptor:
-    """Accepts connections of one listener; `start` and `close` are called in the loop's thread.
+    """An accept loop for one listener. Call `start` and `close` in the loop's thread.
 
     Args:
-        listener: it listens already; its owner closes it.
+        listener: a socket that listens already; its owner closes it.
         make_protocol: called for each connection.
-        context: of TLS; None: plain.
+        context: TLS context of the server side; None: plain TCP.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Acceptor:
         self._is_open = True
 
     def start(self) -> None:
-        """Accept from now on."""
+        """Start or resume accepting."""
         if self._is_open:
             self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept nothing more. Idempotent; connections go on."""
+        """Stop accepting; open connections continue. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._listener)
@@ -59,7 +59,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:
-                # The kernel is short of memory, or the listener is closed: look again after the pause.
+                # The kernel is short of memory, or the listener is closed: try again after the pause.
                 break
             sock.setblocking(False)
             task = self._loop.create_task(self._connect(sock))
@@ -69,6 +69,6 @@ class Acceptor:
         self._loop.call_later(PAUSE_S, self.start)
 
     async def _connect(self, sock: socket.socket) -> None:
-        # A peer that ends the TLS handshake, or is cut during it, is the peer's business.
+        # A failed TLS handshake is not an error here: only that peer is affected, and it sees the failure itself.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self._context)

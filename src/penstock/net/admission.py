@@ -1,7 +1,7 @@
-"""Counts the connections of a listener, and cuts those that cost too much: too many, too slow, unproven.
+"""Admission control: count the connections of a listener and close those that are too many, too slow or unproven.
 
-In: `ConnectionLimits`, connections as they come. Out: a `Connection` each, or a refusal.
-Not here: sockets (`listener`), what a request must show (each server).
+In: `ConnectionLimits`, connections as they arrive. Out: one `Connection` for each, or a refusal.
+Not here: sockets (`listener`), the credentials that a request must carry (each server).
 
     accepted -> unproven --prove--> proven -> released
                    |  deadline, or the oldest of too many       deadline, or the longest idle of its principal
@@ -22,20 +22,20 @@ from penstock.net.limits import ConnectionLimits
 LOG_EVERY_S = 10.0
 """At most one line about refused connections in this time: 1,100 half heads wrote 26 MB of log in 55 s without it."""
 SWEEP_S = 1.0
-"""How often deadlines are looked at."""
+"""Interval between two checks of the deadlines."""
 _SWEPT_WITHIN_S = 2.0
-"""Between two looks at deadlines, twice what is usual; more means that the process stood still."""
+"""Twice the usual interval between two checks; a longer one means that the process did not run in between."""
 _log = logging.getLogger("penstock.net")
 
 
 class Connection:
-    """One admitted connection. Its server says what it waits for; `Admission` cuts it when that does not come.
+    """One admitted connection with a deadline. Its server moves the deadline; `Admission` cuts the connection after it.
 
     Attributes:
-        admitted: when, on the monotonic clock.
-        address: whom it counts against while it is unproven.
-        principal: who proved to be there; None: nobody yet.
-        cut: ends the connection at once, from any thread; replaced by servers that know a better way.
+        admitted: time of admission, on the monotonic clock.
+        address: the network that the connection counts against while it is unproven.
+        principal: the authenticated peer; None: not authenticated yet.
+        cut: ends the connection at once, from any thread; a server may replace it with its own way to do that.
     """
 
     __slots__ = (
@@ -58,41 +58,44 @@ class Connection:
         self._is_busy = self._is_cut = False
 
     def expect(self, seconds: float) -> None:
-        """Allow this many seconds from now for what comes next."""
+        """Set the deadline to this many seconds from now."""
         self.deadline = time.monotonic() + seconds
 
     @property
     def limits(self) -> ConnectionLimits:
-        """Of the listener."""
+        """Limits of the listener."""
         return self._admission.limits
 
     @property
     def is_proven(self) -> bool:
-        """Whether it showed who it is."""
+        """Whether the peer has authenticated."""
         return self.principal is not None
 
     def prove(self, principal: str) -> bool:
-        """Count it as this principal's from here on; False if that has too many connections, all of them busy."""
+        """Count the connection as this principal's from now on.
+
+        Returns False if the principal has too many connections already and all of them are busy.
+        """
         return self._admission._prove(self, principal)
 
     def begin(self, seconds: float) -> None:
-        """A whole request is here; it is answered within this many seconds."""
+        """Mark the connection busy: a request is complete, and its answer must be sent within this many seconds."""
         self._is_busy = True
         self.expect(seconds)
 
     def end(self) -> None:
-        """The answer was taken; the next request may take `idle_s` to come."""
+        """Mark the connection idle after an answer; the next request may take `idle_s` to arrive."""
         self._is_busy = False
         self.expect(self._admission.limits.idle_s if self.is_proven else self._admission.limits.head_s)
         self._admission._used(self)
 
     def release(self) -> None:
-        """The socket is closed. Idempotent."""
+        """Free the connection's place after its socket was closed. Idempotent."""
         self._admission._release(self)
 
 
 class Admission:
-    """The connections of one listener; from any thread."""
+    """The set of open connections of one listener. Thread-safe."""
 
     def __init__(self, limits: ConnectionLimits, *, name: str) -> None:
         self.limits, self._name = limits, name
@@ -104,21 +107,21 @@ class Admission:
         # Longest unused first.
         self._by_principal: dict[str, OrderedDict[Connection, None]] = {}
         self._swept_at = time.monotonic() - SWEEP_S
-        # Over their deadline when they were last looked at; not cut yet.
+        # Past their deadline at the last check; not cut yet.
         self._late: list[Connection] = []
         self._logged_at, self._num_unlogged = -LOG_EVERY_S, 0
 
     @property
     def num_open(self) -> int:
-        """Connections at this moment."""
+        """Number of open connections."""
         return len(self._open)
 
     def admit(self, address: str, cut: Callable[[], None]) -> Connection | None:
-        """Take a new connection, for which an older one may be cut; None: refuse it.
+        """Admit a new connection, cutting an older one if that is needed; return None to refuse it.
 
         Args:
-            address: the peer's host; connections from everywhere else are counted apart.
-            cut: ends it; called from any thread.
+            address: the peer's host; the limit per address counts connections of its network only.
+            cut: ends the connection; called from any thread.
         """
         limits, victim = self.limits, None
         connection = Connection(self, network_of(address), cut)
@@ -141,60 +144,61 @@ class Admission:
                 self._by_address.setdefault(connection.address, OrderedDict())[connection] = None
         if victim is not None:
             victim.cut()
-            self.tell("a connection that showed nothing was cut for a newer one")
+            self.report("an unauthenticated connection was closed in favour of a newer one")
         if connection._is_cut:
-            self.tell("a connection was refused: all places are taken")
+            self.report("a connection was refused: the limit of connections is reached")
             return None
         return connection
 
     def sweep(self, most: int | None = None) -> None:
-        """Cut connections whose deadline is over. Call it about once a second, or more often.
+        """Cut connections whose deadline has passed. Call this about once a second, or more often.
 
         Args:
-            most: cut at most this many; the others at the next call. None: all of them.
+            most: cut at most this many now and the others at the next call; None: no limit.
         """
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
-            # A process that got no processor for a while did not read what came meanwhile: that is not the peers'
-            # fault.
-            stood_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
+            # A process that was stopped or starved of CPU did not read what arrived in that time. The peers are not
+            # at fault, so the pause is added to their deadlines.
+            paused_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
             self._swept_at = now
             with self._lock:
-                self._late = [one for one in self._open if one.deadline + stood_s < now and not one._is_cut]
+                self._late = [conn for conn in self._open if conn.deadline + paused_s < now and not conn._is_cut]
         late, self._late = self._late[:most], self._late[len(self._late[:most]) :]
         with self._lock:
-            # A deadline may have been put off since it was looked at.
-            late = [one for one in late if one.deadline < now and not one._is_cut]
-            for one in late:
-                one._is_cut = True
-                self._forget_unproven(one)
-        for one in late:
-            one.cut()
-        if any(not one.is_proven for one in late):
-            self.tell("a connection sent no whole request in time")
+            # A deadline may have been moved since the check.
+            late = [conn for conn in late if conn.deadline < now and not conn._is_cut]
+            for conn in late:
+                conn._is_cut = True
+                self._forget_unproven(conn)
+        # `cut` is the server's own callable, so the lock is not held while it runs.
+        for conn in late:
+            conn.cut()
+        if any(not conn.is_proven for conn in late):
+            self.report("a connection sent no complete request in time")
 
     def cut_all(self) -> None:
-        """Cut every connection: what they are about is over."""
+        """Cut every connection; for a server that ends."""
         with self._lock:
-            victims = [one for one in self._open if not one._is_cut]
-            for one in victims:
-                one._is_cut = True
-                self._forget_unproven(one)
-        for one in victims:
-            one.cut()
+            victims = [conn for conn in self._open if not conn._is_cut]
+            for conn in victims:
+                conn._is_cut = True
+                self._forget_unproven(conn)
+        for conn in victims:
+            conn.cut()
 
     def make_room(self) -> None:
-        """Cut some of the oldest unproven connections: the process has no descriptor left."""
+        """Cut some of the oldest unproven connections, because the process has no file descriptor left."""
         with self._lock:
-            victims = [one for one, _ in zip(self._unproven, range(16), strict=False)]
-            for one in victims:
-                self._forget_unproven(one)
-                one._is_cut = True
-        for one in victims:
-            one.cut()
-        self.tell("no descriptor is left for a connection (RLIMIT_NOFILE)")
+            victims = [conn for conn, _ in zip(self._unproven, range(16), strict=False)]
+            for conn in victims:
+                self._forget_unproven(conn)
+                conn._is_cut = True
+        for conn in victims:
+            conn.cut()
+        self.report("no file descriptor is left for a connection: raise RLIMIT_NOFILE")
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Log a refusal, at most one line every `LOG_EVERY_S`."""
         now = time.monotonic()
         with self._lock:
@@ -203,7 +207,7 @@ class Admission:
                 return
             self._logged_at, num = now, self._num_unlogged
             self._num_unlogged = 0
-        _log.warning("%s: %s (%d such since the last line; %d open)", self._name, what, num, len(self._open))
+        _log.warning("%s: %s (%d refusals since the last line; %d open)", self._name, what, num, len(self._open))
 
     def _prove(self, connection: Connection, principal: str) -> bool:
         if connection.principal == principal:
@@ -214,7 +218,8 @@ class Admission:
                 return False
             mine = self._by_principal.setdefault(principal, OrderedDict())
             if len(mine) >= self.limits.per_principal:
-                victim = next((one for one in mine if not one._is_busy and not one._is_cut), None)
+                # The longest idle one. A busy connection is never cut: its answer is under way.
+                victim = next((conn for conn in mine if not conn._is_busy and not conn._is_cut), None)
                 if victim is None:
                     return False
                 del mine[victim]
@@ -260,14 +265,14 @@ class Admission:
 
 
 def network_of(address: str) -> str:
-    """Return what connections of this host are counted under: its IPv4 address, or the /64 of its IPv6 address."""
+    """Return the network that connections of a host count against: its IPv4 address, or the /64 of its IPv6 address."""
     if ":" not in address:
         return address
     try:
-        found = ipaddress.IPv6Address(address.partition("%")[0])
+        parsed = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
     # One host has a whole /64 to choose from. Source: RFC 7421.
-    return str(ipaddress.IPv6Network((found, 64), strict=False))
+    return str(ipaddress.IPv6Network((parsed, 64), strict=False))

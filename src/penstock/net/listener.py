@@ -1,7 +1,7 @@
-"""Listening sockets: who is let in, and a loop that goes on when descriptors or threads run out.
+"""Listening sockets with admission control, and an accept loop that survives a shortage of descriptors or threads.
 
 In: a bound socket, an `Admission`. Out: admitted sockets, for asyncio's loop or for a thread each.
-Not here: how many may be open (`admission`), requests and answers (each server).
+Not here: the limits (`limits`, `admission`), requests and answers (each server).
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from penstock.net.admission import SWEEP_S, Admission, Connection
 from penstock.net.peercred import is_same_user, peer_uid
 
 BACKLOG = 2048
-"""Connections that the kernel holds for us: a thousand members may come in one instant. Cut to net.core.somaxconn."""
+"""Length of the kernel's accept queue: a thousand members may connect at the same moment. The kernel caps it at
+net.core.somaxconn."""
 _REFUSED_A_TURN = 64
-"""Connections turned away before the caller's loop gets its turn again; each costs about 20 microseconds."""
+"""Connections refused in one call of `accept`, so that the caller's loop runs again; each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class AdmittedSocket(socket.socket):
-    """An accepted socket and its place in the admission, which is free again once the socket is closed.
+    """An accepted socket, which frees its place in the admission when it is closed.
 
     Attributes:
-        connection: its place.
+        connection: its place in the admission.
         peer: the peer's host; empty for a Unix socket.
     """
 
@@ -45,20 +46,20 @@ class AdmittedSocket(socket.socket):
         self.connection.release()
 
     def cut(self) -> None:
-        """End the connection, whoever reads from it or writes to it; from any thread, at once."""
+        """End the connection at once, from any thread, also while other threads read from it or write to it."""
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
 
 class GuardedListener(socket.socket):
-    """A listening socket that accepts only whom `Admission` has a place for, and on Unix sockets only its own user.
+    """A listening socket that accepts only what `Admission` permits, and on Unix sockets only its own user.
 
-    Ownership: takes the file descriptor of the bound socket. Never blocks in `accept`.
+    Ownership: takes the file descriptor of the bound socket. `accept` never blocks.
 
     Args:
-        bound: bound; stream sockets and Unix sockets of packets.
-        admission: how many, and for how long.
-        refusal: sent to those that find no place before they are closed.
+        bound: a bound stream socket, or a Unix socket of packets.
+        admission: the limits, and the connections counted so far.
+        refusal: bytes sent to a refused connection before it is closed.
     """
 
     def __init__(self, bound: socket.socket, admission: Admission, *, refusal: bytes = b"") -> None:
@@ -72,10 +73,10 @@ class GuardedListener(socket.socket):
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
-        """Accept the next connection that is let in.
+        """Accept the next connection that the admission permits.
 
         Raises:
-            BlockingIOError: there is none now. OSError: the listener is closed.
+            BlockingIOError: no connection waits. OSError: the listener is closed.
         """
         for _ in range(_REFUSED_A_TURN):
             try:
@@ -96,12 +97,14 @@ class GuardedListener(socket.socket):
                     sock.setblocking(False)
                     sock.send(self._refusal)
             socket.socket.close(sock)
-        raise BlockingIOError(errno.EAGAIN, "enough connections were turned away in this turn")
+        raise BlockingIOError(errno.EAGAIN, f"{_REFUSED_A_TURN} connections were refused in this turn")
 
     def _admit(self, sock: AdmittedSocket, address: Any) -> Connection | None:
         if sock.family == socket.AF_UNIX:
             if not is_same_user(sock):
-                self.admission.tell(f"a connection of user {peer_uid(sock)} was refused: this socket is one user's")
+                self.admission.report(
+                    f"a connection of user {peer_uid(sock)} was refused: not the owner of this socket"
+                )
                 return None
             sock.peer = ""
         else:
@@ -123,11 +126,11 @@ class GuardedListener(socket.socket):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def connection_of(self, descriptor: int) -> Connection:
-        """Return the place of an accepted socket that is open, by its file descriptor."""
+        """Return the admission's record of an open, accepted socket, by its file descriptor."""
         return self._by_descriptor[descriptor]
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop listening. Idempotent."""
         if self.fileno() >= 0:
             super().close()
             with contextlib.suppress(OSError):
@@ -135,19 +138,19 @@ class GuardedListener(socket.socket):
 
 
 Serve = Callable[[socket.socket, Connection, str], None]
-"""Serves one connection until it ends: its socket (of TLS where there is a context), its place, the peer's host."""
+"""Serves one connection until it ends: the socket (over TLS if there is a context), its admission, the peer's host."""
 
 
 class ThreadedListener:
-    """Serves each connection in a thread of its own. Started by the constructor.
+    """A server that runs each connection in its own thread. Started by the constructor.
 
     Args:
-        bound: a bound socket; owned by this from here on.
-        admission: how many, and for how long.
-        serve: called in the connection's thread; the socket is closed when it returns. OSErrors that it raises are the
-            peer's business.
-        name: of the threads.
-        tls: context of the server side; None: plain.
+        bound: a bound socket; owned by this object from now on.
+        admission: the limits, and the connections counted so far.
+        serve: called in the connection's thread; the socket is closed when it returns. An OSError that it raises ends
+            that connection only.
+        name: name of the threads.
+        tls: TLS context of the server side; None: plain TCP.
         refusal: see `GuardedListener`.
     """
 
@@ -190,7 +193,7 @@ class ThreadedListener:
         try:
             thread.start()
         except RuntimeError:  # no thread can be started (RLIMIT_NPROC, cgroup pids.max)
-            self.admission.tell("a connection was refused: no thread can be started for it")
+            self.admission.report("a connection was refused: no thread can be started (RLIMIT_NPROC, cgroup pids.max)")
             sock.close()
 
     def _connection(self, sock: AdmittedSocket) -> None:
@@ -211,7 +214,7 @@ class ThreadedListener:
             connection.release()
 
     def close(self) -> None:
-        """Accept nothing more. Idempotent; connections go on."""
+        """Stop accepting; open connections continue. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -220,13 +223,13 @@ class ThreadedListener:
         self._listener.close()
 
     def forget(self) -> None:
-        """In a forked child: close our copy of the parent's socket without a word to anybody."""
+        """Close a forked child's copy of the socket, without shutting down the parent's."""
         self._is_open = False
         self._listener.close()
 
 
 def cut(sock: socket.socket) -> None:
-    """End a connection, whoever is sending or receiving by it; from any thread, at once."""
+    """End a connection at once, from any thread, also while other threads send or receive on it."""
     with contextlib.suppress(OSError):
-        # Not SSLSocket's own, which makes a receiver in another thread take ciphertext for the bytes.
+        # Not SSLSocket.shutdown: it drops the TLS state, and a receiver in another thread would return ciphertext.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

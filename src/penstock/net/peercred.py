@@ -1,6 +1,6 @@
-"""Peer credentials: which user is at the other end of a Unix socket.
+"""Peer credentials: the process and the user at the other end of a Unix socket.
 
-In: a connected Unix socket. Out: its peer's process and user, as the kernel recorded them when it connected.
+In: a connected Unix socket. Out: its peer's process id and user id, as the kernel recorded them at `connect`.
 Not here: tokens and grants (`hub.auth`, `hub.grants`), which are for sockets that other hosts can reach.
 """
 
@@ -14,7 +14,7 @@ import time
 
 _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.005
-"""Between two tries to connect to a socket whose backlog is full; the other end accepts within microseconds."""
+"""Pause between two attempts to connect to a socket whose backlog is full; the listener accepts within microseconds."""
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -29,8 +29,8 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Return whether the other end of a connected Unix socket is this process's user, or root."""
-    # Root can read this process's memory without asking; refusing it would protect nothing.
+    """Return True if the other end of a connected Unix socket is this process's user, or root."""
+    # Root can read this process's memory anyway; refusing it would protect nothing.
     return peer_uid(sock) in {os.geteuid(), 0}
 
 
@@ -42,7 +42,7 @@ def connect_unix(address: str, timeout_s: float) -> socket.socket:
 
     Raises:
         PermissionError: another user listens there; nothing was sent.
-        TimeoutError: the listener's backlog stayed full. OSError: nobody listens there.
+        TimeoutError: the listener's backlog stayed full. OSError: no process listens there.
     """
     deadline = time.monotonic() + timeout_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -55,10 +55,11 @@ def connect_unix(address: str, timeout_s: float) -> socket.socket:
             except BlockingIOError:
                 # With a timeout set, a full backlog is EAGAIN at once instead of a wait. Source: connect(2), AF_UNIX.
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"the backlog of {address!r} is full") from None
+                    raise TimeoutError(f"cannot connect to {address!r}: its backlog stayed full") from None
                 time.sleep(_RETRY_S)
         if not is_same_user(sock):
-            raise PermissionError(errno.EPERM, f"user {peer_uid(sock)} listens there, not user {os.geteuid()}", address)
+            message = f"user {peer_uid(sock)} listens at this socket, not user {os.geteuid()}"
+            raise PermissionError(errno.EPERM, message, address)
     except BaseException:
         sock.close()
         raise

@@ -1,7 +1,7 @@
-"""A directory of one process: private to the user, and swept by a later process when its owner died without leaving.
+"""Runtime directory of one process: private to the user; a later process removes it if its owner died.
 
-In: nothing. Out: a directory for the sockets of a door and of a data port.
-Not here: the hub's files of one host (`local`).
+In: nothing. Out: a directory for the sockets of a member's server and of a data port.
+Not here: the files of this host's hub (`hub.local_hub`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _LOCK = "alive"
 
 
 class RuntimeDir:
-    """Made by the constructor, mode 0700; the kernel lets go of its lock when the process ends, however it ends."""
+    """A temporary directory with mode 0700, made by the constructor, and locked while this process lives.
+
+    The kernel releases the lock when the process ends in any way, so the lock tells whether the owner still lives.
+    """
 
     def __init__(self) -> None:
         _sweep(Path(tempfile.gettempdir()))
@@ -26,10 +29,11 @@ class RuntimeDir:
         new = self.path / f"{_LOCK}.new"
         self._fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # never there without the lock on it
+        # Renamed only once it is locked: a sweep of another process must never see the lock file unlocked.
+        new.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the directory and release its lock. Idempotent."""
         if self._fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._fd)
@@ -37,9 +41,9 @@ class RuntimeDir:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what dead members of this user left there."""
+    """Remove the runtime directories that dead processes of this user left in `parent`."""
     for path in parent.glob(f"{_PREFIX}*"):
-        # One without its lock yet is being made, or not ours to open.
+        # An OSError: the directory has no lock file yet (it is being made), belongs to another user, or is in use.
         with contextlib.suppress(OSError):
             fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

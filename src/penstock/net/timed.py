@@ -1,7 +1,7 @@
-"""Reading one message under a deadline for all of it, so that a byte now and then keeps nobody waiting.
+"""Deadlines for whole messages, so that a peer that sends one byte now and then cannot hold a reader.
 
-In: a socket. Out: its bytes, until the deadline or the bound. For requests at a server and answers at a reader alike.
-Not here: connections without a thread (`admission` cuts those), weight bytes (progress of a fetch is its own deadline).
+In: a socket. Out: its bytes, until the deadline or the limit. For requests at a server and answers at a client alike.
+Not here: connections without a thread (`admission` cuts those), weight bytes (a fetch has a deadline by progress).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MessageDeadline:
-    """When a message has to be whole: after some seconds, and one more for each `MIN_BYTES_PER_S` that came.
+    """The deadline of one message: some seconds, and one more for each `MIN_BYTES_PER_S` received or sent.
 
-    A timeout of each read alone is no bound: one byte every five seconds held a fetch for 50 s whose stall was 6 s.
+    A timeout for each read is not enough: one byte every five seconds held a fetch for 50 s with a `stall_s` of 6 s.
     """
 
     __slots__ = ("_at",)
@@ -28,27 +28,27 @@ class MessageDeadline:
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
-    def came(self, nbytes: int) -> None:
-        """Bytes of the message came, or went."""
+    def add_bytes(self, nbytes: int) -> None:
+        """Extend the deadline for bytes of the message that were received or sent."""
         self._at += nbytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Return the seconds that are left. TimeoutError: there are none."""
+        """Return the seconds left. Raises TimeoutError after the deadline."""
         left = self._at - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the message did not come to its end in time")
+            raise TimeoutError("the message was not complete before its deadline")
         return left
 
 
 class TimedReader(io.RawIOBase):
-    """What a socket receives, under the deadline and the bound of the message that is expected.
+    """A raw stream over a socket that enforces a deadline and a size limit on each message.
 
-    Ownership: holds the socket's file, as `makefile` does: closing the socket waits for this to be closed.
+    Ownership: keeps the socket's file open, as `makefile` does; the socket closes only once this is closed, too.
 
     Args:
-        sock: blocking; its timeout is changed with each read.
+        sock: blocking; each read changes its timeout.
         seconds: for the first message, see `expect`.
-        max_bytes: of the first message; None: any number.
+        max_bytes: limit of the first message; None: no limit.
     """
 
     def __init__(self, sock: socket.socket, seconds: float, max_bytes: int | None = None) -> None:
@@ -56,17 +56,18 @@ class TimedReader(io.RawIOBase):
         self.expect(seconds, max_bytes)
 
     def expect(self, seconds: float, max_bytes: int | None = None, *, first_s: float | None = None) -> None:
-        """Begin a message: all of it within so many seconds and bytes.
+        """Start a new message with its own deadline and size limit.
 
         Args:
-            seconds: for the whole message; from its first byte on where `first_s` is given.
-            first_s: for its first byte.
+            seconds: for the whole message; counted from its first byte if `first_s` is given.
+            max_bytes: size limit; None: no limit.
+            first_s: seconds for the first byte to arrive.
         """
         self._deadline = MessageDeadline(seconds if first_s is None else first_s)
         self._then_s, self._left_bytes = (None if first_s is None else seconds), max_bytes
 
     def allow(self, nbytes: int) -> None:
-        """Take so many bytes more: a head has said how long its body is."""
+        """Raise the size limit by the length of a body that the head announced."""
         if self._left_bytes is not None:
             self._left_bytes += nbytes
 
@@ -75,10 +76,10 @@ class TimedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
-        """Read some bytes; see io.
+        """Read some bytes into `buffer`; see `io.RawIOBase`.
 
         Raises:
-            TimeoutError: the deadline is over. ConnectionAbortedError: the message is longer than allowed.
+            TimeoutError: the deadline has passed. ConnectionAbortedError: the message is longer than allowed.
         """
         view = memoryview(buffer).cast("B")
         if self._left_bytes is not None:
@@ -89,12 +90,12 @@ class TimedReader(io.RawIOBase):
         got = self._file.readinto(view) or 0
         if self._then_s is not None:
             self._deadline, self._then_s = MessageDeadline(self._then_s), None
-        self._deadline.came(got)
+        self._deadline.add_bytes(got)
         if self._left_bytes is not None:
             self._left_bytes -= got
         return got
 
     def close(self) -> None:
-        """Let go of the socket's file. Idempotent."""
+        """Close the socket's file. Idempotent."""
         self._file.close()
         super().close()

@@ -1,7 +1,7 @@
 """Reads posted together, by whatever transports, and waited for: at the end none of them is under way any more.
 
 In: reads as they are posted. Out: what failed first, and whether a byte of our memory may have been written.
-Not here: which reads, and what becomes of a source that failed (`fetch.steps`, `sync.receive.source_read`).
+Not here: which reads, and what becomes of a source that failed (`fetch.run`, `sync.receive.source_read`).
 """
 
 from __future__ import annotations

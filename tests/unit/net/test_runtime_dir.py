@@ -18,17 +18,18 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_home_is_private_and_gone_when_closed() -> None:
-    home = RuntimeDir()
-    assert home.path.stat().st_mode & 0o777 == 0o700
-    home.close()
-    home.close()
-    assert not home.path.exists()
+def test_a_runtime_dir_is_private_and_removed_on_close() -> None:
+    directory = RuntimeDir()
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    directory.close()
+    assert not directory.path.exists()
 
 
-def test_homes_of_the_dead_are_swept_and_of_the_living_are_not(somewhere: Path) -> None:
+def test_directories_of_dead_processes_are_removed_and_those_of_live_ones_kept(somewhere: Path) -> None:
     code = (
-        "from penstock.net.runtime_dir import Home; import time; h = Home(); print(h.path, flush=True); time.sleep(9)"
+        "from penstock.net.runtime_dir import RuntimeDir; import time; "
+        "directory = RuntimeDir(); print(directory.path, flush=True); time.sleep(9)"
     )
     environ = {**os.environ, "TMPDIR": str(somewhere)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as other:
