@@ -25,6 +25,9 @@ _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 
 def parse_bytes(text: str | int) -> int:
     """`"256M"`, `"1.5GiB"`, `"4096"` or an int as bytes; suffixes are powers of 1024. ConfigError if it is none."""
+    if not isinstance(text, str | int) or isinstance(text, bool):
+        message = f"{text!r} is not a number of bytes: it is a {type(text).__name__}, not an int or a str"
+        raise ConfigError(message, hint="write it as 268435456, 256M or 1.5G")
     try:
         found = text if isinstance(text, int) else _bytes_of(text.strip().upper())
     except (ValueError, OverflowError) as error:
@@ -114,6 +117,8 @@ class Settings:
 def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
+    except ConfigError:
+        raise
     except ValueError as error:
         message = f"environment variable {name}={text!r} does not parse: {error}"
         raise ConfigError(message, hint="docs/tuning.md says what it may be") from error

@@ -17,6 +17,10 @@ PenstockError
   OperationFailed         config       an operation raised, or gave other tensors than it said
   PeerLost                source       another rank or process failed or fell silent
   Cancelled               config       the caller cancelled, or abandoned an iterator
+
+Four are also the class of Python that a caller would catch: ConfigError is a ValueError, MissingExtra an ImportError,
+NotFound a FileNotFoundError, PermissionDenied a PermissionError. Inside the package, a block that catches one of those
+from the system or a library therefore lets PenstockError pass first, where its body may raise one.
 """
 
 from __future__ import annotations
@@ -99,11 +103,11 @@ def without_frames(error: PenstockError) -> PenstockError:
     return error
 
 
-class ConfigError(PenstockError):
+class ConfigError(PenstockError, ValueError):
     """An argument, option or environment variable is wrong; nothing was started."""
 
 
-class MissingExtra(ConfigError):
+class MissingExtra(ConfigError, ImportError):
     """A feature needs an optional package; the hint names the extra to install."""
 
 
@@ -127,11 +131,11 @@ class SourceError(PenstockError):
     blame: ClassVar[Blame] = "source"
 
 
-class NotFound(SourceError):
+class NotFound(SourceError, FileNotFoundError):
     """No such file, object, shard or tensor."""
 
 
-class PermissionDenied(SourceError):
+class PermissionDenied(SourceError, PermissionError):
     """The source refused these credentials, or the file mode forbids reading."""
 
 

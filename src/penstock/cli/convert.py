@@ -7,7 +7,6 @@ Not here: the conversion (`api.convert`).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,49 +35,6 @@ if TYPE_CHECKING:
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
     from penstock.jobs.workers.launch import LocalCrew
-
-
-def word_of(text: str) -> dict[str, Any]:
-    """An operation as it is written on a command line.
-
-    `average`; `linear:weights=0.3,0.7`; `dequantise:to=BF16`; `{"op": "rename", "rules": [["a", "b"]]}`;
-    `package.module:function` is a user's own.
-
-    Raises:
-        ConfigError: it is none of these, and the hint says what there is.
-    """
-    if text.startswith("{"):
-        try:
-            word = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{text!r} is not JSON: {error}") from error
-        if not isinstance(word, dict):
-            raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
-        return word
-    from penstock.jobs.operations.spec import is_operation, maker_of, usage
-
-    name, colon, rest = text.partition(":")
-    if colon and "=" not in rest and not is_operation(name):
-        return {"op": "function", "function": text}
-    maker_of(name)
-    word = {"op": name}
-    for part in rest.split(";") if rest else ():
-        key, equals, value = part.partition("=")
-        if not equals:
-            hint = f"it takes {usage(name)}; see docs/convert.md"
-            raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
-        word[key] = [_value(one) for one in value.split(",")] if "," in value else _value(value)
-    return word
-
-
-def _value(text: str) -> object:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text, text)
-
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)]
@@ -126,7 +82,7 @@ def convert(
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
-    words = [word_of(one) for one in op or ()]
+    words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
         from penstock.jobs.convert import plan

@@ -51,6 +51,8 @@ def hub(
         from penstock.hub.server import run_hub
         from penstock.hub.store import MemoryStore, Store
         from penstock.hub.store_redis import RedisStore
+    except MissingExtra:
+        raise
     except ImportError as error:
         raise MissingExtra(f"the hub needs {error.name}", hint="pip install 'penstock[hub]'") from error
 

@@ -130,11 +130,10 @@ def plan_convert(
     format: FormatOption = Format.human,
 ) -> None:
     """How long a conversion would take, by stage: its own tasks, from the headers, on a described cluster."""
-    from penstock.cli.convert import word_of
     from penstock.jobs import convert
     from penstock.plan.simulate_convert import simulate_convert
 
-    job = convert.plan(sources, to=to, operations=[word_of(one) for one in op or ()], task_bytes=task_bytes)
+    job = convert.plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
     if workers < described.gpus_per_node:
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from penstock.arguments import require_connection, require_name, require_text_map, require_type
 from penstock.config import Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
-from penstock.errors import ConfigError, IntegrityError, PenstockError
+from penstock.errors import IntegrityError, PenstockError
 from penstock.fetch.discover import Discovery, Target
 from penstock.fetch.provenance import Provenance
 from penstock.fetch.report import FetchReport, report_of
@@ -257,8 +258,10 @@ def join(
     Raises:
         HubUnavailable: there is no hub at `hub`. ConfigError, MissingExtra: an argument, or a package for it.
     """
-    if not model:
-        raise ConfigError("a model needs a name")
+    require_name("model", model)
+    require_connection(hub, token, rack, listen, transports)
+    require_type("max_readers", max_readers, int, "a number of readers")
+    require_text_map("parallel", parallel, 'coordinates: {"tp": "1/4"}')
     if not isinstance(quantization, str):
         ordered = msgspec.json.encode(quantization, order="deterministic")
         quantization = str(blake3(ordered).hexdigest(length=16))

@@ -25,6 +25,7 @@ from urllib.parse import SplitResult
 from penstock.errors import (
     FormatError,
     NotFound,
+    PenstockError,
     PermissionDenied,
     SourceChanged,
     SourceTruncated,
@@ -305,6 +306,8 @@ def _failing(uri: str) -> Iterator[None]:
     """Map what sockets, TLS and the HTTP parser raise."""
     try:
         yield
+    except PenstockError:  # mapped already; NotFound and PermissionDenied are OSErrors too
+        raise
     except ssl.SSLCertVerificationError as error:
         raise SourceUnavailable(
             f"the server's certificate does not verify: {error.verify_message}",

@@ -31,7 +31,7 @@ from penstock.jobs.job import SHARD_BYTES, Job
 from penstock.jobs.journal import Journal, Notes
 from penstock.jobs.memory_destination import ONE_FILE, SCHEME, Sink, fill
 from penstock.jobs.messages import EXECUTORS, Words
-from penstock.jobs.operations.spec import Word
+from penstock.jobs.operations.spec import Operations
 from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.publish import (
     METADATA,
@@ -66,7 +66,7 @@ def convert(
     destination: str | os.PathLike[str] | Sink,
     *,
     to: str | None = None,
-    operations: Sequence[Word] = (),
+    operations: Operations = (),
     verify: bool | None = None,
     devices: str | Sequence[str] = "all",
     workers: int | None = None,
@@ -87,7 +87,8 @@ def convert(
         sources: what is read; as many as the first operation takes.
         destination: a directory that is not there yet, a prefix of an object store, or a keeper's `into`.
         to: a format (`cast:BF16`, `fp8-block128`, ...) that what the operations give is stored in.
-        operations: one after the other, each `{"op": name, ...}`; none: a copy.
+        operations: one after the other, each `{"op": name, ...}` or as `--op` has it (`"slerp:t=0.4"`); one alone
+            need not be in a list; none: a copy.
         verify: hold what is read to the leaf digests of each source that has them; True: of all, or fail; False: none.
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
         workers: how many, taking `devices` in turn; None: one for each.
@@ -137,7 +138,7 @@ def plan(
     sources: Uris,
     *,
     to: str | None = None,
-    operations: Sequence[Word] = (),
+    operations: Operations = (),
     verify: bool | None = None,
     task_bytes: int | str = TASK_BYTES,
     shard_bytes: int | str = SHARD_BYTES,

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.errors import IntegrityError
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.messages import Words
-from penstock.jobs.operations.spec import Word, operation_of
+from penstock.jobs.operations.spec import Operations, operation_of, words_of
 from penstock.jobs.request_defaults import completed
 from penstock.storage import text_of
 from penstock.storage.weight_set import Uris, WeightSet, open_weights
@@ -41,7 +42,7 @@ class Asked:
 def ask(
     sources: Uris,
     to: str | None,
-    operations: Sequence[Word],
+    operations: Operations,
     task_bytes: int | str,
     shard_bytes: int | str,
     storage_options: Mapping[str, str] | None,
@@ -59,7 +60,8 @@ def ask(
     ]
     if verify and (why := next((one.why_unverified for one in opened if one.why_unverified), None)):
         raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
-    words = [*operations, *([{"op": "store", "format": to}] if to is not None else [])]
+    require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
+    words = [*words_of(operations), *([{"op": "store", "format": to}] if to is not None else [])]
     words = completed(words, opened, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
     wanted = parse_bytes(task_bytes)

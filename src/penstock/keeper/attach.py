@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from penstock.arguments import require_connection, require_name
 from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.errors import (
@@ -191,6 +192,8 @@ def attach(
             digests are not of the revision. Where the keeper's own bytes changed, it loads the model again: waited for.
         HubUnavailable: there is no hub at `hub`. PermissionDenied: it does not take `token` for this model.
     """
+    require_name("model", model)
+    require_connection(hub, token, "", None, None)
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
     deadline, stall_s, url = time.monotonic() + wait_s, Settings.read().stall_s, ""

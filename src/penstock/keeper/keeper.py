@@ -24,6 +24,7 @@ from types import TracebackType
 
 import torch
 
+from penstock.arguments import require_connection
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place_cuda import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
@@ -114,6 +115,7 @@ class Keeper:
         max_bytes_per_s: int | str = 0,
         settings: Settings | None = None,
     ) -> None:
+        require_connection(hub, token, rack, listen, transports)
         self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
         self._max_readers = max_readers

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.arguments import require_type
 from penstock.engine.choose_place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, telling
@@ -109,7 +110,17 @@ def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str
     """A module's parameters and persistent buffers, or tensors by name: detached, the same memory."""
     if isinstance(target, torch.nn.Module):
         return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
+    require_tensors("the target", target)
     return {name: tensor.detach() for name, tensor in target.items()}
+
+
+def require_tensors(what: str, tensors: object) -> None:
+    """Raise ConfigError unless this is a mapping of names to tensors."""
+    expected = "a torch.nn.Module, or a dict of tensors by name"
+    require_type(what, tensors, Mapping, expected)
+    assert isinstance(tensors, Mapping)
+    for name, tensor in tensors.items():
+        require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
 def match_targets(

@@ -21,7 +21,7 @@ import torch
 
 from penstock import interrupt
 from penstock.config import Settings
-from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied, SourceError
+from penstock.errors import ConfigError, NotFound, PenstockError, SourceError
 from penstock.loader.also import also
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read import FileReader
@@ -334,8 +334,6 @@ def _compatible(error: PenstockError) -> PenstockError:
     theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     if theirs is not None:
         others.append(theirs)
-    if isinstance(error, PermissionDenied):
-        others.append(PermissionError)
-    elif isinstance(error, SourceError) and error.tensor is None:
-        others.append(FileNotFoundError if isinstance(error, NotFound) else OSError)
+    if isinstance(error, SourceError) and error.tensor is None:
+        others.append(OSError)
     return also(error, *others)

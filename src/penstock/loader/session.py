@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from penstock import interrupt
+from penstock.arguments import require_type
 from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.engine.check import Checker, Expected, HostChecker
@@ -48,6 +49,7 @@ MAX_GAP_BYTES = 64 << 10
 MAX_GAP_REMOTE_BYTES = MIB
 """The same for an object store, where a request costs a round trip."""
 
+_BOXES = 'boxes by tensor name: {"w": penstock.Box(start=(0, 0), stop=(2, 4))}'
 _DEVICES = 'use "cpu", "cuda" or "cuda:N"'
 
 
@@ -148,8 +150,12 @@ class Session(Closing):
         if boxes is None:
             return (None,) * len(table)
         if callable(boxes):
-            return tuple(boxes(name, shape) for name, shape in zip(table.names, table.shapes, strict=True))
-        unknown = sorted(set(boxes) - set(table.names))
+            pairs = zip(table.names, table.shapes, strict=True)
+            return tuple(_box(name, boxes(name, shape)) for name, shape in pairs)
+        require_type("boxes", boxes, Mapping, _BOXES)
+        for name, box in boxes.items():
+            _box(name, box)
+        unknown = sorted(map(str, set(boxes) - set(table.names)))
         if unknown:
             raise PlanError(f"boxes for tensors that are not there: {', '.join(unknown[:5])}")
         return tuple(boxes.get(name) for name in table.names)
@@ -362,6 +368,12 @@ class Session(Closing):
             why=self.why,
             revision=self.manifest.revision,
         )
+
+
+def _box(name: object, box: Box | None) -> Box | None:
+    """Return a region wanted as it is. ConfigError where it is no Box."""
+    require_type(f"the box of {name!r}", box, (Box, type(None)), _BOXES)
+    return box
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:

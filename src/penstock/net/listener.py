@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
+from penstock.errors import PenstockError
 from penstock.net.admission import SWEEP_S, Admission, Connection
 from penstock.net.peercred import is_same_user, peer_uid
 
@@ -207,6 +208,8 @@ class ThreadedListener:
                 connection.cut = lambda: cut(served)
                 served.do_handshake()
             self._serve(served, connection, peer)
+        except PenstockError:  # a fault of the handler, not of the connection
+            raise
         except OSError:
             return  # the connection broke, or was cut: the peer knows
         finally:

@@ -335,16 +335,21 @@ class _Handler(BoundedRequestHandler):
             self._send(404, Fault(error=error.message))
         except (PlanError, StaleDescriptor) as error:
             self._send(409 if isinstance(error, PlanError) else 410, Fault(error=error.message, hint=error.hint or ""))
-        except (FormatError, msgspec.DecodeError, ValueError) as error:
-            self.close_connection = True
-            self._send(400, Fault(error=str(error)[:512]))
-        except PenstockError as error:
+        except (FormatError, msgspec.DecodeError) as error:
+            self._refuse(error)
+        except PenstockError as error:  # before ValueError, which ConfigError is too
             self._send(503, Fault(error=error.message, hint=error.hint or ""))
+        except ValueError as error:
+            self._refuse(error)
         else:
             if url.path != "/v1/alive":
                 # It showed a grant, a lease or a session: `alive` is the one question that asks for nothing.
                 self.place.prove(self.peer)
             self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
+
+    def _refuse(self, error: Exception) -> None:
+        self.close_connection = True
+        self._send(400, Fault(error=str(error)[:512]))
 
     def _send(self, code: int, value: object) -> None:
         body = msgspec.msgpack.encode(value) if value is not None else b""

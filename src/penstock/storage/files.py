@@ -98,13 +98,15 @@ class FileSource:
             raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
         if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= _MAX_BUFFERS:
+            nbytes_read = -1
             try:
-                if os.preadv(self._fd, buffers, offset, self._nowait) == nbytes:
-                    self.require_unmodified()
-                    return "page-cache"
+                nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP:  # tmpfs has no RWF_NOWAIT and no need of it
                     self._nowait = 0
+            if nbytes_read == nbytes:
+                self.require_unmodified()
+                return "page-cache"
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
         path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
         self.require_unmodified()

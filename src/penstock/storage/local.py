@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.errors import (
     FormatError,
     NotFound,
+    PenstockError,
     PermissionDenied,
     SourceChanged,
     SourceError,
@@ -155,6 +156,8 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
             parts.append(part)
             left -= len(part)
         require_unchanged(fd, None, path, state)
+    except PenstockError:
+        raise
     except OSError as error:
         raise typed_error(error, path, None) from error
     finally:

@@ -113,6 +113,8 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     _check_endpoints((*options.items(), *environ.items()))
     try:
         store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
+    except PenstockError:  # MissingExtra must not become a plain ConfigError
+        raise
     except (exceptions.BaseError, ValueError, TypeError) as error:
         raise ConfigError(_brief(error), uri=uri) from error
     anonymous = _is_on(

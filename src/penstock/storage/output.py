@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, DiskFull
+from penstock.errors import ConfigError, DestinationError, DiskFull, PenstockError
 from penstock.storage.page_cache import reserve
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
@@ -287,6 +287,8 @@ def typed(path: Path) -> Iterator[None]:
     """The house's error for an OSError of the file system that is written to."""
     try:
         yield
+    except PenstockError:  # of what is read meanwhile; NotFound and PermissionDenied are OSErrors too
+        raise
     except OSError as error:
         kind = DiskFull if error.errno in _DISK_FULL else DestinationError
         raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error

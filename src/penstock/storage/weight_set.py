@@ -18,6 +18,7 @@ from itertools import chain
 
 import numpy as np
 
+from penstock.arguments import require_texts, require_type
 from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.digest import leaf
@@ -120,6 +121,7 @@ def open_weights(
         PlanError: a name without wildcards is none of the tensors.
         SourceError: the storage failed.
     """
+    require_type("storage_options", storage_options, (Mapping, type(None)), "a dict of options by obstore's names")
     place = resolve(uri, settings=settings, storage_options=storage_options)
     return open_place(place, settings=settings, storage_options=storage_options, names=names)
 
@@ -358,6 +360,9 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
         return list(range(len(tensors)))
     if callable(names):
         return [row for row, tensor in enumerate(tensors) if names(tensor)]
+    require_texts(
+        "names", [names] if isinstance(names, str) else names, "a glob, a list of them, a regex or a function"
+    )
     globs = [names] if isinstance(names, str) else list(names)
     row_of = {tensor: row for row, tensor in enumerate(tensors)}
     found: set[int] = set()

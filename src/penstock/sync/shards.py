@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.arguments import require_type
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
@@ -55,6 +56,8 @@ class Shard:
 
 Declarable = torch.Tensor | Shard | Sequence[Shard]
 
+_DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shards by name"
+
 
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, ...]:
     """The rows of everything a rank holds.
@@ -70,6 +73,7 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, .
     Ownership: rows view the live memory and keep it alive.
     Order: for FSDP2 between steps; a module is resharded by this, as by its `state_dict`.
     """
+    require_type("what is published", params, (torch.nn.Module, Mapping), _DECLARABLE)
     held = _state(params) if isinstance(params, torch.nn.Module) else params
     return tuple(row for name, value in held.items() for row in _rows(name, value))
 
@@ -216,6 +220,7 @@ def _rows(name: str, value: Declarable) -> Iterator[Row]:
     if isinstance(value, Shard):
         yield row_of(name, value.tensor, value.global_shape, value.offset, tag=value.tag)
     elif not isinstance(value, torch.Tensor):
+        require_type(f"{name!r}", value, (list, tuple), _DECLARABLE)
         for shard in value:
             yield from _rows(name, shard)
     elif isinstance(value, DTensor):

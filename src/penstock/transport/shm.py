@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from penstock.digest.strip import Bytes, memory_at
-from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, StaleDescriptor
+from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.segments import Rectangles, Segments
 from penstock.transport.deferred_read import WaitedRead
@@ -215,6 +215,8 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
         if os.fstat(fd).st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed that memory", uri=uri)
         return mapping(fd)
+    except PenstockError:
+        raise
     except (OSError, ValueError) as error:
         raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error
     finally:

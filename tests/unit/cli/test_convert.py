@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.cli.convert import word_of, write_report
+from penstock.cli.convert import write_report
 from penstock.cli.main import run
 from penstock.cli.options import Format
 from penstock.errors import ConfigError
+from penstock.jobs.operations.spec import operation_spec
 from penstock.jobs.report import ConvertReport
 from penstock.plan.cluster import CPU_RATES, to_json
 from penstock.testing.checkpoints import write_llama
@@ -54,13 +55,13 @@ def report(**more: Any) -> ConvertReport:
     ],
 )
 def test_operations_are_read_as_they_are_written(text: str, word: dict[str, Any]) -> None:
-    assert word_of(text) == word
+    assert operation_spec(text) == word
 
 
 @pytest.mark.parametrize("text", ["{", "linear:a=1;b", "{1}"])
 def test_what_is_no_operation_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        word_of(text)
+        operation_spec(text)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
                 source.readv(offset, [view])
                 file.write(view)
         os.replace(part, place)
+    except PenstockError:  # of the source that is read; NotFound and PermissionDenied are OSErrors too
+        raise
     except OSError as error:
         kind = DiskFull if error.errno == 28 else DestinationError
         raise kind(f"cannot write {place}: {error.strerror}", uri=uri) from error

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.arguments import require_type
 from penstock.errors import ConfigError
 from penstock.jobs.operations.operation import Chain, Copy, Operation, Rename
+from penstock.transform.geometry import FORMATS
 
 Word = Mapping[str, object]
+Operations = str | Word | Sequence[str | Word]
+"""Operations as a caller gives them: texts as of `--op`, mappings, or a list of both."""
 
 _MADE_BY: Mapping[str, str] = {
     "copy": "penstock.jobs.operations.operation:Copy",
@@ -38,6 +43,63 @@ COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties
 """Operations that compute with several sources, each of which is dequantised before where it is quantised."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Words of merges that are numbers, or lists of them."""
+
+
+def words_of(operations: Operations) -> list[Word]:
+    """Return operations as mappings: one, or several in a list; each a mapping, or a text as of `--op`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    expected = 'operations as "dequantise", "slerp:t=0.4" or {"op": "slerp", "t": 0.4}, or a list of them'
+    several = [operations] if isinstance(operations, str | Mapping) else operations
+    require_type("operations", several, (list, tuple), expected)
+    for operation in several:
+        require_type("an operation", operation, (str, Mapping), expected)
+    return [operation_spec(each) if isinstance(each, str) else each for each in several]
+
+
+def operation_spec(text: str) -> dict[str, Any]:
+    """Return the words of an operation that is written as on a command line.
+
+    `average`; `linear:weights=0.3,0.7`; `dequantise:to=BF16`; `{"op": "rename", "rules": [["a", "b"]]}`;
+    `package.module:function` is a user's own.
+
+    Raises:
+        ConfigError: it is none of these, and the hint says what there is.
+    """
+    if text.startswith("{"):
+        try:
+            words = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{text!r} is not JSON: {error}") from error
+        if not isinstance(words, dict):
+            raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
+        return words
+    name, colon, rest = text.partition(":")
+    if text in FORMATS:
+        raise ConfigError(f"{text!r} is a format, not an operation", hint=f"give to={text!r}, or --to {text}")
+    if colon and "=" not in rest and not is_operation(name):
+        return {"op": "function", "function": text}
+    maker_of(name)
+    words = {"op": name}
+    for part in rest.split(";") if rest else ():
+        key, equals, value = part.partition("=")
+        if not equals:
+            hint = f"it takes {usage(name)}; see docs/convert.md"
+            raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
+        words[key] = [_value(item) for item in value.split(",")] if "," in value else _value(value)
+    return words
+
+
+def _value(text: str) -> object:
+    """Return a number, True or False where the text is one; else the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
 
 
 def operation_of(words: Sequence[Word]) -> Operation:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from penstock.errors import ConfigError, OperationFailed
+from penstock.errors import ConfigError, OperationFailed, PenstockError
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
@@ -53,6 +53,8 @@ def function_of(function: str, **options: Any) -> Operation:
     module, _, name = function.partition(":")
     try:
         found: Any = importlib.import_module(module)
+    except PenstockError:  # the module was found, and needs a package: MissingExtra is an ImportError too
+        raise
     except ImportError as error:
         raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
     for part in name.split("."):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
+from penstock.arguments import require_texts, require_type
 from penstock.closing import Closing
 from penstock.config import visible_devices
 from penstock.cuda.driver import load_driver
@@ -265,6 +266,8 @@ def gpus() -> list[str]:
 
 def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable[[], list[str]] = gpus) -> list[str]:
     """One device for each worker. ConfigError: no worker, or a name that is no device's."""
+    require_type("workers", workers, (int, type(None)), "a number of workers, or None")
+    require_texts("devices", [devices] if isinstance(devices, str) else devices, '"all", "cpu" or a list of names')
     if workers is not None and workers < 1:
         raise ConfigError(f"{workers} workers")
     named = [devices] if isinstance(devices, str) else list(devices)

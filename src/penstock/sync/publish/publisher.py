@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.arguments import require_connection, require_name
 from penstock.closing import Closing
 from penstock.config import parse_bytes
 from penstock.errors import Cancelled, ConfigError, SourceStalled
@@ -285,6 +286,8 @@ def publisher(
     Ownership: the parameters' memory stays registered until `close`.
     Order: all ranks are made at the same time, and publish the same versions.
     """
+    require_name("name", name)
+    require_connection(hub, token, rack, listen, transports)
     copies = _copies(name, mode, replica)
     rank, world_size = _place(rank, world_size)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)

@@ -7,8 +7,11 @@ Not here: what it does (`subscriber`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
+
+from penstock.arguments import require_connection, require_name, require_type
 from penstock.config import parse_bytes
 from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.sync.membership import joined
@@ -64,6 +67,11 @@ def subscriber(
         HubUnavailable: there is no hub. ConfigError, MissingExtra: an argument, or a package for it.
         BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
     """
+    require_name("name", name)
+    require_connection(hub, token, rack, listen, transports)
+    require_type(
+        "target", target, (torch.nn.Module, Mapping), "a torch.nn.Module, or a dict of tensors or Shards by name"
+    )
     if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
         message = f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}"
         raise ConfigError(message, hint="it has a name, mode staged or direct, and ranks count from 0")

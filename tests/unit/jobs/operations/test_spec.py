@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from penstock.cli.convert import word_of
 from penstock.errors import ConfigError
 from penstock.jobs.operations.merge import Linear, Slerp, Ties
-from penstock.jobs.operations.spec import maker_of, operation_of, usage
+from penstock.jobs.operations.spec import maker_of, operation_of, operation_spec, usage
 
 
 def test_usage_has_every_operation_with_its_parameters() -> None:
@@ -25,7 +24,7 @@ def test_usage_has_every_operation_with_its_parameters() -> None:
 
 @pytest.mark.parametrize("name", ["slurp", "help", ""])
 def test_one_that_is_unknown_lists_all(name: str) -> None:
-    for ask in (lambda: maker_of(name), lambda: operation_of([{"op": name}]), lambda: word_of(name)):
+    for ask in (lambda: maker_of(name), lambda: operation_of([{"op": name}]), lambda: operation_spec(name)):
         with pytest.raises(ConfigError, match="no operation is called") as caught:
             ask()
         assert usage() in str(caught.value.hint) and "docs/convert.md" in str(caught.value.hint)
@@ -34,9 +33,9 @@ def test_one_that_is_unknown_lists_all(name: str) -> None:
 @pytest.mark.parametrize("text", ["slerp:help", "slerp:t", "slerp:t=0.5;x", "slerp:weight=1", "slerp", "slerp:t=much"])
 def test_one_that_is_malformed_says_what_it_takes(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        operation_of([word_of(text)])
+        operation_of([operation_spec(text)])
     assert "it takes slerp(t)" in str(caught.value.hint)
 
 
 def test_a_function_of_ones_own_is_not_taken_for_an_operation() -> None:
-    assert word_of("math:sqrt") == {"op": "function", "function": "math:sqrt"}
+    assert operation_spec("math:sqrt") == {"op": "function", "function": "math:sqrt"}

@@ -1,0 +1,78 @@
+"""Wrong arguments are ConfigError, whichever verb gets them; nothing was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import penstock as ps
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(4, 4), "y": torch.zeros(2)}, path)
+    return path
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "a uri of None": lambda file: ps.load(None),
+    "a list with None": lambda file: ps.load([None]),
+    "bytes as a float": lambda file: ps.load(file, memory_bytes=1.5e9),
+    "bytes as a bool": lambda file: ps.load(file, memory_bytes=True),
+    "a tuple for a box": lambda file: ps.load(file, boxes={"x": (0, 2)}),
+    "a function that gives a tuple": lambda file: ps.load(file, boxes=lambda name, shape: (0, 2)),
+    "a list of boxes": lambda file: ps.load(file, boxes=[1]),
+    "a number for names": lambda file: ps.load(file, names=3),
+    "a list of numbers for names": lambda file: ps.load(file, names=[3]),
+    "a list for storage options": lambda file: ps.load(file, storage_options=[1]),
+    "no device": lambda file: ps.load(file, device=None),
+    "a number as a target": lambda file: ps.load_into(3, file),
+    "a target of numbers": lambda file: ps.load_into({"x": 3}, file),
+    "numbers to publish": lambda file: ps.publisher("x", [1, 2]),
+    "nothing to publish": lambda file: ps.publisher("x", None),
+    "a number as a parameter": lambda file: ps.publisher("x", {"a": 1}),
+    "a number as a sync's name": lambda file: ps.publisher(3, {"a": torch.zeros(2)}),
+    "numbers to subscribe with": lambda file: ps.subscriber("x", [1, 2]),
+    "a format as an operation": lambda file: ps.convert(file, file.parent / "out", operations=["cast:F16"]),
+    "a number as an operation": lambda file: ps.convert(file, file.parent / "out", operations=[3]),
+    "a number as operations": lambda file: ps.convert(file, file.parent / "out", operations=3),
+    "a number as a format": lambda file: ps.convert(file, file.parent / "out", to=3),
+    "a text as workers": lambda file: ps.convert(file, file.parent / "out", workers="2"),
+    "a number as devices": lambda file: ps.convert(file, file.parent / "out", devices=3),
+    "no destination": lambda file: ps.convert(file, None),
+    "a fleet of no model": lambda file: ps.join(3),
+    "a number as a hub": lambda file: ps.join("m", hub=3),
+    "a number as an address": lambda file: ps.join("m", listen=3),
+    "a text as transports": lambda file: ps.join("m", transports="shm"),
+    "numbers as transports": lambda file: ps.join("m", transports=[3]),
+    "a text as readers": lambda file: ps.join("m", max_readers="4"),
+    "a float as a rate": lambda file: ps.join("m", max_bytes_per_s=1.5),
+    "numbers as coordinates": lambda file: ps.join("m", parallel=3),
+    "a model of None": lambda file: ps.attach(None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_a_config_error(case: str, file: Path) -> None:
+    with pytest.raises(ps.ConfigError) as caught:
+        WRONG[case](file)
+    assert caught.value.hint or caught.value.message
+    assert not (file.parent / "out").exists()
+
+
+def test_a_format_given_as_an_operation_is_named(file: Path) -> None:
+    with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*give to='cast:F16'"):
+        ps.convert(file, file.parent / "out", operations=["cast:F16"])
+
+
+@pytest.mark.parametrize(
+    "operations", ["dequantise", ["dequantise:to=BF16"], {"op": "dequantise"}, ('{"op": "copy"}',)]
+)
+def test_operations_are_texts_or_mappings_alone_or_in_a_list(operations: object, file: Path) -> None:
+    report = ps.convert(file, file.parent / "out", operations=operations, devices="cpu", workers=1)
+    assert report.operation.startswith(("dequantise to BF16", "copy"))

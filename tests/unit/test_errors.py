@@ -1,0 +1,120 @@
+"""Errors are also the classes of Python that a caller would catch, and no block inside the package takes them for one.
+
+The second part reads the source: a `try` whose body may raise one of ours, and that catches a class of Python which
+ours is too, must let ours pass first.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock import errors
+from penstock.errors import PenstockError
+from penstock.http.range_request import _failing
+from penstock.jobs.operations.user_function import function_of
+from penstock.storage.output import typed
+
+SOURCE = Path(penstock.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("ours", "pythons"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.MissingExtra, ImportError),
+        (errors.NotFound, FileNotFoundError),
+        (errors.PermissionDenied, PermissionError),
+        (errors.GrantRefused, PermissionError),
+    ],
+)
+def test_an_error_is_also_the_one_of_python(ours: type[PenstockError], pythons: type[Exception]) -> None:
+    error = ours("it failed", uri="s3://user:secret@bucket/x", hint="do this")
+    with pytest.raises(pythons) as caught:
+        raise error
+    assert str(caught.value) == f"it failed; in s3://bucket/x; blame: {ours.blame}; destination untouched; do this"
+    for again in (copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is ours
+        assert str(again) == str(error)
+
+
+def test_other_errors_are_not(tmp_path: Path) -> None:
+    for ours in (errors.SourceUnavailable, errors.FormatError, errors.PlanError, errors.DestinationError):
+        assert not issubclass(ours, OSError | ValueError | ImportError)
+    with pytest.raises(FileNotFoundError):
+        penstock.load(tmp_path / "absent")
+    with pytest.raises(ValueError, match="NoneType is not a path or URI"):
+        penstock.load(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ours", [errors.NotFound("gone"), errors.PermissionDenied("closed")])
+def test_maps_of_system_errors_let_ours_pass(ours: PenstockError, tmp_path: Path) -> None:
+    with pytest.raises(PenstockError) as caught, typed(tmp_path):
+        raise ours
+    assert caught.value is ours
+    with pytest.raises(PenstockError) as caught, _failing("http://host/x"):
+        raise ours
+    assert caught.value is ours
+
+
+def test_a_users_module_that_lacks_an_extra_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacks_an_extra.py").write_text(
+        'from penstock.errors import MissingExtra\nraise MissingExtra("it needs scipy", hint="pip install scipy")\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(errors.MissingExtra, match="it needs scipy"):
+        function_of("lacks_an_extra:f")
+
+
+def _caught(handler: ast.ExceptHandler) -> Iterator[type]:
+    """Classes that a handler names, of Python and of ours; those of libraries are left out."""
+    if handler.type is None:
+        yield BaseException
+        return
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    for kind in kinds:
+        name = ast.unparse(kind)
+        found = getattr(errors, name, None) or getattr(builtins, name, None)
+        if isinstance(found, type):
+            yield found
+
+
+def _raised(body: list[ast.stmt]) -> Iterator[type]:
+    """Errors of ours that the body of a `try` raises itself; any of them where it yields to a caller's block."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            found = getattr(errors, ast.unparse(node.exc.func), None)
+            if isinstance(found, type):
+                yield found
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield) and node.value.value is None:
+            yield from (errors.NotFound, errors.PermissionDenied, errors.ConfigError, errors.MissingExtra)
+
+
+def swallowed(source: str) -> list[int]:
+    """Lines of handlers of Python's classes that take errors of ours for them."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Try):
+            continue
+        left = list(_raised(node.body))
+        for handler in node.handlers:
+            for caught in _caught(handler):
+                if not issubclass(caught, PenstockError) and caught not in (Exception, BaseException):
+                    lines += [handler.lineno for ours in left if issubclass(ours, caught)]
+                left = [ours for ours in left if not issubclass(ours, caught)]
+    return lines
+
+
+def test_no_handler_of_pythons_errors_takes_ours_for_them() -> None:
+    wrong = "try:\n    raise NotFound('x')\nexcept OSError:\n    pass\n"
+    assert swallowed(wrong) == [3]
+    assert swallowed("try:\n    yield\nexcept ValueError:\n    pass\n")
+    assert not swallowed(wrong.replace("except OSError", "except PenstockError:\n    raise\nexcept OSError"))
+    found = {path: swallowed(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}
