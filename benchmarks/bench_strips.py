@@ -137,7 +137,7 @@ def takes(nbytes: int, links: Links) -> None:
     with Shadow(live, links) as shadow:
         trace = Trace(enabled=False)
         take = Take(part, shadow.regions, trace=trace)
-        reports = [take.run(given, lambda bucket: None) for _ in range(REPEATS + 1)]
+        reports = [take.run(given) for _ in range(REPEATS + 1)]
         seconds, last = [one.seconds for one in reports], reports[-1]
         busy = {f"{name}_busy_s": one / (REPEATS + 1) for name, one in trace.busy_s().items()}
         parts = {"wire_s": last.wire_s, "ready_s": last.ready_s, "digest_s": last.digest_s, "planned_s": planned}

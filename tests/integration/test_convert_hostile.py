@@ -99,7 +99,7 @@ class Visited(LocalCrew):
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.guest = connect(address, timeout_s=5.0)
-        self.guest.send(Hello(worker=worker, secret="gu\u00e9ss", pid=1, device=device))
+        self.guest.send(Hello(worker=worker, secret="gu\u00e9ss", device=device))
         super().spawn(worker, device, address, secret)
 
 

@@ -335,7 +335,7 @@ def test_a_wrong_key_is_refused() -> None:
 
 
 def test_addresses_that_are_none() -> None:
-    with pytest.raises(ConfigError, match="advertise"):
+    with pytest.raises(ConfigError, match="every interface"):
         HttpTransport("0.0.0.0:0")
     for listen in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "unix:/no/such/folder/socket"):
         with pytest.raises(ConfigError):

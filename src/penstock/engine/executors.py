@@ -1,4 +1,4 @@
-"""Executors: threads that take steps from one bounded priority queue, each with its own device to saturate.
+"""Executors: threads that take steps from one priority queue, each with its own device to saturate.
 
 In: `Step`s, by priority (layer order: lower first). Out: their effects; errors go to the step's ticket.
 Not here: which steps there are (`run`).
@@ -89,7 +89,6 @@ class Executor:
         num_threads: how many.
         trace: where spans go.
         stall_s: a step in flight on a device longer than this fails its ticket.
-        bound: steps that may wait; `post` from outside blocks above it. 0: no bound.
         on_thread_start: called once in each thread (to choose its device).
     """
 
@@ -100,14 +99,12 @@ class Executor:
         *,
         trace: Trace,
         stall_s: float,
-        bound: int = 0,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.num_threads = num_threads
         self._trace = trace
         self._stall_s = stall_s
-        self._bound = bound
         self._on_thread_start = on_thread_start
         self._heap: list[tuple[int, int, Step]] = []
         self._sequence = itertools.count()
@@ -121,11 +118,9 @@ class Executor:
         return any(step is not None for step in self._running)
 
     def post(self, *steps: Step) -> None:
-        """Queue steps; blocks while `bound` steps wait, unless their ticket stops."""
+        """Queue steps."""
         with self._state:
             for step in steps:
-                while self._bound and len(self._heap) >= self._bound and not step.ticket.stopped:
-                    self._state.wait(0.1)
                 heapq.heappush(self._heap, (step.priority, next(self._sequence), step))
             for _ in range(min(len(steps), self.num_threads - len(self._threads))):
                 index = len(self._threads)
@@ -157,10 +152,7 @@ class Executor:
                 if in_flight or self._closed:
                     return None
                 self._state.wait()
-            step = heapq.heappop(self._heap)[2]
-            if self._bound:
-                self._state.notify_all()
-            return step
+            return heapq.heappop(self._heap)[2]
 
     def _work(self, index: int) -> None:
         in_flight: deque[_InFlight] = deque()

@@ -61,7 +61,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     worker: str
     secret: str
-    pid: int
     device: str
 
 
@@ -123,8 +122,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     uri: str = ""
     byte_range: tuple[int, int] | None = None
     tensor: str = ""
-    task: int = -1
-    """Where one task is at fault."""
     minimum_bytes: int = 0
 
 

@@ -12,15 +12,13 @@ Not here: the plan (`sync`), its reads (`sync_work`), who shares a link how (`fl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.plan.cluster import SLAB_BYTES, Cluster, Links, Rates, slowdowns
 from penstock.plan.flow import F64, fair_rates
-from penstock.plan.layout import Layout
 from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
-from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.plan.sync import SyncPlan
 from penstock.plan.sync_work import (
     AHEAD_LAPS,
     ASK_BYTES,
@@ -29,7 +27,6 @@ from penstock.plan.sync_work import (
     READS_OF_ONE,
     WATERMARK_BYTES,
     Work,
-    transformed_bytes,
 )
 from penstock.types import GB, I64
 
@@ -116,15 +113,6 @@ _USED = (
     "gather_gb_per_s",
     "answer_s",
 )
-
-
-def predict_sync(
-    holdings: Sequence[Layout], wants: Sequence[Layout], cluster: Cluster, rates: Rates, *, one_node: bool = False
-) -> Prediction:
-    """What a sync between these layouts would take, planned as it would be: to hold beside a measured one."""
-    plan = plan_sync(holdings, wants)
-    transformed = transformed_bytes(plan, holdings, wants)
-    return simulate_sync(plan, cluster, rates, transformed=transformed, one_node=one_node)
 
 
 def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) -> tuple[F64, F64]:

@@ -18,14 +18,20 @@ from penstock.plan.sync import Part, SyncPlan
 from penstock.segments import spread
 from penstock.types import GIB, I64, MIB
 
+# How `sync.receive.transfer` runs a part; the simulation uses the same constants.
 WATERMARK_BYTES = 16 * GIB
+"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
+each is small in comparison. They are read into their final places, so this bounds no memory of its own."""
 ASK_BYTES = 16 * GIB
+"""Digests of this many bytes are requested at once from a source that has them: half a second of a host's core."""
 READS_AT_ONCE = 16
+"""Steps under way of all sources."""
 READS_OF_ONE = 4
+"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
 AHEAD_LAPS = 2
-"""As `sync.receive.transfer` runs a part; a test holds them equal."""
+"""Laps under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
-"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test holds them equal."""
+"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

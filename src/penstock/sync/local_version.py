@@ -1,7 +1,7 @@
-"""What one rank gives: memory under a layout, which version is in it, which rows are ready, and who still reads.
+"""What one rank gives: memory under a layout, which version is in it, and which rows are ready.
 
 In: a layout and the memory behind it; versions as they are begun, rows as they are ready. Out: the map peers read by,
-digests of strips once their bytes are ready, leases to wait for.
+digests of strips once their bytes are ready.
 Not here: doors and grants (`fleet`), when a version is published (`sync.publish.publisher`), reading
 (`sync.receive.transfer`).
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -64,7 +64,6 @@ class Held:
         regions: the memory, registered.
         version: what is in it, or being put into it; None between a fence and the next `begin`.
         generation: changes with every fence; what was given before it is stale.
-        leases: who reads.
 
     Args:
         layout: rows that lie in `memories`.
@@ -83,7 +82,7 @@ class Held:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"{layout.member}: a layout of other regions than its memory")
-        self.layout, self.leases = layout, Leases()
+        self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
         self.generation = 0
@@ -236,54 +235,3 @@ class _RowSpans:
         first = np.searchsorted(self._reach, strips.at, side="right")
         stop = np.searchsorted(self._start, strips.stop, side="left")
         return first, np.maximum(first, stop)
-
-
-class Leases:
-    """Who reads a version, and when each was last seen to get on: what a live publisher waits for."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, float] = {}
-        self._changed = threading.Condition()
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """Those that have not released theirs."""
-        with self._changed:
-            return tuple(self._seen)
-
-    def take(self, *readers: str) -> None:
-        """These read from now on, or are expected to; a reader has one lease however often it takes it."""
-        with self._changed:
-            now = time.monotonic()
-            self._seen.update(dict.fromkeys(readers, now))
-
-    def touch(self, reader: str) -> None:
-        """It got on; nothing for one without a lease."""
-        with self._changed:
-            if reader in self._seen:
-                self._seen[reader] = time.monotonic()
-
-    def release(self, reader: str) -> None:
-        """It has all it wanted, or gave up. Idempotent."""
-        with self._changed:
-            self._seen.pop(reader, None)
-            self._changed.notify_all()
-
-    def wait(self, *, stall_s: float, readers: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return once none of these readers (None: nobody at all) has a lease.
-
-        Returns:
-            Those that got on no further for `stall_s`, whose leases were ended.
-        """
-        stalled: list[str] = []
-        wanted = None if readers is None else set(readers)
-        with self._changed:
-            while left := [name for name in self._seen if wanted is None or name in wanted]:
-                now = time.monotonic()
-                late = [name for name in left if now - self._seen[name] > stall_s]
-                for name in late:
-                    del self._seen[name]
-                stalled += late
-                if not late:
-                    self._changed.wait(max(0.01, stall_s - (now - min(self._seen[name] for name in left))))
-        return tuple(stalled)

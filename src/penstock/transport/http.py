@@ -137,7 +137,6 @@ class HttpTransport:
             readers of this user on this host. Every user of the host could connect to a port of loopback.
         tls: server side context with a certificate; None: plain.
         trust: how readers here check a peer's certificate (and show one); None: as the system does.
-        advertise: host that others reach `listen` by; needed where it is every address of this host.
         num_connections: to one peer at most.
         compress: whether what is read comes coded (`planes`); None: where that was measured to be faster.
 
@@ -153,7 +152,6 @@ class HttpTransport:
         *,
         tls: ssl.SSLContext | None = None,
         trust: ssl.SSLContext | None = None,
-        advertise: str | None = None,
         num_connections: int = CONNECTIONS,
         compress: bool | None = None,
     ) -> None:
@@ -163,7 +161,7 @@ class HttpTransport:
         try:
             where = listen if self._home is None else f"unix:{self._home.path}/data.sock"
             assert where is not None
-            listener, self.address = _listen(where, advertise, tls is not None)
+            listener, self.address = _listen(where, tls is not None)
         except BaseException:
             self._leave_home()
             raise
@@ -263,19 +261,21 @@ class HttpTransport:
         return self._peers[address]
 
 
-def _listen(listen: str, advertise: str | None, is_tls: bool) -> tuple[socket.socket, Address]:
+def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, Address]:
     """A bound socket, and where others find it. ConfigError."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return _bound(sock, path, listen), Address(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
-    if host in EVERYWHERE and advertise is None:
-        raise ConfigError(f"{listen} does not say where others find this host", hint="give advertise=")
+    if host in EVERYWHERE:
+        # Readers connect to the address in the descriptor, so it must be one that they can use.
+        message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
+        raise ConfigError(message, hint="listen at the address by which other hosts reach this one, as 10.0.0.5:0")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound = _bound(sock, (host, port), listen)
-    return bound, Address(host=advertise or host, port=bound.getsockname()[1], is_tls=is_tls)
+    return bound, Address(host=host, port=bound.getsockname()[1], is_tls=is_tls)
 
 
 def data_port(encoded: bytes) -> Address:

@@ -1,4 +1,4 @@
-"""Executors: order, bound, errors, device work in flight, and that every step ends exactly once."""
+"""Executors: order, errors, device work in flight, and that every step ends exactly once."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ Make = Callable[..., Executor]
 def make() -> Iterator[Make]:
     made: list[Executor] = []
 
-    def executor(num_threads: int = 1, *, stall_s: float = 30.0, bound: int = 0) -> Executor:
-        made.append(Executor("fetch", num_threads, trace=Trace(enabled=True), stall_s=stall_s, bound=bound))
+    def executor(num_threads: int = 1, *, stall_s: float = 30.0) -> Executor:
+        made.append(Executor("fetch", num_threads, trace=Trace(enabled=True), stall_s=stall_s))
         return made[-1]
 
     yield executor
@@ -161,29 +161,6 @@ def test_an_error_in_finish_stops_the_ticket_too(ticket: Ticket, make: Make) -> 
     executor.close()
     assert isinstance(ticket.error, SourceUnavailable)
     assert step.ends == [], "finished, though badly: not abandoned as well"
-
-
-def test_post_blocks_at_the_bound_until_there_is_room_or_the_ticket_stops(ticket: Ticket, make: Make) -> None:
-    executor, gate = make(bound=2), threading.Event()
-    log: list[str] = []
-    blocker = Ticket(1, lambda: False)
-    executor.post(Recorded(blocker, log, run=after(gate.wait)))
-    until(lambda: bool(log))
-    posted = threading.Event()
-
-    def post() -> None:
-        executor.post(*(Recorded(ticket, log, priority=p) for p in range(1, 4)))
-        posted.set()
-
-    thread = threading.Thread(target=post)
-    thread.start()
-    assert not posted.wait(0.1), "the third must wait"
-    ticket.cancel()
-    assert posted.wait(20)
-    gate.set()
-    thread.join()
-    executor.close()
-    assert log == ["s0"]
 
 
 def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: Ticket, make: Make) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 
@@ -35,7 +34,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 def test_messages_are_whole_however_their_bytes_come(pair: Pair):
     here, wire = pair
-    messages = [Hello(worker="w", secret="s", pid=1, device="cpu"), Began(task=3), Done(task=3, digests=bytes(16))]
+    messages = [Hello(worker="w", secret="s", device="cpu"), Began(task=3), Done(task=3, digests=bytes(16))]
     raw = b"".join(map(framed, messages))
     found = []
     for at in range(0, len(raw), 7):
@@ -80,4 +79,4 @@ def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
     here.sendall(framed(words) + framed(Stop()))
     with here, there:
         serve(Wire(there), "w0", "s", torch.device("cpu"))
-        assert here.recv(1 << 16) == framed(Hello(worker="w0", secret="s", pid=os.getpid(), device="cpu"))
+        assert here.recv(1 << 16) == framed(Hello(worker="w0", secret="s", device="cpu"))

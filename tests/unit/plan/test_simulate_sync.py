@@ -14,9 +14,9 @@ from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
 from penstock.plan.picture import svg
 from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
-from penstock.plan.simulate_sync import predict_sync, simulate_sync
+from penstock.plan.simulate_sync import simulate_sync
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.plan.sync_work import Work, transformed_bytes
+from penstock.plan.sync_work import AHEAD_LAPS, Work, transformed_bytes
 from penstock.types import GB, MIB, Box, DType
 
 ROWS = 1024
@@ -270,19 +270,16 @@ def test_the_picture_shows_each_lane_and_link() -> None:
 
 def test_laps_and_steps_are_those_of_the_take() -> None:
     pytest.importorskip("torch")
-    from penstock.plan import sync_work as ours
-    from penstock.sync.receive import transfer as take
+    from penstock.plan import sync_work
     from penstock.sync.receive.batches import cut
     from penstock.transport import cuda_ipc
 
-    for name in ("WATERMARK_BYTES", "ASK_BYTES", "READS_AT_ONCE", "READS_OF_ONE", "AHEAD_LAPS"):
-        assert getattr(ours, name) == getattr(take, name)
-    assert ours.GROUP_BYTES == cuda_ipc.GROUP_BYTES
+    assert sync_work.GROUP_BYTES == cuda_ipc.GROUP_BYTES
     one = plan(4, 1)
     part = one.part(0)
     for watermark in (4096 * MIB, 256 * MIB, 32 * MIB):
         first = [np.array([0, NBYTES // 4])] * 4
-        lap_bytes, piece_bytes = watermark // take.AHEAD_LAPS, watermark // 16
+        lap_bytes, piece_bytes = watermark // AHEAD_LAPS, watermark // 16
         laps = cut(part, first, np.array([0, NBYTES]), lap_bytes=lap_bytes, piece_bytes=piece_bytes)
         work = Work.of(one, FREE, watermark_bytes=watermark)
         assert part.laps(lap_bytes) == list(laps.bucket_first)
@@ -306,9 +303,7 @@ def test_shapes_are_the_models_and_both_sides_fit() -> None:
         assert twice.sum() == 2 * (tagged + dense)  # what is of no expert is held by two replicas
 
 
-def test_a_measured_sync_is_held_beside_its_prediction() -> None:
-    held, wanted = [layout("s0", NAMES)], [layout("r0", NAMES)]
-    found = predict_sync(held, wanted, CLUSTER, FREE)
-    assert found.predicted_s == pytest.approx(simulate_sync(plan_sync(held, wanted), CLUSTER, FREE).predicted_s)
+def test_a_prediction_is_compared_with_a_measurement() -> None:
+    found = simulate_sync(plan_sync([layout("s0", NAMES)], [layout("r0", NAMES)]), CLUSTER, FREE)
     assert found.off_by(found.predicted_s / 2) == pytest.approx(1.0)
     assert found.off_by(found.predicted_s * 2) == pytest.approx(-0.5)

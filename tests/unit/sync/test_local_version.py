@@ -12,7 +12,7 @@ from tests.unit.sync.parts import held, layout, whole
 
 from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.sync.local_version import Held, Leases
+from penstock.sync.local_version import Held
 from penstock.transport.choose import open_links
 from penstock.types import Box
 
@@ -115,16 +115,3 @@ def test_interleaved_rows_wait_for_each_other() -> None:
         assert rank.digests(ask, version=1, generation=0, wait_s=0.01).digests is None
         rank.ready([0])
         assert rank.digests(ask, version=1, generation=0, wait_s=1).digests is not None
-
-
-def test_leases_are_waited_for_and_the_silent_are_named() -> None:
-    leases = Leases()
-    assert leases.wait(stall_s=5) == ()
-    leases.take("quick", "silent")
-    leases.take("quick")
-    threading.Timer(0.05, lambda: leases.release("quick")).start()
-    assert leases.wait(stall_s=5, readers=["quick"]) == ()
-    assert leases.readers == ("silent",)
-    assert leases.wait(stall_s=0.2) == ("silent",) and leases.readers == ()
-    leases.touch("silent")
-    leases.release("silent")

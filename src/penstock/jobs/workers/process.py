@@ -87,7 +87,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     awake = with_one.submit(_wake, device, trace)  # while the job is planned
     with_one.shutdown(wait=False)
     try:
-        wire.send(Hello(worker=worker, secret=secret, pid=os.getpid(), device=str(device)))
+        wire.send(Hello(worker=worker, secret=secret, device=str(device)))
         said: list[ToWorker] = []
         with trace.stage("wait for words"):
             while not said:

@@ -268,7 +268,7 @@ class Seams:
             raise failed.error from failed
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._held)
-        self.moved_bytes = self._take.run(links, lambda bucket: None).nbytes
+        self.moved_bytes = self._take.run(links).nbytes
 
     def _has_part(self, version: int, run: str) -> bool:
         """Whether we need anything; `_take` is of this version's plan then."""

@@ -93,7 +93,7 @@ class Replica(Closing):
         Raises:
             DestinationError: the device failed; no version is held.
 
-        Order: when nobody reads the version before (`held.leases`): their reads end with StaleDescriptor. After what
+        Order: when nobody reads the version before: their reads end with StaleDescriptor. After what
             the current stream has queued.
         """
         self.held.fence()

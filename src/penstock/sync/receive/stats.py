@@ -1,4 +1,4 @@
-"""What a take did, counted as it goes: bytes by source, seconds of waiting, of the wire, of digests, of installing.
+"""What a take did, counted as it goes: bytes by source, seconds of waiting, of the wire, of digests.
 
 In: what its steps report, from several threads. Out: a `TakeReport`.
 Not here: what a user is told (`sync.report`).
@@ -51,8 +51,6 @@ class TakeReport:
     ready_s: float
     digest_s: float
     """Of our own digests, summed over threads."""
-    install_s: float
-    """Inside `on_bucket`."""
     peak_bytes: int
     """Most bytes asked for or read, and not yet verified, at one time."""
     links: tuple[LinkReport, ...]
@@ -96,7 +94,7 @@ class Tally:
         self._reads = {one.member: one for one in reads.values()}
         self._counts = {member: _Counts() for member in self._reads}
         self._wire, self._begun = _Span(), time.perf_counter()
-        self._digest_s = self._install_s = 0.0
+        self._digest_s = 0.0
         self._lock = threading.Lock()
         self.is_touched, self.peak_bytes = False, 0
 
@@ -129,10 +127,6 @@ class Tally:
         with self._lock:
             self._digest_s += seconds
 
-    def installed(self, seconds: float) -> None:
-        """A bucket was handed on."""
-        self._install_s += seconds
-
     def report(self, nbytes: int) -> TakeReport:
         """All of it. Order: at the end."""
         links = tuple(
@@ -153,7 +147,6 @@ class Tally:
             wire_s=self._wire.total_s,
             ready_s=sum(one.ready_s for one in links),
             digest_s=self._digest_s,
-            install_s=self._install_s,
             peak_bytes=self.peak_bytes,
             links=links,
         )

@@ -1,11 +1,14 @@
-"""One receiver's part of a sync, run: strips read from several sources at once, verified, handed on bucket by bucket.
+"""Read one receiver's part of a sync from several sources at once, and verify it.
 
 In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
-Not here: who the sources are and what version they hold (`subscriber`), what becomes of a bucket
+Not here: which sources there are and what version they have (`subscriber`), what becomes of the bytes
 (`sync.recording.requirements`, `staging_copy`).
 
-    steps --fetch: read, bounded by watermark_bytes--> --compute: digest ours, compare--> lap whole
-          --ask: their digests, many steps at once---'            --place: on_bucket, in order--'
+    steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next lap
+          --ask: the source's digests, many steps at once-----'
+
+A source that had all rows from the start is asked for the digests of many steps at once (`AskStep`), while they are
+read; another one for those of each step before it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,26 +27,17 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.loader.pause import quick_handover
 from penstock.plan.sync import Part
+from penstock.plan.sync_work import AHEAD_LAPS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES
 from penstock.sync.receive.batches import Asked, Laps, Step, cut
 from penstock.sync.receive.delta import Delta
 from penstock.sync.receive.source_link import SourceLink
 from penstock.sync.receive.source_read import SourceRead
 from penstock.sync.receive.stats import TakeReport, Tally
 from penstock.sync.regions import Regions
-from penstock.types import GIB, I64, MIB, U64
+from penstock.types import I64, MIB, U64
 
-WATERMARK_BYTES = 16 * GIB
-"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
-each is little beside. They lie in place, so it is no memory of its own."""
-ASK_BYTES = 16 * GIB
-"""Digests of so many bytes are asked for at once, of a source that has them: half a second of a host's core."""
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
-READS_AT_ONCE = 16
-READS_OF_ONE = 4
-"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
-AHEAD_LAPS = 2
-"""Laps that may be under way: the one being installed or verified, and the next."""
 
 
 class Take:
@@ -89,13 +83,11 @@ class Take:
         self.moved_bytes = 0
         self.proven: list[tuple[Strips, U64]] = []
 
-    def run(self, sources: Mapping[str, SourceLink], on_bucket: Callable[[int], None]) -> TakeReport:
-        """Return once every bucket was handed on.
+    def run(self, sources: Mapping[str, SourceLink]) -> TakeReport:
+        """Read the part; return once every byte is verified in place.
 
         Args:
             sources: by member, those that the part takes something of; all of one version.
-            on_bucket: called with each bucket's number, in order, from one thread, once its bytes are verified and in
-                place, while others are read. A device's bytes are there for every stream.
 
         Raises:
             PlanError: the part does not fit both ends, a source is missing, or they are of several versions.
@@ -109,7 +101,7 @@ class Take:
         laps = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
-        found = _Run(self, laps, sources, on_bucket, self._trace).run()
+        found = _Run(self, laps, sources, self._trace).run()
         if self.delta is not None:
             self.delta.ended(found)
         return found
@@ -147,10 +139,9 @@ class _Run:
         take: Take,
         laps: Laps,
         sources: Mapping[str, SourceLink],
-        on_bucket: Callable[[int], None],
         trace: Trace,
     ) -> None:
-        self._take, self._laps, self._on_bucket = take, laps, on_bucket
+        self._take, self._laps = take, laps
         self.stall_s = take.stall_s
         self._queues: dict[int, deque[Step]] = {}
         for step in laps.steps:
@@ -163,21 +154,20 @@ class _Run:
         """Steps of which something was not read."""
         self._left = np.bincount(np.array([step.lap for step in laps.steps], np.int64), minlength=len(laps))
         self._flying = dict.fromkeys(self._queues, 0)
-        self._under_way_bytes = self._next_lap = self._installed = 0
+        self._under_way_bytes = self._next_lap = 0
         self._lock = threading.RLock()
         num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
         self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
         self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
         self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
-        self._place = Executor("place", 1, trace=trace, stall_s=self.stall_s)
-        self._executors = (self._ask, self._fetch, self._compute, self._place)
+        self._executors = (self._ask, self._fetch, self._compute)
         self.ticket = Ticket(take.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
         self.tally = Tally(self.reads)
 
     def run(self) -> TakeReport:
         try:
             with self._lock:
-                self._hand_on()
+                self._advance()
                 self._assign()
             for source, read in self.reads.items():
                 if read.is_ready and not self.asks_first:
@@ -206,7 +196,7 @@ class _Run:
             while queue and self._flying[source] < READS_OF_ONE:
                 step = queue[0]
                 room = self._take.watermark_bytes - self._under_way_bytes
-                if step.nbytes > room or step.lap >= self._installed + AHEAD_LAPS:
+                if step.nbytes > room or step.lap >= self._next_lap + AHEAD_LAPS:
                     break
                 queue.popleft()
                 self._flying[source] += 1
@@ -216,14 +206,11 @@ class _Run:
         if posts:
             self._fetch.post(*posts)
 
-    def _hand_on(self) -> None:
-        """Post the buckets of laps that are whole, in order; nothing left: the end. Order: with the lock held."""
+    def _advance(self) -> None:
+        """Pass the laps that are verified, in order; after the last, finish. Order: with the lock held."""
         while self._next_lap < len(self._laps) and not self._left[self._next_lap]:
-            first = self._laps.bucket_first
-            buckets = range(first[self._next_lap], first[self._next_lap + 1])
-            self._place.post(BucketStep(self, self._next_lap, buckets))
             self._next_lap += 1
-        if self._installed == len(self._laps):
+        if self._next_lap == len(self._laps):
             self.ticket.finish()
 
     # -- what steps ask and report
@@ -323,23 +310,9 @@ class _Run:
             self._left[step.lap] -= 1
             self.ticket.moved_bytes += step.nbytes
             self._take.moved_bytes = self.ticket.moved_bytes
-            self._hand_on()
+            self._advance()
             self._assign()
         self.ticket.wake()
-
-    def install(self, buckets: range) -> None:
-        """Hand verified buckets on."""
-        for bucket in buckets:
-            begun = time.perf_counter()
-            self._on_bucket(bucket)
-            self.tally.installed(time.perf_counter() - begun)
-
-    def installed(self) -> None:
-        """The oldest lap not yet installed is."""
-        with self._lock:
-            self._installed += 1
-            self._hand_on()
-            self._assign()
 
 
 class AskStep(Work):
@@ -422,22 +395,3 @@ class VerifyStep(Work):
     def finish(self) -> None:
         """See `Step.finish`."""
         self._run.verified(self._step)
-
-
-class BucketStep(Work):
-    """Hand the buckets of a lap on."""
-
-    __slots__ = ("_buckets", "_run")
-
-    def __init__(self, run: _Run, lap: int, buckets: range) -> None:
-        super().__init__(run.ticket, lap, f"buckets {buckets.start} to {buckets.stop}")
-        self._run, self._buckets = run, buckets
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        self._run.install(self._buckets)
-        return None
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        self._run.installed()

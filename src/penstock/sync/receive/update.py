@@ -32,6 +32,7 @@ from penstock.hub.sync_messages import PartReply, PartRequest, SyncMember, Table
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
+from penstock.plan.sync_work import WATERMARK_BYTES
 from penstock.sync.local_version import Held
 from penstock.sync.membership import Roster
 from penstock.sync.receive.delta import Delta
@@ -39,7 +40,7 @@ from penstock.sync.receive.formats_offered import shown
 from penstock.sync.receive.progress_reports import tell_failed, telling
 from penstock.sync.receive.sources import SourceFailed, open_links
 from penstock.sync.receive.target import Landing, Target, wanted_of
-from penstock.sync.receive.transfer import WATERMARK_BYTES, Take
+from penstock.sync.receive.transfer import Take
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Wanted
 
@@ -293,7 +294,7 @@ class Attempts:
             links = open_links(self._roster, used, reply.version, self._stall_s)
             plan_s = time.perf_counter() - begun
             try:
-                found = take.run(links, lambda bucket: None)
+                found = take.run(links)
             except PenstockError as error:
                 self.is_touched |= error.mutated and not self._options.staged
                 error.mutated = False

@@ -48,7 +48,7 @@ def show(made: World, version: int, changed: list[tuple[int, int, int]], *, seed
 def ran(made: World, take: Take) -> int:
     """Run it; every byte is right; the bytes moved."""
     expected = made.expected()
-    report = take.run(made.links(), lambda bucket: None)
+    report = take.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
     assert report.nbytes == made.part.nbytes
     assert report.moved_bytes == sum(link.nbytes for link in report.links)
@@ -101,7 +101,7 @@ def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
     show(made, 2, [(source, 0, 1 << 20) for source in range(len(made.sources))])
     links = made.links() | {"p1": Gone(made.sources[1])}
     with pytest.raises(StaleDescriptor):
-        take.run(links, lambda bucket: None)
+        take.run(links)
     show(made, 3, [(0, 0, 64)])
     ran(made, take)
     show(made, 4, [])
@@ -125,7 +125,7 @@ def test_any_versions_one_after_the_other(made: World) -> None:
 def test_without_a_base_everything_is_read(made: World) -> None:
     kept = Delta()
     assert ran(made, made.take(delta=kept)) == made.part.nbytes
-    assert "no version is held by this plan" in kept.summary(made.take().run(made.links(), lambda bucket: None))
+    assert "no version is held by this plan" in kept.summary(made.take().run(made.links()))
     show(made, 2, [])
     assert ran(made, made.take(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
     show(made, 3, [])

@@ -56,7 +56,7 @@ def test_a_version_is_received_beside_the_live_one_and_flipped() -> None:
         before, expected = whole(live), naive(part, [whole(one) for one in sources], whole(live))
         with Shadow(live.regions.memories, links) as shadow:
             given = {one.layout.member: LocalLink(one, same_process=False) for one in sources}
-            Take(part, shadow.regions).run(given, lambda bucket: None)
+            Take(part, shadow.regions).run(given)
             assert np.array_equal(whole(live), before)
             assert shadow.flip(part) > 0
         assert np.array_equal(whole(live), expected)
@@ -77,8 +77,8 @@ def test_a_snapshot_outlives_the_change(on_host: bool) -> None:
                 content(one)[:] = 0
             link = LocalLink(replica.held, same_process=False)
             assert link.map.version == 4
-            Take(part, receiver.regions).run({"p0": link}, lambda bucket: None)
+            Take(part, receiver.regions).run({"p0": link})
             assert np.array_equal(whole(receiver), expected)
             replica.snapshot(5)
             with pytest.raises(StaleDescriptor):
-                Take(part, receiver.regions).run({"p0": link}, lambda bucket: None)
+                Take(part, receiver.regions).run({"p0": link})
