@@ -82,11 +82,12 @@ else
 	@$(PYTEST) $(TESTS)
 endif
 
-check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit), sizes
+check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit), dead code (vulture), sizes
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m bandit -q -c pyproject.toml -r src
 	@$(PY) scripts/audit.py $(AUDIT)
+	@$(PY) scripts/dead_code.py
 	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from tests.support.shards import shard_box
 
 from penstock.digest.strip import Strips
 from penstock.digest.strip_cuda import SCRATCH_BYTES, plan_strips
 from penstock.engine.trace import Trace
 from penstock.memory.arena import Arena
-from penstock.plan.layout import Form, Layout, shard_box
+from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import plan_sync
 from penstock.segments import Rectangles
 from penstock.sync.copy_plan import Copy

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from penstock.transform.fuse import Job, fuse
-from penstock.transform.geometry import Format, format_of, output_nbytes, outputs
+from penstock.transform.geometry import Format, format_of, outputs
 from penstock.transform.quantize import quantise, torch_dtype
 from penstock.types import Box, DType
 
@@ -105,8 +106,11 @@ def measured(
     fusion = fuse(form, jobs)
     seconds, post = device_seconds(fusion.run, samples)
     shape = tuple(sources[0].shape)
-    moved = fusion.source_bytes + len(sources) * output_nbytes(form, DType.BF16, shape)
-    nbytes, median = fusion.source_bytes, statistics.median(seconds)
+    stored = outputs(form, "", DType.BF16, shape, Box.full(shape))
+    output_bytes = sum(math.prod(part.shape) * part.dtype.bits // 8 for part in stored)
+    nbytes = sum(source.nbytes for source in sources)
+    moved = nbytes + len(sources) * output_bytes
+    median = statistics.median(seconds)
     return Row(
         tag=tag,
         tensors=name,

@@ -143,9 +143,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"jobs/workers/fork_server.py"},  # prctl(2)
 }
 
-# Import cycles between files that are still to be broken: none. A new cycle fails.
-KNOWN_CYCLES: frozenset[tuple[str, ...]] = frozenset()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
@@ -341,10 +338,8 @@ def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
 
 
 def test_no_files_import_each_other(modules: list[Module]) -> None:
-    found = cycles(modules)
-    new, gone = sorted(found - KNOWN_CYCLES), sorted(KNOWN_CYCLES - found)
-    assert not new, f"import cycles between files, imports inside functions counted: {new}"
-    assert not gone, f"delete these from KNOWN_CYCLES, the cycles are gone: {gone}"
+    found = sorted(cycles(modules))
+    assert not found, f"import cycles between files, imports inside functions counted: {found}"
 
 
 def test_a_cycle_is_found_through_functions_and_type_checking() -> None:

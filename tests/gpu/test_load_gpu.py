@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
 from tests import truth
+from tests.support.shards import shard_box
 from tests.truth import bits, by_safetensors
 
 import penstock
-from penstock.plan.layout import shard_box
 from penstock.testing.checkpoints import every_dtype, write_llama, write_moe
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB, Box

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
 
 import numpy as np  # noqa: E402 - after what it needs
+from tests.support.tensor_file import write_file  # noqa: E402
 
 from penstock.loader.safe_open import load_file, safe_open  # noqa: E402
-from penstock.storage.output import write_file  # noqa: E402
 from penstock.types import DType, bits_to_bytes  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
+from tests.support.tensor_file import write_file
 
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
@@ -26,7 +27,6 @@ from penstock.jobs.convert import convert, plan
 from penstock.jobs.messages import Hello
 from penstock.jobs.workers.launch import LocalCrew
 from penstock.jobs.workers.process import connect
-from penstock.storage.output import write_file
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.testing.zygote import Zygote
 from penstock.types import DType

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.tensor_file import write_file
 from tests.truth import assert_same
 
 import penstock as ps
@@ -28,7 +29,6 @@ from penstock.memory.memfd import shared_at
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.peer.weight_layout import layout_of_tensors
-from penstock.storage.output import write_file
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
 

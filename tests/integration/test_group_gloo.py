@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.shards import shard_box
 from tests.truth import all_bits, by_safetensors
 
 import penstock
 from penstock.errors import SourceUnavailable
-from penstock.plan.layout import shard_box
 from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.ranks import Outcome, run_ranks

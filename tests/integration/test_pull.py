@@ -96,7 +96,7 @@ def test_every_dtype_torch_has(tmp_path) -> None:
     (tmp_path / "all").mkdir()
     made = every_dtype(tmp_path / "all" / "model.safetensors")
     known = [name for name, (dtype, _, _) in made.items() if not dtype.value.startswith("F6")]
-    from penstock.storage.output import write_file
+    from tests.support.tensor_file import write_file
 
     write_file(tmp_path / "all" / "model.safetensors", {name: made[name] for name in known})
     assert command("all", "--to", tmp_path / "out", "--fallback", tmp_path / "all") == 0

@@ -91,23 +91,6 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
     return dims
 
 
-def shard_box(shape: tuple[int, ...], dim: int, rank: int, world_size: int) -> Box:
-    """The box that `rank` of `world_size` holds when `dim` is split evenly, as tensor parallelism does.
-
-    Raises:
-        PlanError: `dim` does not exist or is not divisible by `world_size`.
-    """
-    if not -len(shape) <= dim < len(shape):
-        raise PlanError(f"dim {dim} does not exist in shape {shape}")
-    dim %= len(shape)
-    if not 0 <= rank < world_size or shape[dim] % world_size:
-        raise PlanError(f"dim {dim} of shape {shape} does not split over {world_size} ranks (rank {rank})")
-    width = shape[dim] // world_size
-    start = tuple(rank * width if d == dim else 0 for d in range(len(shape)))
-    stop = tuple((rank + 1) * width if d == dim else n for d, n in enumerate(shape))
-    return Box(start=start, stop=stop)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How a box of some tensor lies in memory: everything about a row of a layout but its name and its place.

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -28,37 +27,6 @@ from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def write_file(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, tuple[DType, Sequence[int], bytes | bytearray | memoryview]],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file, atomically, readable as the umask says.
-
-    Bodies keep the order of `tensors` where that leaves each aligned to its element; else the widest come first.
-
-    Args:
-        path: replaced if it exists.
-        tensors: name -> (dtype, shape, contiguous bytes of exactly that size).
-        metadata: the file's own `__metadata__`.
-
-    Raises:
-        FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
-        DiskFull, DestinationError: `path` is untouched.
-    """
-    views = {name: _bytes_of(data) for name, (_, _, data) in tensors.items()}
-    names = list(tensors)
-    stops = np.cumsum([0, *(views[name].nbytes for name in names)])
-    widths = [max(tensors[name][0].bits // 8, 1) for name in names]
-    if any(int(start) % width for start, width in zip(stops, widths, strict=False)):
-        names.sort(key=lambda name: -tensors[name][0].bits)
-        stops = np.cumsum([0, *(views[name].nbytes for name in names)])
-    spans = pairwise(stops.tolist())
-    entries = [(name, *tensors[name][:2], start, stop) for name, (start, stop) in zip(names, spans, strict=True)]
-    raw = encode_header(entries, metadata, uri=str(path))
-    _replace(Path(path), [memoryview(raw), *(views[name] for name in names)])
 
 
 class OutputSet:
@@ -292,19 +260,3 @@ def typed(path: Path) -> Iterator[None]:
     except OSError as error:
         kind = DiskFull if error.errno in _DISK_FULL else DestinationError
         raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
-
-
-def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast
-
-
-def _replace(path: Path, parts: Sequence[memoryview]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with typed(path):
-        try:
-            with open(partial, "wb") as file:
-                file.writelines(parts)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)

@@ -90,11 +90,6 @@ class Fusion:
     peaks: torch.Tensor
     """int32, one for each job that has its amax measured."""
 
-    @property
-    def source_bytes(self) -> int:
-        """Bytes that a run reads, once."""
-        return sum(job.source.numel() * job.source.element_size() for job in self.jobs)
-
     def run(self) -> None:
         """Fill every output from its source as it is now.
 

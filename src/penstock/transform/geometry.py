@@ -10,7 +10,6 @@ A block is given by who holds its first element, so every block is quantised onc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -225,9 +224,3 @@ def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tup
     start = tuple(-(-a // s) for a, s in zip(box.start, step, strict=True))
     stop = tuple(-(-b // s) for b, s in zip(box.stop, step, strict=True))
     return Output(name=name, dtype=dtype, shape=count, box=Box(start=start, stop=stop))
-
-
-def output_nbytes(form: Format, dtype: DType, shape: tuple[int, ...]) -> int:
-    """Bytes of all a format stores of a tensor."""
-    parts = outputs(form, "", dtype, shape, Box.full(shape))
-    return sum(math.prod(part.shape) * part.dtype.bits // 8 for part in parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.shards import shard_box
 
 from penstock.engine.check import Expected, HostChecker
 from penstock.engine.executors import Pending
@@ -21,7 +22,6 @@ from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
 from penstock.memory.staging import StagingBuffer, StagingPool
-from penstock.plan.layout import shard_box
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import MemorySource
 from penstock.testing.source_suite import sample

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.shards import shard_box
 
 from penstock.errors import FormatError, PlanError
 from penstock.plan.columns import decode, encode
-from penstock.plan.layout import MAX_ELEMENTS, Form, Layout, box_runs, shard_box
+from penstock.plan.layout import MAX_ELEMENTS, Form, Layout, box_runs
 from penstock.types import Box, DType
 
 

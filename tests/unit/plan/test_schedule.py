@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.shards import shard_box
 
 from penstock.errors import PlanError
 from penstock.plan import schedule
-from penstock.plan.layout import box_runs, shard_box
+from penstock.plan.layout import box_runs
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.types import Box, DType, TensorTable
 

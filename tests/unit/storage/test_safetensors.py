@@ -13,10 +13,10 @@ import safetensors
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tensor_file import write_file
 
 from penstock.errors import ConfigError, DestinationError, FormatError
 from penstock.storage import MemorySource, is_remote, local_path, strict_json
-from penstock.storage.output import write_file
 from penstock.storage.safetensors import Header, parse_index, read_header
 from penstock.types import DType
 

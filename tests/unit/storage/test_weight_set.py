@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.support.tensor_file import write_file
 
 from penstock import storage
 from penstock.config import Settings
@@ -40,7 +41,6 @@ from penstock.storage import locate as place
 from penstock.storage import manifest as manifest_file
 from penstock.storage import weight_set as manifest
 from penstock.storage.files import FileSource
-from penstock.storage.output import write_file
 from penstock.storage.weight_set import WeightSet, build, decode, encode, open_weights, sidecar_uri, signature_uri
 from penstock.types import DType, FileEntry, TensorTable
 

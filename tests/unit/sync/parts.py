@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from tests.support.shards import shard_box
 
 from penstock.memory.arena import Arena
-from penstock.plan.layout import Form, Layout, shard_box
+from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import Part, plan_sync
 from penstock.sync.local_version import Held
 from penstock.transport.choose import Links

@@ -1,0 +1,52 @@
+"""Find code that nothing uses, by `vulture`, and compare it with the committed list of what may look unused.
+
+In: the sources, and scripts/dead_code_allowed.txt. Out: findings on stdout; exit code 1 for any, and for names on the
+list that are used again or gone.
+Not here: unused imports and local variables (`ruff`).
+
+The package without `penstock.testing` is judged by its own uses alone: code that only tests call is dead. What
+`penstock.testing` ships is judged by the uses of the whole repository.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = Path(__file__).with_name("dead_code_allowed.txt")
+FINDING = re.compile(
+    r"src/penstock/(?P<path>\S+):(?P<line>\d+): (?P<what>unused (\S+ )?\S+ '(?P<name>\w+)'|unreachable.*)"
+)
+USERS = ("tests", "benchmarks", "scripts", "examples")
+
+
+def find(*arguments: str) -> list[re.Match[str]]:
+    """Return what vulture finds in the package."""
+    command = [sys.executable, "-m", "vulture", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    if ended.returncode not in {0, 3}:  # 3: something was found
+        raise SystemExit(f"vulture failed: {ended.stderr.strip() or ended.stdout.strip()}")
+    return [match for line in ended.stdout.splitlines() if (match := FINDING.match(line))]
+
+
+def main() -> int:
+    """Print what is dead and what the list allows without need; return the exit code."""
+    lines = (line.partition("#")[0].strip() for line in ALLOWED.read_text().splitlines())
+    allowed = {line for line in lines if line}
+    found = find("src/penstock", "--exclude", "*/testing/*")
+    found += [match for match in find("src/penstock", *USERS) if match["path"].startswith("testing/")]
+    dead = {f"{match['path']}:{match['name'] or match['what']}": match for match in found}
+    for key in sorted(dead.keys() - allowed):
+        match = dead[key]
+        print(f"src/penstock/{match['path']}:{match['line']}: {match['what']}: delete it, or allow {key} with a reason")
+    for key in sorted(allowed - dead.keys()):
+        print(f"{ALLOWED.name}: {key} is used or gone: delete the line")
+    print(f"vulture: {len(dead)} names without a use in the package, {len(dead.keys() & allowed)} of them allowed")
+    return int(dead.keys() != allowed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
