@@ -9,7 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber", "convert"]
+VERBS += ["publisher", "subscriber", "convert", "manifest", "status", "why"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -17,12 +17,12 @@ VALUES = [
     "DType",
     "FetchReport",
     "Fleet",
-    "Inspection",
+    "InspectReport",
     "Manifest",
-    "Report",
+    "LoadReport",
     "TensorStream",
 ]
-VALUES += ["ConvertReport", "Keeper", "Verification", "Weights"]
+VALUES += ["ConvertReport", "ManifestReport", "Keeper", "VerifyReport", "Weights"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name

@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "arguments", "config", "fork", "closing", "interrupt"}),
+    frozenset({"types", "errors", "arguments", "config", "report", "fork", "closing", "interrupt"}),
     frozenset({"segments"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),

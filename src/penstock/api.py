@@ -1,6 +1,6 @@
 """The public verbs and what they return, nothing else; each room is imported when its first name is used.
 
-`inspect` and `verify` need no torch; the others do.
+`inspect`, `verify`, `manifest`, `status` and `why` need no torch; the others do.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.fetch.join import Fleet, join
     from penstock.fetch.report import FetchReport
+    from penstock.hub.queries import status, why
     from penstock.jobs.convert import convert
     from penstock.jobs.report import ConvertReport
     from penstock.keeper.attach import Attached, AttachReport, attach
     from penstock.keeper.keeper import Keeper
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
-    from penstock.loader.report import Report
+    from penstock.loader.manifest import ManifestReport, manifest
+    from penstock.loader.report import LoadReport
     from penstock.loader.safe_open import load_file, safe_open
-    from penstock.loader.verify import Inspection, Verification, inspect, verify
+    from penstock.loader.verify import InspectReport, VerifyReport, inspect, verify
     from penstock.sync.publish.publisher import Publisher, publisher
     from penstock.sync.receive.subscribe import subscriber
     from penstock.sync.receive.subscriber import Hooks, Subscriber
@@ -33,16 +35,17 @@ _ROOMS = {
     "FetchReport": "fetch.report",
     "Fleet": "fetch.join",
     "Hooks": "sync.receive.subscriber",
-    "Inspection": "loader.verify",
+    "InspectReport": "loader.verify",
     "Keeper": "keeper.keeper",
+    "LoadReport": "loader.report",
+    "ManifestReport": "loader.manifest",
     "PublishReport": "sync.report",
     "Publisher": "sync.publish.publisher",
-    "Report": "loader.report",
     "Shard": "sync.shards",
     "Subscriber": "sync.receive.subscriber",
     "TensorStream": "loader.load",
     "UpdateReport": "sync.report",
-    "Verification": "loader.verify",
+    "VerifyReport": "loader.verify",
     "Weights": "loader.load",
     "attach": "keeper.attach",
     "convert": "jobs.convert",
@@ -51,11 +54,14 @@ _ROOMS = {
     "load": "loader.load",
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
+    "manifest": "loader.manifest",
     "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
+    "status": "hub.queries",
     "stream": "loader.load",
     "subscriber": "sync.receive.subscribe",
     "verify": "loader.verify",
+    "why": "hub.queries",
 }
 
 __all__ = [
@@ -65,16 +71,17 @@ __all__ = [
     "FetchReport",
     "Fleet",
     "Hooks",
-    "Inspection",
+    "InspectReport",
     "Keeper",
+    "LoadReport",
+    "ManifestReport",
     "PublishReport",
     "Publisher",
-    "Report",
     "Shard",
     "Subscriber",
     "TensorStream",
     "UpdateReport",
-    "Verification",
+    "VerifyReport",
     "Weights",
     "attach",
     "convert",
@@ -83,11 +90,14 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "manifest",
     "publisher",
     "safe_open",
+    "status",
     "stream",
     "subscriber",
     "verify",
+    "why",
 ]
 
 

@@ -17,7 +17,7 @@ def modes(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
 
 
-def load(cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> penstock.Report:
+def load(cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> penstock.LoadReport:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(cache))
     with RangeServer(model) as server:
         return penstock.load(f"{server.url}/model.safetensors.index.json").report

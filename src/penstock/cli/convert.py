@@ -21,7 +21,6 @@ from penstock.cli.output import (
     bytes_text,
     keep_stdout,
     note,
-    plain,
     write_columns,
     write_fields,
     write_json,
@@ -29,6 +28,7 @@ from penstock.cli.output import (
 )
 from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
+from penstock.report import plain
 
 if TYPE_CHECKING:
     from penstock.jobs.job import Job

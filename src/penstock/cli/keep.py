@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, given
-from penstock.cli.output import bytes_text, note, plain, write_json, write_lines
+from penstock.cli.output import bytes_text, note, write_json, write_lines
 from penstock.errors import ConfigError
 from penstock.hub.auth import first_token
+from penstock.report import plain
 
 if TYPE_CHECKING:
     from penstock import api

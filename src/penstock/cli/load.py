@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri, Verify, given
-from penstock.cli.output import bytes_text, plain, write_fields, write_json, write_lines
+from penstock.cli.output import bytes_text, write_fields, write_json, write_lines
 from penstock.config import Settings, parse_bytes
+from penstock.report import plain
 from penstock.types import MIB
 
 # What a dry run reads to predict: long enough to see the link, short enough not to matter.

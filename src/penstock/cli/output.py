@@ -6,37 +6,18 @@ Not here: what is written (each command's file).
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.report import plain
 
 
 def write_json(value: object) -> None:
     """One indented JSON document on stdout."""
     sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, enums, paths and numpy scalars as what JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Sequence):
-        return [plain(item) for item in value]
-    return value.item()
 
 
 def write_lines(*lines: str) -> None:

@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, given
-from penstock.cli.output import plain, write_json, write_lines
+from penstock.cli.output import write_json, write_lines
 from penstock.errors import ConfigError
 from penstock.hub.auth import first_token
+from penstock.report import plain
 
 
 def pull(

@@ -14,10 +14,11 @@ import msgspec
 import typer
 
 from penstock.cli.options import Format, FormatOption, given
-from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json, write_lines
+from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
+from penstock.report import plain
 from penstock.types import MIB
 
 if TYPE_CHECKING:

@@ -52,13 +52,18 @@ def status(
     format: FormatOption = Format.human,
 ) -> None:
     """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
+    from penstock import api
+
+    token = first_token(token_file)
+    if watch is None:
+        _show(api.status(model, hub=hub, token=token), model, format)
+        return
     from penstock.hub.client import HubClient
 
-    with HubClient.connect(hub, first_token(token_file)) as client, contextlib.suppress(KeyboardInterrupt):
+    # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
+    with HubClient.connect(hub, token) as client, contextlib.suppress(KeyboardInterrupt):
         while True:
             _show(client.status(model), model, format)
-            if watch is None:
-                return
             sys.stdout.flush()
             time.sleep(watch)
             if format is Format.human:
@@ -147,11 +152,9 @@ def why(
     """Why who takes a model from whom, and what keeps the others apart: identities, states, complaints."""
     import msgspec
 
-    from penstock.hub.client import HubClient
-    from penstock.hub.messages import WhyRequest
+    from penstock import api
 
-    with HubClient.connect(hub, first_token(token_file)) as client:
-        found = client.why(WhyRequest(model=model, member=member))
+    found = api.why(model, member=member, hub=hub, token=first_token(token_file))
     if format is Format.json:
         write_json(msgspec.to_builtins(found))
     else:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from penstock.fetch.provenance import Provenance
 from penstock.peer.local_weights import LocalWeights
+from penstock.report import Summarised
 from penstock.types import GB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchReport:
+class FetchReport(Summarised):
     """Outcome of one fetch."""
 
     model: str

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.jobs.workers.launch import WorkerStats
+from penstock.report import Summarised
 from penstock.storage.weight_set import WeightSet
 from penstock.types import GB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport:
+class ConvertReport(Summarised):
     """What a conversion did."""
 
     uri: str
@@ -60,6 +61,17 @@ class ConvertReport:
     """Files of safetensors in the sources' directories that are not of their weight sets, and were not read."""
     why: str
     """How it was verified, or why not. The result's own digests are always of the bytes as they were made."""
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        done = f"{self.num_tasks} tasks by {self.num_workers} workers"
+        resumed = f", {self.num_resumed} of an earlier run" if self.num_resumed else ""
+        lines = [
+            f"{self.uri}: {self.operation}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB of "
+            f"{self.read_bytes / GB:.2f} GB read in {self.wall_s:.3f} s ({self.gb_per_s:.2f} GB/s); {done}{resumed}",
+            f"{'verified' if self.verified else 'not verified'}: {self.why}; revision {self.revision[:19]}",
+        ]
+        return "\n".join(lines + [f"left out: {name}" for name in self.left_out])
 
     @property
     def gb_per_s(self) -> float:

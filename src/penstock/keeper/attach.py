@@ -44,6 +44,7 @@ from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import device_id
 from penstock.peer.member import host_id
 from penstock.peer.weight_layout import from_message
+from penstock.report import Summarised
 from penstock.transport.mapped_region import Region
 from penstock.types import GB
 
@@ -62,7 +63,7 @@ hub itself refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttachReport:
+class AttachReport(Summarised):
     """What was attached, and in what time."""
 
     model: str

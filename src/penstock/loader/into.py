@@ -18,7 +18,7 @@ from penstock.arguments import require_type
 from penstock.engine.choose_place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, telling
-from penstock.loader.report import Report
+from penstock.loader.report import LoadReport
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.rehome import rehome
@@ -46,7 +46,7 @@ def load_into(
     storage_options: Mapping[str, str] | None = None,
     progress: bool | None = None,
     trace: str | os.PathLike[str] | None = None,
-) -> Report:
+) -> LoadReport:
     """Fill live parameters and buffers in place from a weight set.
 
     Args:
@@ -90,7 +90,7 @@ def _load_into(
     strict: bool,
     rename: Rename,
     arena: bool,
-) -> Report:
+) -> LoadReport:
     """`load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
@@ -169,7 +169,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> Report:
+def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
     plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
     held = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
     # A target that is not contiguous is filled through a slab of its own and copied when that is complete.
@@ -192,7 +192,7 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> R
         return session.finish(num_tensors=len(table), nbytes=plan.nbytes)
 
 
-def _from_group(session: Session, group: ProcessGroup, table: TensorTable, filled: list[torch.Tensor]) -> Report:
+def _from_group(session: Session, group: ProcessGroup, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
     from penstock.loader.group import exchange
 
     nbytes = 0

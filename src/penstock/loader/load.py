@@ -25,18 +25,22 @@ from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
 from penstock.loader.pause import paused_gc, quick_handover
-from penstock.loader.report import Report
+from penstock.loader.report import LoadReport
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
+from penstock.report import pre
 from penstock.storage import Source
 from penstock.storage.weight_set import Names, Uris
-from penstock.types import Manifest
+from penstock.types import GB, Manifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+
+SHOWN_ROWS = 20
+"""Tensors that a notebook shows of weights; a model of experts has 30,000."""
 
 READY_BYTES = 1 << 30
 """Steps of a mapped file that is ready: there is nothing to do in them but to count."""
@@ -50,10 +54,21 @@ class Weights(dict[str, torch.Tensor]):
         manifest: of the tensors asked for.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], report: Report, manifest: Manifest) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, manifest: Manifest) -> None:
         super().__init__(tensors)
         self.report = report
         self.manifest = manifest
+
+    def __repr__(self) -> str:
+        devices = ", ".join(sorted({str(tensor.device) for tensor in self.values()})) or self.report.device
+        nbytes = sum(tensor.nbytes for tensor in self.values())
+        verified = "verified" if self.report.verified else "not verified"
+        return f"<Weights of {self.report.uri}: {len(self)} tensors, {nbytes / GB:.2f} GB on {devices}, {verified}>"
+
+    def _repr_html_(self) -> str:
+        rows = [f"{name}  {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in self.items()]
+        more = [f"... and {len(rows) - SHOWN_ROWS} more"] if len(rows) > SHOWN_ROWS else []
+        return pre("\n".join([repr(self), *rows[:SHOWN_ROWS], *more]))
 
 
 class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
@@ -69,14 +84,14 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     def __init__(self, session: Session, group: ProcessGroup | None) -> None:
         self._session: Session | None = session
         self._group = group
-        self._report: Report | None = None
+        self._report: LoadReport | None = None
         self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
         self._num_tensors = self._nbytes = 0
 
     @property
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         """Of the whole stream. Cancelled before it is exhausted: there is nothing to report yet."""
         if self._report is None:
             raise Cancelled("the stream has not been read to its end", hint="iterate it to the end first")
@@ -138,8 +153,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
 def load(
     uri: Uris,
-    *,
     device: str | int | torch.device = "cpu",
+    *,
     names: Names = None,
     boxes: Boxes = None,
     verify: bool | None = None,
@@ -217,8 +232,8 @@ def _called_as(model: Callable[_Given, object]) -> Callable[[Callable[..., _Resu
 @_called_as(load)
 def stream(
     uri: Uris,
-    *,
     device: str | int | torch.device,
+    *,
     group: ProcessGroup | None,
     memory_bytes: int | str | None,
     **options: Any,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from penstock.report import Summarised
 from penstock.types import GB, MIB
 
 
@@ -28,7 +29,7 @@ class FilePath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class LoadReport(Summarised):
     """Outcome of one load."""
 
     uri: str

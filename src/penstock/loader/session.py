@@ -1,6 +1,6 @@
 """One load from URI to tensors: open, plan, choose places and threads, run, report.
 
-In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `Report`.
+In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `LoadReport`.
 Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), staging and ring (`intake`).
 
     open_weights -> rows, boxes -> LoadPlan -> (place, intake, checker) -> LoadRun -> slabs -> tensors
@@ -30,7 +30,7 @@ from penstock.errors import ConfigError, IntegrityError, PlanError
 from penstock.loader.intake import PAGE_BYTES, Intake
 from penstock.loader.mapping import Mappings
 from penstock.loader.progress import Progress
-from penstock.loader.report import FilePath, Phases, Report
+from penstock.loader.report import FilePath, LoadReport, Phases
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote
@@ -326,7 +326,7 @@ class Session(Closing):
             if isinstance(source, FileSource):
                 source.check_unchanged()
 
-    def finish(self, *, num_tensors: int, nbytes: int) -> Report:
+    def finish(self, *, num_tensors: int, nbytes: int) -> LoadReport:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
         self.phases.enter("finish")
         self.check_unchanged()
@@ -351,7 +351,7 @@ class Session(Closing):
             files.append(FilePath(uri=self.weights.uri, nbytes=self.group_bytes, path="group", why=""))
         cuda = self.options.device.type == "cuda"
         phases = self.phases.stop()
-        return Report(
+        return LoadReport(
             uri=self.weights.uri,
             device=str(self.options.device),
             num_tensors=num_tensors,

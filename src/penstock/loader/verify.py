@@ -9,22 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.report import Summarised, plain
 from penstock.storage import read_small, text_of
 from penstock.storage.local import read_bounded
 from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
-from penstock.types import NOT_IN_TORCH, Manifest
+from penstock.types import GB, NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10
 """Longest PEM file of a key that is read. Reason: an Ed25519 key has 200 bytes, with a certificate chain a few KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class InspectReport(Summarised):
     """What a weight set holds, from its headers alone."""
 
     uri: str
@@ -36,9 +38,20 @@ class Inspection:
     not_loadable: tuple[str, ...]
     """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
 
+    def summary(self) -> str:
+        """Return a line for people, and a second for what cannot be loaded."""
+        dtypes = ", ".join(f"{dtype} {nbytes / GB:.2f} GB" for dtype, nbytes in self.dtypes.items())
+        line = f"{self.uri}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB: {dtypes or 'empty'}"
+        return f"{line}\nnot loadable: {', '.join(self.not_loadable)}" if self.not_loadable else line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name; the manifest, which has a row a tensor, as its revision."""
+        fields = {name: getattr(self, name) for name in ("uri", "num_tensors", "nbytes", "dtypes", "not_loadable")}
+        return {**plain(fields), "revision": self.manifest.revision}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class VerifyReport(Summarised):
     """Outcome of `verify`; `verified` is False only when there was nothing to verify against."""
 
     verified: bool
@@ -49,8 +62,16 @@ class Verification:
     signature: str
     """`good`, `not asked` or `none`."""
 
+    def summary(self) -> str:
+        """Return a line for people."""
+        verdict = "verified" if self.verified else "not verified"
+        return (
+            f"{verdict}: {self.why}; {self.nbytes / GB:.2f} GB, revision {self.revision[:19]}, "
+            f"signature {self.signature}"
+        )
 
-def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> Inspection:
+
+def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> InspectReport:
     """Read headers, index and manifest, no bodies.
 
     Raises:
@@ -61,7 +82,7 @@ def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> I
         dtypes: dict[str, int] = {}
         for dtype, nbytes in zip(table.dtypes, table.nbytes.tolist(), strict=True):
             dtypes[dtype.value] = dtypes.get(dtype.value, 0) + nbytes
-        return Inspection(
+        return InspectReport(
             uri=weights.uri,
             manifest=weights.manifest,
             num_tensors=len(table),
@@ -73,7 +94,7 @@ def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> I
 
 def verify(
     uri: Uris, *, public_key: str | os.PathLike[str] | None = None, storage_options: Mapping[str, str] | None = None
-) -> Verification:
+) -> VerifyReport:
     """Read every body and compare it with the manifest's digests; with a key, the manifest with its signature first.
 
     Args:
@@ -106,7 +127,7 @@ def verify(
         if signed_revision not in {None, stated.revision}:
             raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
         if stated.leaves is None:
-            return Verification(
+            return VerifyReport(
                 verified=False,
                 why=weights.why_unverified or "no digests",
                 num_leaves=0,
@@ -119,7 +140,7 @@ def verify(
     wrong = np.flatnonzero(found.leaves != stated.leaves)
     if len(wrong):
         raise _fault(stated, int(wrong[0]), len(wrong))
-    return Verification(
+    return VerifyReport(
         verified=True,
         why=f"{len(stated.leaves)} leaf digests compared",
         num_leaves=len(stated.leaves),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.report import Summarised
 from penstock.types import GB
 
 PublishMode = Literal["live", "snapshot"]
@@ -17,7 +18,7 @@ UpdateMode = Literal["staged", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport:
+class PublishReport(Summarised):
     """One version, as far as its publisher saw it go: no success but of the members under `committed`.
 
     A snapshot is read after `publish` returned, so its report names nobody.
@@ -66,7 +67,7 @@ class PublishReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
+class UpdateReport(Summarised):
     """One update of one subscriber, committed."""
 
     name: str

@@ -1,0 +1,56 @@
+"""What all reports have in common: a text for people, a dictionary for programs, a cell for notebooks.
+
+In: a frozen dataclass with a `summary`. Out: `str`, `to_dict`, `_repr_html_`.
+Not here: what is measured (each journey's `report`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import html
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+
+class Summarised:
+    """A report: `str()` is its summary, `to_dict()` its fields as JSON has them."""
+
+    __slots__ = ()
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as plain values that JSON has."""
+        return cast("dict[str, Any]", plain(self))
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return pre(self.summary())
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses, enums, paths and numpy scalars as what JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    return value.item()
+
+
+def pre(text: str) -> str:
+    """Return a text as HTML that keeps its lines; names in it cannot become markup."""
+    return f"<pre>{html.escape(text)}</pre>"

@@ -1,0 +1,82 @@
+"""Reports read alike: `str` is the summary, `to_dict` is JSON, notebooks show the same. Weights have a short `repr`."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import penstock as ps
+from penstock.report import Summarised
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    tensors = {f"layers.{number}.<w>": torch.full((4, 8), number).bfloat16() for number in range(30)}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model"
+
+
+def test_every_public_report_is_named_and_made_alike() -> None:
+    names = [name for name in ps.__all__ if name.endswith("Report")]
+    assert names == [
+        "AttachReport",
+        "ConvertReport",
+        "FetchReport",
+        "InspectReport",
+        "LoadReport",
+        "ManifestReport",
+        "PublishReport",
+        "UpdateReport",
+        "VerifyReport",
+    ]
+    for name in names:
+        report = getattr(ps, name)
+        assert issubclass(report, Summarised)
+        assert report.summary is not Summarised.summary
+
+
+def test_reports_of_a_journey(directory: Path) -> None:
+    written = ps.manifest(directory)
+    assert written.num_leaves == written.num_tensors == 30
+    weights = ps.load(directory)
+    converted = ps.convert(directory, directory.parent / "out", devices="cpu", workers=1)
+    target: dict[str, torch.Tensor] = {}
+    with ps.join("m", transports=["loopback"]) as fleet:
+        fetched = fleet.fetch(target, fallback=directory)
+        seen = ps.status("m")
+        assert [holding.identity.model for member in seen.members for holding in member.holdings] == ["m"]
+        assert ps.why("m").lines
+    for report in (written, weights.report, converted, fetched, ps.inspect(directory), ps.verify(directory)):
+        assert str(report) == report.summary()
+        assert report._repr_html_() == f"<pre>{html.escape(report.summary())}</pre>"
+        fields = report.to_dict()
+        assert json.loads(json.dumps(fields)) == fields
+        assert fields["nbytes"] == 30 * 64
+        assert fields["revision"] == written.revision or report is converted
+
+
+def test_weights_have_a_short_repr(directory: Path) -> None:
+    weights = ps.load(directory, "cpu")  # the device by position, as safetensors has it
+    assert repr(weights) == f"<Weights of {directory}: 30 tensors, 0.00 GB on cpu, not verified>"
+    shown = weights._repr_html_()
+    assert "&lt;w&gt;  bfloat16 [4, 8]" in shown
+    assert shown.count("bfloat16") == 20
+    assert "... and 10 more" in shown
+    with ps.stream(directory, "cpu") as tensors:
+        assert len(dict(tensors)) == 30
+
+
+def test_a_manifest_goes_where_it_is_told(directory: Path, tmp_path: Path) -> None:
+    report = ps.manifest(directory, out=tmp_path / "digests")
+    assert report.written == (str(tmp_path / "digests"),)
+    assert not ps.verify(directory).verified
+    with pytest.raises(ps.ConfigError, match="cannot be written"):
+        ps.manifest(directory, out="http://host/digests")
+    with pytest.raises(ps.ConfigError, match="cannot read the key"):
+        ps.manifest(directory, sign=tmp_path / "absent.pem")
