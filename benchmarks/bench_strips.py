@@ -25,11 +25,11 @@ from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import plan_sync
 from penstock.segments import Rectangles
 from penstock.sync.copy_plan import Copy
-from penstock.sync.local_version import Held
-from penstock.sync.publish.snapshot import Replica
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.publish.snapshot import Snapshot
 from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.staging_copy import Shadow
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory
 from penstock.types import GB, DType
@@ -118,10 +118,10 @@ def layouts(side: str, nbytes: int, dims: tuple[int, int], world_size: int) -> l
     return found
 
 
-def sources(holdings: list[Layout], links: Links) -> Iterator[Held]:
+def sources(holdings: list[Layout], links: Links) -> Iterator[LocalVersion]:
     """Publishers on the second device, of this process."""
     for one in holdings:
-        held = Held(one, [arena(nbytes, "cuda:1") for nbytes in one.regions], links)
+        held = LocalVersion(one, [arena(nbytes, "cuda:1") for nbytes in one.regions], links)
         held.begin(1)
         held.ready()
         yield held
@@ -135,17 +135,17 @@ def takes(nbytes: int, links: Links) -> None:
     planned = time.perf_counter() - begun
     given = {one.layout.member: LocalLink(one) for one in sources(holdings, links)}
     live = [arena(size, "cuda:0") for size in wants[0].regions]
-    with Shadow(live, links) as shadow:
+    with StagingCopy(live, links) as staging_copy:
         trace = Trace(enabled=False)
-        take = Take(part, shadow.regions, trace=trace)
-        reports = [take.run(given) for _ in range(REPEATS + 1)]
+        transfer = Transfer(part, staging_copy.regions, trace=trace)
+        reports = [transfer.run(given) for _ in range(REPEATS + 1)]
         seconds, last = [one.seconds for one in reports], reports[-1]
         busy = {f"{name}_busy_s": one / (REPEATS + 1) for name, one in trace.busy_s().items()}
         parts = {"wire_s": last.wire_s, "ready_s": last.ready_s, "digest_s": last.digest_s, "planned_s": planned}
         parts |= busy
         say("take, in one process", part.nbytes, seconds[1:], **{key: round(v, 4) for key, v in parts.items()})
-        shadow.flip(part)
-        say("flip of a part", part.nbytes, [shadow.flip(part) for _ in range(REPEATS)])
+        staging_copy.flip(part)
+        say("flip of a part", part.nbytes, [staging_copy.flip(part) for _ in range(REPEATS)])
 
 
 def flips(nbytes: int) -> None:
@@ -162,7 +162,7 @@ def snapshots(nbytes: int, host_nbytes: int, links: Links) -> None:
         one = layouts("p", size, (0, 0), 1)[0]
         live = [arena(length, "cuda:0") for length in one.regions]
         begun = time.perf_counter()
-        with Replica(one, live, links, on_host=on_host) as replica:
+        with Snapshot(one, live, links, on_host=on_host) as replica:
             made = time.perf_counter() - begun
             replica.snapshot(0)
             seconds = [replica.snapshot(1) for _ in range(REPEATS)]

@@ -76,7 +76,7 @@ TRAINER = (
 import os, signal, sys
 
 import penstock as ps
-from penstock.sync.local_version import Held
+from penstock.sync.local_version import LocalVersion
 
 if __name__ == "__main__":
     model = weights(sys.argv[1], 0)
@@ -85,7 +85,7 @@ if __name__ == "__main__":
         for line in sys.stdin:
             verb, version = line.split()
             if verb == "die":  # when a receiver has read, and asks what it should have read
-                Held.digests = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                LocalVersion.digests = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             change(model, int(version))
             print(verb, publisher.publish(int(version)).summary(), flush=True)
 """

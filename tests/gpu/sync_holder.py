@@ -21,7 +21,7 @@ from penstock.digest.strip import Strips
 from penstock.errors import PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Layout
-from penstock.sync.local_version import Answer, Held, HeldMap
+from penstock.sync.local_version import Answer, LocalVersion, VersionMap
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory
 
@@ -67,7 +67,7 @@ class Holder:
         command = [sys.executable, "-m", "tests.gpu.sync_holder", name, str(rank), str(world_size), device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lock = threading.Lock()
-        self.map: HeldMap = _receive(self.process.stdout, HeldMap)
+        self.map: VersionMap = _receive(self.process.stdout, VersionMap)
         self.member = self.map.member
 
     def ask(self, *request: object) -> tuple[str, bytes]:
@@ -95,7 +95,7 @@ class Holder:
 def serve(name: str, rank: int, world_size: int, device: str) -> None:
     one = sharded(name, SHAPES, 0, world_size, 2)[rank]
     with open_links(only=["cuda_ipc"]) as links:
-        held = Held(one, on_device(one, device), links)
+        held = LocalVersion(one, on_device(one, device), links)
         held.begin(1)
         held.ready()
         told = held.map()
@@ -112,7 +112,7 @@ def serve(name: str, rank: int, world_size: int, device: str) -> None:
             _send(sys.stdout.buffer, _digests(held, told, columns))
 
 
-def _digests(held: Held, told: HeldMap, columns: Sequence[bytes]) -> tuple[str, bytes]:
+def _digests(held: LocalVersion, told: VersionMap, columns: Sequence[bytes]) -> tuple[str, bytes]:
     at, run_bytes, num_rows, pitch = (np.frombuffer(column, np.int64) for column in columns)
     strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
     try:

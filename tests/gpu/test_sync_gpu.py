@@ -17,11 +17,11 @@ from penstock.digest.strip_cuda import plan_strips
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.sync.copy_plan import Copy
-from penstock.sync.local_version import Held
-from penstock.sync.publish.snapshot import Replica
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.publish.snapshot import VersionSnapshot
 from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.staging_copy import Shadow
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory
 from penstock.types import MIB
@@ -97,12 +97,12 @@ def test_rectangles_are_copied_and_nothing_beside() -> None:
 def test_a_part_from_other_processes(links: Links, device: str) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, MIB)[1]
-    into = Held(wants[1], on_device(wants[1], DEVICE), links)
+    into = LocalVersion(wants[1], on_device(wants[1], DEVICE), links)
     given = [np.concatenate([one.cpu().numpy() for one in bytes_of(layout, "cpu")]) for layout in holdings]
     expected = naive(part, given, whole(into.regions.memories))
     holders = [Holder("p", rank, 2, device) for rank in range(2)]
     try:
-        take, buckets = Take(part, into.regions, stall_s=20.0), []
+        take, buckets = Transfer(part, into.regions, stall_s=20.0), []
         report = take.run({one.member: one for one in holders}, buckets.append)
         assert np.array_equal(whole(into.regions.memories), expected)
         assert buckets == list(range(len(part.bucket_first) - 1)) and {one.path for one in report.links} == {"cuda_ipc"}
@@ -122,12 +122,12 @@ def test_a_part_from_other_processes(links: Links, device: str) -> None:
 def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, 1 << 30)[0]
-    source = Held(holdings[0], on_device(holdings[0], DEVICE), links)
+    source = LocalVersion(holdings[0], on_device(holdings[0], DEVICE), links)
     source.begin(1)
     source.ready()
 
     class Changing(LocalLink):
-        def __init__(self, held: Held) -> None:
+        def __init__(self, held: LocalVersion) -> None:
             super().__init__(held)
             self.map = msgspec.structs.replace(self.map, is_ready=False)  # asked before it is read
 
@@ -137,10 +137,10 @@ def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
             torch.cuda.synchronize()
             return said
 
-    into = Held(wants[0], on_device(wants[0], DEVICE), links)
+    into = LocalVersion(wants[0], on_device(wants[0], DEVICE), links)
     buckets: list[int] = []
     with pytest.raises(IntegrityError) as caught:
-        Take(part, into.regions).run({"p0": Changing(source)}, buckets.append)
+        Transfer(part, into.regions).run({"p0": Changing(source)}, buckets.append)
     assert buckets == [] and caught.value.mutated
 
 
@@ -150,16 +150,16 @@ def test_shadow_and_replica(links: Links) -> None:
         part = parts(holdings, wants, MIB)[1]
         publisher, live = on_device(holdings[0], DEVICE), on_device(wants[1], DEVICE)
         before = whole(live)
-        with Replica(holdings[0], publisher, links) as replica, Shadow(live, links) as shadow:
+        with VersionSnapshot(holdings[0], publisher, links) as replica, StagingCopy(live, links) as staging_copy:
             replica.snapshot(2)
             expected = naive(part, [whole(publisher)], before.copy())
             for memory in publisher:
                 content(memory).zero_()
-            Take(part, shadow.regions).run({"p0": LocalLink(replica.held)}, lambda bucket: None)
+            Transfer(part, staging_copy.regions).run({"p0": LocalLink(replica.held)}, lambda bucket: None)
             assert np.array_equal(whole(live), before)
-            assert shadow.flip(part) > 0
+            assert staging_copy.flip(part) > 0
             assert np.array_equal(whole(live), expected)
-        with Replica(wants[1], live, links, on_host=True) as pinned:
+        with VersionSnapshot(wants[1], live, links, on_host=True) as pinned:
             pinned.snapshot(3)
             assert np.array_equal(whole(pinned.held.regions.memories), expected)
             content(live[0]).zero_()

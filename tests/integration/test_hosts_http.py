@@ -27,7 +27,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.http import server as http_server
-from penstock.http.connection import MAX_RUNS, ReadRequest, Wire
+from penstock.http.connection import MAX_RUNS, HttpConnection, ReadRequest
 from penstock.net.limits import ConnectionLimits
 from penstock.segments import Segments
 from penstock.testing.transport_suite import sample, segments
@@ -156,14 +156,14 @@ def test_a_fence_under_way_ends_the_read_and_is_told_from_a_lost_peer() -> None:
 def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
     """The fence falls after the last byte was handed to the kernel, before the seal."""
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
-        real = Wire.send
+        real = HttpConnection.send
 
-        def send(self: Wire, views) -> int:
+        def send(self: HttpConnection, views) -> int:
             sent = real(self, views)
             handle.fence()
             return sent
 
-        monkeypatch.setattr(Wire, "send", send)
+        monkeypatch.setattr(HttpConnection, "send", send)
         with pytest.raises(StaleDescriptor) as caught:
             transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
         assert caught.value.mutated
@@ -171,9 +171,9 @@ def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
 
 def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
     monkeypatch.setattr(http_server, "PIECE_BYTES", 100_000)
-    real, sent = Wire.send, []
+    real, sent = HttpConnection.send, []
 
-    def send(self: Wire, views) -> int:
+    def send(self: HttpConnection, views) -> int:
         sent.append(1)
         if len(sent) % 7 == 3:
             self.cut()
@@ -181,7 +181,7 @@ def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> No
 
     with reading(3_000_000) as (_, handle, there), reading(3_000_000) as (transport, into, here):
         there[:] = sample(3_000_000)
-        monkeypatch.setattr(Wire, "send", send)
+        monkeypatch.setattr(HttpConnection, "send", send)
         transport.wait(transport.post_read(into, handle.descriptor, whole(3_000_000)), stall_s=20)
         assert here == there
         assert len(sent) > 30
@@ -210,9 +210,9 @@ def test_weights_come_compressed(num_connections: int) -> None:
 
 
 def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
-    real, sent = Wire.send, []
+    real, sent = HttpConnection.send, []
 
-    def send(self: Wire, views) -> int:
+    def send(self: HttpConnection, views) -> int:
         sent.append(1)
         if len(sent) % 7 == 5:
             self.cut()
@@ -220,7 +220,7 @@ def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeyp
 
     with reading(20_000_000) as (_, handle, there), reading(20_000_000, compress=True) as (transport, into, here):
         there[:] = weights(20_000_000)
-        monkeypatch.setattr(Wire, "send", send)
+        monkeypatch.setattr(HttpConnection, "send", send)
         transport.wait(transport.post_read(into, handle.descriptor, whole(20_000_000)), stall_s=20)
         assert here == there
         assert len(sent) > 20
@@ -228,14 +228,14 @@ def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeyp
 
 def test_compressed_a_fence_before_the_seal_is_seen(monkeypatch) -> None:
     with reading(100_000) as (_, handle, _), reading(100_000, compress=True) as (transport, into, here):
-        real = Wire.send
+        real = HttpConnection.send
 
-        def send(self: Wire, views) -> int:
+        def send(self: HttpConnection, views) -> int:
             sent = real(self, views)
             handle.fence()
             return sent
 
-        monkeypatch.setattr(Wire, "send", send)
+        monkeypatch.setattr(HttpConnection, "send", send)
         with pytest.raises(StaleDescriptor) as caught:
             transport.wait(transport.post_read(into, handle.descriptor, whole(100_000)), stall_s=20)
         assert not caught.value.mutated

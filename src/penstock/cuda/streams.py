@@ -12,7 +12,7 @@ never_freed: list[tuple[object, ...]] = []
 """What a device that hangs may still use."""
 
 
-class Lane:
+class StreamPool:
     """Streams and spare events of one device of ours. One thread at a time uses it."""
 
     def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
@@ -40,20 +40,20 @@ class Lane:
             self._driver.free(self.streams, self._spare)
 
 
-class Lanes:
+class StreamPools:
     """The lane of each device, made when it is first asked for. One thread at a time uses them."""
 
     def __init__(self, driver: CudaDriver, *, num_streams: int) -> None:
-        self._driver, self._num_streams, self._made = driver, num_streams, dict[int, Lane]()
+        self._driver, self._num_streams, self._made = driver, num_streams, dict[int, StreamPool]()
 
-    def of(self, device: int) -> Lane:
+    def of(self, device: int) -> StreamPool:
         """The device's."""
         if device not in self._made:
-            self._made[device] = Lane(self._driver, device, self._num_streams)
+            self._made[device] = StreamPool(self._driver, device, self._num_streams)
         return self._made[device]
 
     def close(self) -> None:
         """Give all back; nothing may be queued any more. Idempotent."""
         made, self._made = self._made, {}
-        for lane in made.values():
-            lane.close()
+        for pool in made.values():
+            pool.close()

@@ -36,8 +36,8 @@ PIECE_BYTES = 4 * MIB
 """Asked of the kernel in one call, so that a fence is seen soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
 MAX_VIEWS = 256
 """Views given to one scattering call. Reason: below the kernel's 1,024 (IOV_MAX), past which it refuses."""
-SEAL = struct.Struct("<8sQ")
-SEAL_WORD = b"penstock"
+TRAILER = struct.Struct("<8sQ")
+TRAILER_WORD = b"penstock"
 CODING = "penstock-planes"
 """What a reader accepts, and the server may send."""
 CHUNK_HEAD = 10
@@ -72,7 +72,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return src.astype(np.int64), length.astype(np.int64)
 
 
-class Wire:
+class HttpConnection:
     """One connection. A call that moves nothing within the pace raises TimeoutError; one that fails, OSError."""
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:

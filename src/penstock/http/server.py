@@ -27,10 +27,10 @@ from penstock.http.connection import (
     CODING,
     MAX_BODY_BYTES,
     PIECE_BYTES,
-    SEAL,
-    SEAL_WORD,
+    TRAILER,
+    TRAILER_WORD,
+    HttpConnection,
     ReadRequest,
-    Wire,
     advance,
     chunk_head,
     content_length,
@@ -64,7 +64,7 @@ class Region:
     key: bytes
     view: memoryview
     owner: object
-    under_way: dict[Wire, bytes] = field(default_factory=dict)
+    under_way: dict[HttpConnection, bytes] = field(default_factory=dict)
     """Answers being sent, each with the key that was shown for it."""
     lent: dict[str, bytes] = field(default_factory=dict)
     """Borrower -> a key of its own."""
@@ -87,7 +87,7 @@ class Server:
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
         self.endpoint = endpoint
         self._regions: dict[int, Region] = {}
-        self._wires: set[Wire] = set()
+        self._wires: set[HttpConnection] = set()
         self._lock, self._generations, self._is_open = threading.Lock(), itertools.count(1), True
         self._listener = ThreadedListener(
             bound,
@@ -145,7 +145,7 @@ class Server:
             wire.close()
 
     def _connection(self, sock: socket.socket, place: Connection, peer: str) -> None:
-        wire = Wire(sock, pace_s=HEAD_S)
+        wire = HttpConnection(sock, pace_s=HEAD_S)
         with self._lock:
             if not self._is_open:
                 return
@@ -156,7 +156,7 @@ class Server:
             with self._lock:
                 self._wires.discard(wire)
 
-    def _serve(self, wire: Wire, place: Connection, peer: str) -> None:
+    def _serve(self, wire: HttpConnection, place: Connection, peer: str) -> None:
         behind, planes = b"", None
         while True:
             try:
@@ -176,7 +176,7 @@ class Server:
                 wire.send_all(_answer(400))
                 return
 
-    def _request(self, wire: Wire, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
+    def _request(self, wire: HttpConnection, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
         """Generation asked for, the request, if it may be coded, and what came behind it. _Refused, FormatError."""
         line, found = fields(head)
         verb, _, rest = line.partition(" ")
@@ -198,7 +198,7 @@ class Server:
 
     def _answer(
         self,
-        wire: Wire,
+        wire: HttpConnection,
         generation: int,
         request: ReadRequest,
         planes: Planes | None,
@@ -221,7 +221,7 @@ class Server:
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
             wire.set_pace(SEND_S)
-            wire.send_all(_answer(200, total + SEAL.size) if planes is None else _CODED)
+            wire.send_all(_answer(200, total + TRAILER.size) if planes is None else _CODED)
             while views:
                 self._check_given(region, request.key)
                 if planes is None:
@@ -230,8 +230,10 @@ class Server:
                     _send_block(wire, views, planes)
             # A holder fences before it changes a byte: if the generation is still there, all that went was of it.
             self._check_given(region, request.key)
-            seal = SEAL.pack(SEAL_WORD, generation)
-            wire.send_all(seal if planes is None else chunk_head(len(seal)) + seal + b"\r\n" + chunk_head(0) + b"\r\n")
+            trailer = TRAILER.pack(TRAILER_WORD, generation)
+            wire.send_all(
+                trailer if planes is None else chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n"
+            )
         finally:
             with self._lock:
                 region.under_way.pop(wire, None)
@@ -253,7 +255,7 @@ def _opens(key: bytes, region: Region) -> bool:
 _CODED = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n\r\n".encode()
 
 
-def _send_block(wire: Wire, views: list[memoryview], planes: Planes) -> None:
+def _send_block(wire: HttpConnection, views: list[memoryview], planes: Planes) -> None:
     """Send the front of these views as one chunk, and take it off them."""
     taken = front(views, BLOCK_BYTES)
     block = np.frombuffer(taken[0] if len(taken) == 1 else b"".join(taken), np.uint8)

@@ -18,7 +18,7 @@ import torch
 
 from penstock.errors import ConfigError, PlanError
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.sync.recording.requirements import Wanted
+from penstock.sync.recording.requirements import Requirements
 
 _LISTED = 10
 """Parameters that an error names; the rest are counted."""
@@ -62,13 +62,13 @@ class Twin(torch.nn.Module):
             self._loaded |= named or set()
             return named
 
-    def unfilled(self, wanted: Wanted) -> Mapping[str, int]:
+    def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
         """How many elements of a tensor an update leaves, of those that have any; as far as the loader tells."""
         if not wanted.unrecorded:
             return wanted.unfilled
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
-    def check(self, wanted: Wanted, *, strict: bool = True) -> None:
+    def check(self, wanted: Requirements, *, strict: bool = True) -> None:
         """See that what an update fills can be installed, before anything is touched.
 
         Args:
@@ -91,7 +91,7 @@ class Twin(torch.nn.Module):
             layer.check(sources)
 
     @torch.no_grad()
-    def install(self, wanted: Wanted) -> None:
+    def install(self, wanted: Requirements) -> None:
         """Put what an update filled into the model that serves; what it did not stays as it is.
 
         Order: after `check`. The model must not run meanwhile; after an error it is neither the old one nor the new.

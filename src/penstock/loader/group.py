@@ -25,7 +25,7 @@ from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Batch, Session
 from penstock.plan.schedule import LoadPlan
-from penstock.transport.collective import GroupWire
+from penstock.transport.collective import GroupCollectives
 from penstock.types import Box, TensorTable
 
 STATUS_BYTES = 512
@@ -93,7 +93,7 @@ def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]
     return place, None
 
 
-class Wire(GroupWire):
+class Wire(GroupCollectives):
     """The group's collectives, and what its ranks tell each other before they read."""
 
     poll_s = 1e-3

@@ -4,7 +4,7 @@ In: the plan, what each source transforms in which bucket, a cluster, rates. Out
 Not here: the plan (`sync`), its reads (`sync_work`), who shares a link how (`flow`).
 
     source:    transform b0 | b1 | b2 ...                  one after the other; digests of what is asked, in turn
-    receiver:  part, maps -> post -> wire -> digest, compare -> told      laps in order, two at a time, below a
+    receiver:  part, maps -> post -> wire -> digest, compare -> told   windows in order, two at a time, below a
                                                            watermark, as `sync.receive.transfer` does; reads side by
                                                            side, but what Python does for them one after the other
 """
@@ -20,7 +20,7 @@ from penstock.plan.flow import F64, fair_rates
 from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
 from penstock.plan.sync import SyncPlan
 from penstock.plan.sync_work import (
-    AHEAD_LAPS,
+    AHEAD_WINDOWS,
     ASK_BYTES,
     GROUP_BYTES,
     READS_AT_ONCE,
@@ -84,7 +84,7 @@ def simulate_sync(
         what=f"{len(plan.sources)} sources -> {len(plan.receivers)} receivers, {plan.num_buckets} buckets",
         predicted_s=total_s,
         limit_s=run.meter.limit_s(nominal),
-        bottleneck=bottleneck(stages, loads, total_s, "waiting: for answers, for the lap before"),
+        bottleneck=bottleneck(stages, loads, total_s, "waiting: for answers, for the window before"),
         moved_bytes=round(run.moved),
         num_receivers=len(plan.receivers),
         first_s=float(done.min(initial=total_s)),
@@ -171,7 +171,7 @@ class _Run:
         self.moved = 0.0
         # Plain lists: they are read one number at a time.
         self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
-        self._nbytes, self._lap = work.nbytes.tolist(), work.lap.tolist()
+        self._nbytes, self._lap = work.nbytes.tolist(), work.window.tolist()
         near = links.near(work.source, first + work.receiver)
         # Over NVLink short runs cost nothing each: a kernel copies those of a group.
         gathers = -(-work.short_bytes // GROUP_BYTES)
@@ -182,11 +182,11 @@ class _Run:
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
         self.answered: F64 | None = None
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
-        laps = int(work.lap[-1]) + 1 if count else 0
-        self._left = np.bincount(work.lap, minlength=laps).tolist()
+        windows = int(work.window[-1]) + 1 if count else 0
+        self._left = np.bincount(work.window, minlength=windows).tolist()
         self._lap_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
         self._lap_stop = [self._lap[stop - 1] + 1 if stop else 0 for stop in self._lap_stop]
-        self._whole = [self._lap[start] if start < count else laps for start in self.first[:-1].tolist()]
+        self._whole = [self._lap[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._next = self.first[:-1].tolist()
         self._stop = self.first[1:].tolist()
         self._flying = [0] * num_receivers
@@ -239,7 +239,7 @@ class _Run:
             read = self._next[r]
             pair = r, self._source[read]
             room = self._watermark - self._held[r]
-            late = self._lap[read] >= self._whole[r] + AHEAD_LAPS or (self._held[r] and self._nbytes[read] > room)
+            late = self._lap[read] >= self._whole[r] + AHEAD_WINDOWS or (self._held[r] and self._nbytes[read] > room)
             if late or self._of_one.get(pair, 0) >= self._reads_of_one:
                 return
             self._next[r] += 1
@@ -279,7 +279,7 @@ class _Run:
         self._ask(r, at)
 
     def _check(self, r: int, read: int, at: float) -> None:
-        """A read is verified; perhaps its lap is whole, and another one may begin."""
+        """A read is verified; perhaps its window is whole, and another one may begin."""
         self.verified[read] = at
         self.done[r] = max(self.done[r], at)
         self._held[r] -= self._nbytes[read]
@@ -310,7 +310,7 @@ def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stag
 
 
 def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
-    """The source's buckets and the receiver's laps: the source that gives most, and the receiver that was last."""
+    """The source's buckets and the receiver's windows: the source that gives most, and the receiver that was last."""
     if not len(run.done) or not len(run.work.receiver):
         return ()
     last = int((run.done + flip_s).argmax())
@@ -324,7 +324,7 @@ def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span,
     ]
     name = plan.receivers[last]
     reads = slice(int(run.first[last]), int(run.first[last + 1]))
-    heads = np.flatnonzero(np.diff(run.work.lap[reads], prepend=-1))
+    heads = np.flatnonzero(np.diff(run.work.window[reads], prepend=-1))
     for stage, start, stop in (
         ("ask", run.asked[reads], run.posted[reads]),
         ("post", run.posted[reads], run.begun[reads]),

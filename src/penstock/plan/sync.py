@@ -83,12 +83,12 @@ class Part:
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
 
-    def laps(self, lap_bytes: int) -> list[int]:
-        """Neighbouring buckets joined while they are at most `lap_bytes`: where laps begin, and the last ends."""
+    def windows(self, window_bytes: int) -> list[int]:
+        """Join neighbouring buckets to windows of at most `window_bytes`: where each begins, and the last ends."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
-            if taken and taken + nbytes > lap_bytes:
+            if taken and taken + nbytes > window_bytes:
                 edges.append(bucket)
                 taken = 0
             taken += nbytes

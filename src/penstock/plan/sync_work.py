@@ -28,7 +28,7 @@ READS_AT_ONCE = 16
 """Steps under way of all sources."""
 READS_OF_ONE = 4
 """Steps under way of one source: two or more, so that its link is not idle while one is posted."""
-AHEAD_LAPS = 2
+AHEAD_WINDOWS = 2
 """Laps under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
 """Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
@@ -36,10 +36,10 @@ GROUP_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The reads of a sync, as columns: receiver after receiver, lap after lap, the sources of one taking turns."""
+    """The reads of a sync, as columns: receiver after receiver, window after window, the sources of one taking turns."""
 
     receiver: I64
-    lap: I64
+    window: I64
     """Buckets joined, counted over all receivers."""
     source: I64
     bucket: I64
@@ -55,18 +55,18 @@ class Work:
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
         """The steps that each receiver's take cuts its part to. Cost: that of all parts."""
-        names = ("lap", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
+        names = ("window", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
         found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         found["far_s"] = [np.zeros(0)]
-        num_laps = 0
+        num_windows = 0
         for r in range(len(plan.receivers)):
             part = plan.part(r)
             if not len(part.source):
                 continue
             columns = _steps(part, rates, watermark_bytes)
-            columns["receiver"] = np.full(len(columns["lap"]), r)
-            columns["lap"] += num_laps
-            num_laps = int(columns["lap"][-1]) + 1
+            columns["receiver"] = np.full(len(columns["window"]), r)
+            columns["window"] += num_windows
+            num_windows = int(columns["window"][-1]) + 1
             for name, column in columns.items():
                 found[name].append(column)
         return cls(**{name: np.concatenate(columns) for name, columns in found.items()})
@@ -74,9 +74,9 @@ class Work:
 
 def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
     """Of each step of a part, in the order they are posted, the columns of `Work`."""
-    edges = np.array(part.laps(watermark_bytes // AHEAD_LAPS), np.int64)
+    edges = np.array(part.windows(watermark_bytes // AHEAD_WINDOWS), np.int64)
     bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
-    lap = np.searchsorted(edges, bucket, side="right") - 1
+    window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
     # As `transport.Rectangles.longest_runs` has it: what lies in one piece at both ends is one run.
@@ -84,11 +84,11 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
     num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
     short_bytes = np.where(is_short, nbytes, 0)
-    # By lap and source, then cut where a step would be too large.
-    order = np.lexsort((bucket, part.source, lap))
+    # By window and source, then cut where a step would be too large.
+    order = np.lexsort((bucket, part.source, window))
     piece_bytes = max(watermark_bytes // 16, 1)
     cuts = -(-nbytes[order] // piece_bytes)
-    lap, source, bucket = (np.repeat(column[order], cuts) for column in (lap, part.source, bucket))
+    window, source, bucket = (np.repeat(column[order], cuts) for column in (window, part.source, bucket))
     turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
 
     def share(column: np.ndarray) -> np.ndarray:
@@ -100,16 +100,16 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
     stop = np.cumsum(amounts["nbytes"])
-    fresh = np.ones(len(lap), bool)
-    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    fresh = np.ones(len(window), bool)
+    fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
     begin = (stop - amounts["nbytes"])[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
     fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
     head = np.flatnonzero(fresh)
-    last = np.append(head[1:], len(lap)) - 1
-    pair = lap[head] * (int(source.max()) + 1) + source[head]
+    last = np.append(head[1:], len(window)) - 1
+    pair = window[head] * (int(source.max()) + 1) + source[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    turns = np.lexsort((number, lap[head]))
-    found = {"lap": lap[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
+    turns = np.lexsort((number, window[head]))
+    found = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
     return found | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
 
 

@@ -33,12 +33,12 @@ from penstock.hub.sync_messages import (
 from penstock.peer.client import PeerClient
 from penstock.plan.columns import decode
 from penstock.plan.layout import Layout
-from penstock.sync.local_version import Answer, HeldMap
+from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")
 
 
-class Talk(PeerClient):
+class SyncClient(PeerClient):
     """One conversation; a question at a time, from any thread.
 
     Args:
@@ -119,18 +119,18 @@ class Talk(PeerClient):
         """How far it is, as soon as it has begun a version above `after`, or after `wait_s`."""
         return self._question("GET", f"news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
-    def held_map(self, version: int, wait_s: float) -> HeldMap:
+    def held_map(self, version: int, wait_s: float) -> VersionMap:
         """How to read a version, once it has begun it.
 
         Raises:
             StaleDescriptor: it is past that version. NotFound: it has not begun it in `wait_s`.
         """
-        found = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", HeldMap)
+        found = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", VersionMap)
         self.check_data_ports(found.regions)
         return found
 
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
-        """See `Held.digests`."""
+        """See `LocalVersion.digests`."""
         columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
         told = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
         request = DigestRequest(version=version, generation=generation, strips=name_of(*told), wait_s=wait_s)

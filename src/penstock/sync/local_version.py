@@ -32,7 +32,7 @@ from penstock.types import I64, U64
 _NAP_S = 0.0002
 
 
-class HeldMap(msgspec.Struct, frozen=True, kw_only=True):
+class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer reads one generation of a rank's memory."""
 
     member: str
@@ -46,7 +46,7 @@ class HeldMap(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all rows were ready by then: their bytes may be read before digests are asked for."""
 
 
-prepare(HeldMap)
+prepare(VersionMap)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Rows ready in this version so far; where it grows, the source makes progress."""
 
 
-class Held:
+class LocalVersion:
     """One rank's memory and what is in it. Used by any number of threads; a context manager by its `close`.
 
     Attributes:
@@ -152,13 +152,13 @@ class Held:
     def _count(self) -> None:
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
-    def map(self) -> HeldMap:
+    def map(self) -> VersionMap:
         """How peers read this generation. StaleDescriptor while there is no version."""
         with self.changed:
             self._check_open()
             if self.version is None:
                 raise StaleDescriptor("no version is held now", uri=self.layout.member)
-            return HeldMap(
+            return VersionMap(
                 member=self.layout.member,
                 version=self.version,
                 generation=self.generation,

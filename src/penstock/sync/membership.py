@@ -1,6 +1,6 @@
 """Who takes part in a sync, and conversations with them: asked of the hub, kept while it is away.
 
-In: a member, a name. Out: the members of the sync; a `Talk` with any of them, opened when first used.
+In: a member, a name. Out: the members of the sync; a `SyncClient` with any of them, opened when first used.
 Not here: what is asked (`sync.publish.publisher`, `sync.receive.subscriber`, `planner`).
 """
 
@@ -18,7 +18,7 @@ from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, P
 from penstock.hub.client import TIMEOUT_S, HubClient
 from penstock.hub.sync_messages import SyncMember, sync_key
 from penstock.peer.member import Member
-from penstock.sync.client import Talk
+from penstock.sync.client import SyncClient
 
 T = TypeVar("T")
 ALIVE_S = 2.0
@@ -43,7 +43,7 @@ def joined(
     return member, deadline_s
 
 
-class Roster:
+class Membership:
     """See the module. Used by any number of threads; a context manager by its `close`.
 
     Args:
@@ -60,7 +60,7 @@ class Roster:
         self._found: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
         self._sessions: dict[str, str] = {}
-        self._talks: dict[tuple[str, str], Talk] = {}
+        self._talks: dict[tuple[str, str], SyncClient] = {}
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
         """Everybody who takes part, the earlier first; as last known where the hub is away.
@@ -87,7 +87,7 @@ class Roster:
             self._drop(set(self._sessions).difference(self._found))
             return tuple(self._found.values())
 
-    def ask(self, member: str, question: Callable[[Talk], T], *, line: str = "") -> T:
+    def ask(self, member: str, question: Callable[[SyncClient], T], *, line: str = "") -> T:
         """Ask a member; a session that it does not know any more is begun anew.
 
         Args:
@@ -100,11 +100,11 @@ class Roster:
                 question raises.
         """
         try:
-            return question(self._talk(member, line))
+            return question(self._sync_client(member, line))
         except PermissionDenied:
             with self._lock:
                 self._drop({member})
-            return question(self._talk(member, line))
+            return question(self._sync_client(member, line))
 
     def is_near(self, member: str) -> bool:
         """Whether a member that was asked is on this host."""
@@ -112,12 +112,12 @@ class Roster:
             known = self._found.get(member)
         return known is not None and known.host == self.member.host
 
-    def _talk(self, member: str, line: str) -> Talk:
+    def _sync_client(self, member: str, line: str) -> SyncClient:
         with self._lock:
-            talk, session = self._talks.get((member, line)), self._sessions.get(member, "")
+            sync_client, session = self._talks.get((member, line)), self._sessions.get(member, "")
             known = self._found.get(member)
-        if talk is not None:
-            return talk
+        if sync_client is not None:
+            return sync_client
         if not session or known is None:
             reply = self.member.sync(self.name, grants=(member,))
             known = next((one for one in reply.members if one.member == member), None)
@@ -125,22 +125,22 @@ class Roster:
                 raise NotFound("the hub is new, and has not heard of this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
-        talk = self._make(known, self.stall_s)
+        sync_client = self._make(known, self.stall_s)
         try:
-            session = talk.open(session)
+            session = sync_client.open(session)
         except BaseException:
-            talk.close()
+            sync_client.close()
             raise
         with self._lock:
             self._found.setdefault(member, known)
             self._sessions[member] = session
-            kept = self._talks.setdefault((member, line), talk)
-        if kept is not talk:
-            talk.close()  # another thread was first
+            kept = self._talks.setdefault((member, line), sync_client)
+        if kept is not sync_client:
+            sync_client.close()  # another thread was first
         return kept
 
-    def _make(self, other: SyncMember, stall_s: float) -> Talk:
-        return Talk(
+    def _make(self, other: SyncMember, stall_s: float) -> SyncClient:
+        return SyncClient(
             other,
             member=self.member.id,
             key=self.key,
@@ -158,14 +158,14 @@ class Roster:
 
     def is_gone(self, other: SyncMember) -> bool:
         """Whether nobody listens at its doors any more; a process that is stopped, or that we cannot reach, is not."""
-        with contextlib.closing(self._make(other, ALIVE_S)) as talk:
+        with contextlib.closing(self._make(other, ALIVE_S)) as sync_client:
             try:
-                talk.alive()
+                sync_client.alive()
             except SourceStalled:
                 return False
             except PeerLost as error:
                 refused = (ConnectionError, FileNotFoundError, http.client.RemoteDisconnected)
-                return talk.same_host or isinstance(error.__cause__, refused)
+                return sync_client.same_host or isinstance(error.__cause__, refused)
             except PenstockError:
                 return False
         return False

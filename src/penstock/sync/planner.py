@@ -21,8 +21,8 @@ from penstock.plan.balance import BUCKET_BYTES
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.sync.membership import Roster
-from penstock.sync.version_status import Board
+from penstock.sync.membership import Membership
+from penstock.sync.version_status import VersionStatus
 
 LOOK_S = 0.5
 """How old the planner's view of who takes part may be."""
@@ -53,14 +53,14 @@ class Planner:
 
     def __init__(
         self,
-        roster: Roster,
-        board: Board,
+        membership: Membership,
+        version_status: VersionStatus,
         ours: Callable[[], Layout | None],
         *,
         told: Callable[[], TableReply | None] = lambda: None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._roster, self._board, self._ours, self._told = roster, board, ours, told
+        self._membership, self._version_status, self._ours, self._told = membership, version_status, ours, told
         self._bucket_bytes = bucket_bytes
         self._planning, self._lock = threading.Lock(), threading.Lock()
         self._held: dict[str, Layout] = {}
@@ -76,14 +76,14 @@ class Planner:
         """
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
-        members = self._roster.look(max_age_s=LOOK_S)
+        members = self._membership.look(max_age_s=LOOK_S)
         version = request.version if request.version >= 0 else self._newest(members)
         if version < 0:
             return PartReply(not_yet="no version is published yet")
         try:
             run, holders = self._holders(members, asker, version, request)
         except StaleDescriptor:
-            members = self._roster.look()  # somebody may have it since
+            members = self._membership.look()  # somebody may have it since
             run, holders = self._holders(members, asker, version, request)
         if isinstance(holders, str):
             return PartReply(version=version, run=run, not_yet=holders)
@@ -107,7 +107,7 @@ class Planner:
         told = self._told()
         if told is not None:
             return told
-        members = self._roster.look(max_age_s=LOOK_S)
+        members = self._membership.look(max_age_s=LOOK_S)
         holders = _ranks(members, self._run(members))
         if not holders or _missing(holders):
             raise NotFound(_missing(holders) or "nobody holds anything yet")
@@ -147,23 +147,25 @@ class Planner:
 
     def _run(self, members: Sequence[SyncMember]) -> str:
         """Whose versions these are: our own run as a publisher, or that of the version we have."""
-        if self._board.now.run:
-            return self._board.now.run
+        if self._version_status.now.run:
+            return self._version_status.now.run
         return next((one.state.run for one in reversed(members) if one.state.run == one.member), "")
 
     def _newest(self, members: Sequence[SyncMember]) -> int:
         run = self._run(members)
         told = [one.state.version for one in members if one.state.run == run]
-        return max([self._board.now.version, *told])
+        return max([self._version_status.now.version, *told])
 
     def _holders(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
     ) -> tuple[str, list[SyncMember] | str]:
         """The run of a version and who can give it: the publishers while they can, else receivers that have it; or why
         it must be waited for."""
-        run, now = self._run(members), self._board.now
+        run, now = self._run(members), self._version_status.now
         ranks = [one for one in _ranks(members, run) if one.member not in request.without]
-        is_ours = now.is_open and now.version == version and any(one.member == self._roster.member.id for one in ranks)
+        is_ours = (
+            now.is_open and now.version == version and any(one.member == self._membership.member.id for one in ranks)
+        )
         if is_ours and not request.without:
             return run, _missing(ranks) or ranks
         having = [
@@ -242,12 +244,12 @@ class Planner:
         """
         found = []
         for one in holders:
-            layout = self._ours() if one.member == self._roster.member.id else None
+            layout = self._ours() if one.member == self._membership.member.id else None
             with self._lock:
                 layout = layout or self._held.get(one.state.layout)
             if layout is None:
                 try:
-                    layout = self._roster.ask(one.member, lambda talk: talk.layout())
+                    layout = self._membership.ask(one.member, lambda sync_client: sync_client.layout())
                 except (PeerLost, SourceStalled):
                     if one.state.side == "publisher":
                         raise
@@ -258,7 +260,7 @@ class Planner:
                     self._held[one.state.layout] = layout
             found.append((one, layout))
         with self._lock:
-            current = {one.state.layout for one in self._roster.look(max_age_s=60.0)}
+            current = {one.state.layout for one in self._membership.look(max_age_s=60.0)}
             self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
         if not found:
             raise StaleDescriptor("who had that version is gone; take the next")

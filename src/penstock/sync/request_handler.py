@@ -44,9 +44,9 @@ from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.columns import encode
 from penstock.sync.client import name_of
-from penstock.sync.local_version import Held, HeldMap
-from penstock.sync.publish.progress import Audience
-from penstock.sync.version_status import Board
+from penstock.sync.local_version import LocalVersion, VersionMap
+from penstock.sync.publish.progress import SubscriberProgress
+from penstock.sync.version_status import VersionStatus
 
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
@@ -59,7 +59,7 @@ MAX_STRIPS = 4 << 20
 
 
 class Plans(Protocol):
-    """Who plans for others: `planner.Planner`, and among publishers `seams.SeamPlanner`."""
+    """Who plans for others: `planner.Planner`, and among publishers `boundary_exchange.BoundaryPlanner`."""
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """What it takes from whom."""
@@ -76,7 +76,7 @@ class _Known:
     seen: float
 
 
-class Desk:
+class SyncHandler:
     """See the module; `peer.server.Room`. Used by the door's threads.
 
     Args:
@@ -94,14 +94,14 @@ class Desk:
         key: str,
         admit: Callable[[LeaseRequest], None],
         *,
-        held: Callable[[], Held | None],
-        board: Board,
+        held: Callable[[], LocalVersion | None],
+        version_status: VersionStatus,
         planner: Plans,
-        audience: Audience | None = None,
+        subscriber_progress: SubscriberProgress | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._key, self._admit, self._held, self._board = key, admit, held, board
-        self._planner, self._audience, self._check = planner, audience, check
+        self._key, self._admit, self._held, self._version_status = key, admit, held, version_status
+        self._planner, self._subscriber_progress, self._check = planner, subscriber_progress, check
         self._lock = threading.Lock()
         self._sessions: dict[str, _Known] = {}
         self._strips: OrderedDict[bytes, Strips] = OrderedDict()
@@ -151,41 +151,43 @@ class Desk:
         if what == "table":
             return self._planner.table()
         if what == "news":
-            return self._board.wait(number["after"], wait_s)
+            return self._version_status.wait(number["after"], wait_s)
         if what == "map":
             return self._map(number["version"], wait_s)
-        if what == "decision" and self._audience is not None:
-            return self._audience.decision(number["version"], wait_s)
+        if what == "decision" and self._subscriber_progress is not None:
+            return self._subscriber_progress.decision(number["version"], wait_s)
         raise NotFound("no such thing here")
 
     def _post(self, who: str, what: str, raw: bytes) -> object:
         if what == "part":
-            if self._audience is not None:
-                self._audience.asked(who)
+            if self._subscriber_progress is not None:
+                self._subscriber_progress.asked(who)
             return self._planner.part(who, msgspec.msgpack.decode(raw, type=PartRequest))
         if what == "digests":
             return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
         if what == "progress":
             told = msgspec.msgpack.decode(raw, type=Progress)
-            if self._audience is not None:
-                self._audience.heard(who, told)
+            if self._subscriber_progress is not None:
+                self._subscriber_progress.heard(who, told)
             return None
         raise NotFound("no such thing here")
 
-    def _holding(self) -> Held:
+    def _holding(self) -> LocalVersion:
         held = self._held()
         if held is None:
             raise NotFound("this member holds nothing yet")
         return held
 
-    def _map(self, version: int, wait_s: float) -> HeldMap:
+    def _map(self, version: int, wait_s: float) -> VersionMap:
         """The map of a version, waited for while it is still to come."""
         self._check()
         held, deadline = self._holding(), time.monotonic() + wait_s
         with held.changed:
             while held.version is None or held.version < version:
                 left = deadline - time.monotonic()
-                if self._board.now.version > version or (held.version is None and self._board.now.version == version):
+                if self._version_status.now.version > version or (
+                    held.version is None and self._version_status.now.version == version
+                ):
                     break
                 if left <= 0:
                     raise NotFound(f"version {version} is not begun here yet")

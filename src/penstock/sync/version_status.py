@@ -12,7 +12,7 @@ import time
 from penstock.hub.sync_messages import NewsReply
 
 
-class Board:
+class VersionStatus:
     """See the module. Used by any number of threads."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from penstock.memory.arena import Arena
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.descriptor import Descriptor, decode, encode
-from penstock.transport.host_endpoint import PagedHandle
+from penstock.transport.host_endpoint import FencedHandle
 from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
@@ -157,7 +157,7 @@ def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
             handle.fence()
             fill(memory, int(rest[0]))
         elif word == "lie":
-            assert isinstance(handle, PagedHandle)
+            assert isinstance(handle, FencedHandle)
             handle.memory = replace(memory, nbytes=int(rest[0]))
             handle.fence()
         else:

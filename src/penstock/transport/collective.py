@@ -22,7 +22,7 @@ from penstock.errors import PeerLost, PlanError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class GroupWire:
+class GroupCollectives:
     """A group's collectives, each with a deadline. Order: every rank makes the same calls, in the same order.
 
     Args:

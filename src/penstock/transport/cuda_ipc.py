@@ -22,14 +22,14 @@ import msgspec
 import numpy as np
 
 from penstock.cuda.driver import CudaDriver, load_driver, ordinal
-from penstock.cuda.streams import Lanes, never_freed
+from penstock.cuda.streams import StreamPools, never_freed
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.segments import Rectangles, Segments, gathered
 from penstock.transport.cuda_memory import CudaPayload, Mapped, Shared, map_peer
 from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.fd_server import FdDoor
-from penstock.transport.generation_table import Page, PageAddress
-from penstock.transport.host_endpoint import Claim, Endpoint, Mappings, OwnHandle, PagedHandle, handle_here
+from penstock.transport.fd_server import FdServer
+from penstock.transport.generation_table import GenerationAddress, GenerationTable
+from penstock.transport.host_endpoint import Claim, Endpoint, FencedHandle, Mappings, OwnHandle, handle_here
 from penstock.transport.protocol import Handle, Memory, Pending, Striding, Transport
 from penstock.types import MIB, U64
 
@@ -96,18 +96,18 @@ class CudaIpcTransport:
 
     def __init__(self, driver: CudaDriver | None = None, *, num_streams: int = 2) -> None:
         self._driver: CudaDriver = load_driver() if driver is None else driver
-        self._endpoint = Endpoint(self.name, Page.create())
+        self._endpoint = Endpoint(self.name, GenerationTable.create())
         self._mapped: Mappings[Mapped] = Mappings()
         self._laid_out: WeakKeyDictionary[Rectangles, tuple[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
         )
         """Reads that come again, as a sync's do with each version: between which addresses, and their copies."""
-        self._lanes = Lanes(self._driver, num_streams=num_streams)
+        self._lanes = StreamPools(self._driver, num_streams=num_streams)
         self._flying: set[CudaRead] = set()
         self._lock, self._mapping = threading.RLock(), threading.Lock()
-        self._door: FdDoor | None = None
+        self._door: FdServer | None = None
 
-    def register(self, memory: Memory) -> PagedHandle:
+    def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Waits for what the device's default stream has queued: it may be this memory's.
 
         Raises:
@@ -121,7 +121,7 @@ class CudaIpcTransport:
         self._settle(device)
         runs, door = shared.runs(), self._open_door() if shared.pieces else ""
 
-        def describe(page: PageAddress) -> bytes:
+        def describe(page: GenerationAddress) -> bytes:
             payload = CudaPayload(
                 page=page,
                 address=memory.address,
@@ -150,7 +150,7 @@ class CudaIpcTransport:
     def _open_door(self) -> str:
         with self._lock:
             if self._door is None:
-                self._door = FdDoor(self._endpoint.page.name, self._export)
+                self._door = FdServer(self._endpoint.page.name, self._export)
                 self._door.open()
             return self._door.name
 

@@ -22,7 +22,7 @@ from penstock.cuda.driver_types import IPC_HANDLE_BYTES
 from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.fd_server import receive_fds
-from penstock.transport.generation_table import PageAddress
+from penstock.transport.generation_table import GenerationAddress
 from penstock.transport.protocol import Memory
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -35,7 +35,7 @@ _MAX_PIECES = 1 << 20
 class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer reaches a registration on a device."""
 
-    page: PageAddress
+    page: GenerationAddress
     address: _Count
     """Of the memory, in the holder's process."""
     offset: _Count

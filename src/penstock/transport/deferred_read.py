@@ -14,7 +14,7 @@ from penstock.errors import PenstockError
 Ts = TypeVarTuple("Ts")
 
 
-class WaitedRead(Generic[*Ts]):
+class DeferredRead(Generic[*Ts]):
     """See `Pending`. Subclasses say what it is to carry it out; `work` keeps both memories alive until then.
 
     Args:

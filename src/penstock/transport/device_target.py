@@ -15,11 +15,11 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.cuda.driver import CudaDriver, load_driver, ordinal
-from penstock.cuda.streams import Lanes, never_freed
+from penstock.cuda.streams import StreamPools, never_freed
 from penstock.errors import ConfigError, DestinationError, PenstockError
 from penstock.segments import Segments
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.generation_table import Page
+from penstock.transport.generation_table import GenerationTable
 from penstock.transport.host_endpoint import Endpoint, IntoHandle
 from penstock.transport.protocol import Handle, Memory
 
@@ -42,8 +42,8 @@ class IntoDevice:
     def __init__(self, name: str, source: str, driver: CudaDriver | None) -> None:
         self.name, self._source_name = name, source
         self._driver = load_driver() if driver is None else driver
-        self._endpoint = Endpoint(name, Page.create())
-        self._lanes = Lanes(self._driver, num_streams=1)
+        self._endpoint = Endpoint(name, GenerationTable.create())
+        self._lanes = StreamPools(self._driver, num_streams=1)
         self._lock = threading.Lock()
         self._is_stuck = False
 

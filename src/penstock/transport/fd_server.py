@@ -37,7 +37,7 @@ Export = Callable[[int], Iterator[int]]
 """Descriptors of a generation, each closed by whoever takes it; StaleDescriptor if it is over."""
 
 
-class FdDoor:
+class FdServer:
     """Listens from `open` to `close`."""
 
     def __init__(self, name: str, export: Export) -> None:

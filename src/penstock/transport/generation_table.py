@@ -41,7 +41,7 @@ NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
-class PageAddress(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a reader finds the page, and which slot is the registration's."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
@@ -69,10 +69,10 @@ def seal_of(descriptor: Descriptor) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-_pages: weakref.WeakSet[Page] = let_go_in_children(lambda page: page.forget())
+_pages: weakref.WeakSet[GenerationTable] = let_go_in_children(lambda page: page.forget())
 
 
-class Page:
+class GenerationTable:
     """The owner's side. Made by `create`; a forked child's copy does nothing."""
 
     def __init__(self, name: str, mapped: Mapping, lock_fd: int) -> None:
@@ -82,7 +82,7 @@ class Page:
         self._closer = weakref.finalize(self, os.close, lock_fd)
 
     @classmethod
-    def create(cls) -> Page:
+    def create(cls) -> GenerationTable:
         """A new page with a new name, alive. ConfigError, DestinationError: as `memfd.create`."""
         mapped, name = create("penstock-page", PAGE_BYTES), secrets.token_hex(8)
         try:
@@ -96,9 +96,9 @@ class Page:
         _pages.add(page)
         return page
 
-    def address(self, slot: int, serial: int = 0) -> PageAddress:
+    def address(self, slot: int, serial: int = 0) -> GenerationAddress:
         """For readers of the registration in this slot, which is the endpoint's so many-th."""
-        return PageAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
+        return GenerationAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
 
     def take_slot(self) -> int:
         """A slot, until `give_slot`. ConfigError if all are taken."""
@@ -108,12 +108,12 @@ class Page:
                 raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all a page has room for", hint=hint)
             return self._free.pop()
 
-    def set(self, slot: int, generation: int, seal: int, serial: int = 0) -> None:
+    def set(self, slot: int, generation: int, checksum: int, serial: int = 0) -> None:
         """Say that the registration in this slot is now of this generation."""
         if self.is_mine:
             at = _SLOT_WORDS * slot
             self._words[at] = 0
-            self._words[at + 1], self._words[at + 2] = seal, serial
+            self._words[at + 1], self._words[at + 2] = checksum, serial
             self._words[at] = generation
 
     def give_slot(self, slot: int) -> None:
@@ -137,7 +137,7 @@ class Page:
         self._mapped.close()
 
 
-class PeerPage:
+class PeerGenerationTable:
     """A reader's side, of one endpoint. Made by `open`."""
 
     def __init__(self, name: str, pid: int, fd: int, mapped: mmap.mmap) -> None:
@@ -146,7 +146,7 @@ class PeerPage:
         self._closer = weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def open(cls, source: Descriptor, address: PageAddress) -> PeerPage:
+    def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
         """Map the page of the endpoint that gave this descriptor.
 
         Raises:
@@ -172,7 +172,7 @@ class PeerPage:
         """Of the registration in this slot, now; 0: there is none."""
         return self._words[_SLOT_WORDS * slot]
 
-    def holds(self, address: PageAddress) -> bool:
+    def holds(self, address: GenerationAddress) -> bool:
         """Whether the registration there goes on, of whatever generation, and its memory with it."""
         return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
@@ -185,7 +185,7 @@ class PeerPage:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
-    def check(self, slot: int, source: Descriptor, seal: int) -> None:
+    def check(self, slot: int, source: Descriptor, checksum: int) -> None:
         """Raise unless the descriptor is just as it was given, still holds, and its owner lives.
 
         Raises:
@@ -195,7 +195,7 @@ class PeerPage:
         uri = f"{source.transport}:{source.endpoint}"
         if not self.is_alive():
             raise PeerLost(f"process {self.pid} is gone", uri=uri)
-        if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != seal:
+        if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
             raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
 
     def close(self) -> None:

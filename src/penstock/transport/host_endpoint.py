@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 
 from penstock.errors import Cancelled, ConfigError
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.generation_table import Page, PageAddress, PeerPage, seal_of
+from penstock.transport.generation_table import GenerationAddress, GenerationTable, PeerGenerationTable, seal_of
 from penstock.transport.protocol import Handle, Memory
 
-Describe = Callable[[PageAddress], bytes]
+Describe = Callable[[GenerationAddress], bytes]
 """A registration's payload, given where its slot is."""
 
 
-class PagedHandle:
+class FencedHandle:
     """See `Handle`. Its generation is in the endpoint's page."""
 
     def __init__(self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: object) -> None:
@@ -93,18 +93,18 @@ class IntoHandle:
             raise Cancelled("the registration is closed")
 
 
-OwnHandle = PagedHandle | IntoHandle
+OwnHandle = FencedHandle | IntoHandle
 
 
 class Claim:
     """A peer's registration as a descriptor says it is, to be checked before and after its bytes are read."""
 
-    def __init__(self, page: PeerPage, source: Descriptor, address: PageAddress) -> None:
+    def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
         self.page, self.source, self.address = page, source, address
         self._seal = seal_of(source)
 
     def check(self) -> None:
-        """PeerLost, StaleDescriptor: as `PeerPage.check`."""
+        """PeerLost, StaleDescriptor: as `PeerGenerationTable.check`."""
         self.page.check(self.address.slot, self.source, self._seal)
 
 
@@ -147,17 +147,17 @@ _endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictio
 class Endpoint:
     """Handles given, and peers' pages opened. `changing` guards both."""
 
-    def __init__(self, transport: str, page: Page) -> None:
+    def __init__(self, transport: str, page: GenerationTable) -> None:
         self.transport, self.page = transport, page
-        self.changing, self.handles = threading.RLock(), set[PagedHandle]()
-        self._generations, self._peers = itertools.count(1), dict[str, PeerPage]()
+        self.changing, self.handles = threading.RLock(), set[FencedHandle]()
+        self._generations, self._peers = itertools.count(1), dict[str, PeerGenerationTable]()
         _endpoints[page.name] = self
 
     def next_generation(self) -> int:
         """One never given before by this endpoint."""
         return next(self._generations)
 
-    def register(self, memory: Memory, describe: Describe, keep: object = None) -> PagedHandle:
+    def register(self, memory: Memory, describe: Describe, keep: object = None) -> FencedHandle:
         """A handle in a slot of the page, with `keep` to keep alive.
 
         Raises:
@@ -168,7 +168,7 @@ class Endpoint:
             self.check_open()
             slot = self.page.take_slot()
             try:
-                handle = PagedHandle(self, memory, describe, slot, keep)
+                handle = FencedHandle(self, memory, describe, slot, keep)
             except BaseException:
                 self.page.give_slot(slot)
                 raise
@@ -193,13 +193,16 @@ class Endpoint:
         into.check_open()
         return into
 
-    def claim(self, source: Descriptor, address: PageAddress) -> Claim:
-        """What the descriptor promises, checked once. Raises as `PeerPage.open` and `PeerPage.check`."""
+    def claim(self, source: Descriptor, address: GenerationAddress) -> Claim:
+        """Return the checked content of a descriptor.
+
+        Raises as `PeerGenerationTable.open` and `PeerGenerationTable.check`.
+        """
         with self.changing:
             page = self._peers.get(source.endpoint)
             if page is None:
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
-                page = self._peers[source.endpoint] = PeerPage.open(source, address)
+                page = self._peers[source.endpoint] = PeerGenerationTable.open(source, address)
         claim = Claim(page, source, address)
         claim.check()
         return claim
@@ -215,7 +218,7 @@ class Endpoint:
             self.page.close()
 
 
-def handle_here(source: Descriptor) -> PagedHandle | None:
+def handle_here(source: Descriptor) -> FencedHandle | None:
     """The registration that a descriptor is of, if it is one of this process and its generation has not passed."""
     endpoint = _endpoints.get(source.endpoint)
     if endpoint is None or not endpoint.page.is_mine:

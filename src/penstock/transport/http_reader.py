@@ -31,10 +31,10 @@ from penstock.http.connection import (
     CODING,
     MAX_RUNS,
     PIECE_BYTES,
-    SEAL,
-    SEAL_WORD,
+    TRAILER,
+    TRAILER_WORD,
+    HttpConnection,
     ReadRequest,
-    Wire,
     advance,
     chunk_bytes,
     content_length,
@@ -126,17 +126,17 @@ class Read:
         self.moved_bytes, self.num_left = 0, 0
         self.changed = threading.Condition()
         self.error: PenstockError | None = None
-        self._receiving: set[Wire] = set()
+        self._receiving: set[HttpConnection] = set()
         self._owners = owners
 
-    def begin(self, wire: Wire) -> bool:
+    def begin(self, wire: HttpConnection) -> bool:
         """A carrier is about to receive; False if nobody wants it to."""
         with self.changed:
             if self.error is None:
                 self._receiving.add(wire)
             return self.error is None
 
-    def end(self, wire: Wire) -> None:
+    def end(self, wire: HttpConnection) -> None:
         """It touches the memory no more."""
         with self.changed:
             self._receiving.discard(wire)
@@ -265,7 +265,7 @@ class _Carrier:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._wire: Wire | None = None
+        self._wire: HttpConnection | None = None
         self._planes = Planes()
         self._coded = memoryview(b"")
 
@@ -296,16 +296,16 @@ class _Carrier:
             if fruitless >= MAX_FRUITLESS:
                 read.fail(PeerLost(f"{fruitless} connections in a row came to nothing: {why}", uri=read.uri))
 
-    def _connect(self, uri: str) -> Wire:
+    def _connect(self, uri: str) -> HttpConnection:
         try:
-            self._wire = Wire(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
+            self._wire = HttpConnection(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
         except ssl.SSLError as error:
             raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
             raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
         return self._wire
 
-    def _exchange(self, wire: Wire, part: Part) -> bool:
+    def _exchange(self, wire: HttpConnection, part: Part) -> bool:
         """One request, for the part or its beginning, and the answer; False if the connection ended before the seal."""
         read, choice = part.read, self._peer.choice
         asked = part.front(REQUEST_BYTES if choice.is_open else None)
@@ -335,16 +335,16 @@ class _Carrier:
                 return self._receive_coded(wire, part, sum(asked[1]), behind)
             if is_coded:
                 choice.declined()
-            if content_length(found) != sum(asked[1]) + SEAL.size:
+            if content_length(found) != sum(asked[1]) + TRAILER.size:
                 raise FormatError("an answer of another length than was asked for", uri=read.uri)
             return self._receive(wire, part, sum(asked[1]), behind)
         finally:
             choice.end(is_coded)
             read.end(wire)
 
-    def _receive(self, wire: Wire, part: Part, left: int, behind: bytes) -> bool:
+    def _receive(self, wire: HttpConnection, part: Part, left: int, behind: bytes) -> bool:
         """The runs' bytes, then the seal; `behind` came with the head. False if the connection ended before."""
-        peer, read, seal = self._peer, part.read, b""
+        peer, read, trailer = self._peer, part.read, b""
         wire.set_pace(SILENCE_S)
         while left and read.error is None:
             views = front(part.views, min(left, TIMED_PIECE_BYTES if peer.choice.is_open else PIECE_BYTES))
@@ -360,9 +360,9 @@ class _Carrier:
             self._landed(part, got, got, is_coded=False)
             peer.choice.sample(views[0][:got], self._planes)
         if read.error is None:
-            seal = wire.body(SEAL.size, behind, SILENCE_S)
+            trailer = wire.body(TRAILER.size, behind, SILENCE_S)
             peer.progress_at = time.monotonic()
-        return seal == SEAL.pack(SEAL_WORD, read.generation)
+        return trailer == TRAILER.pack(TRAILER_WORD, read.generation)
 
     @property
     def _buffer(self) -> memoryview:
@@ -371,7 +371,7 @@ class _Carrier:
             self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD))
         return self._coded
 
-    def _receive_coded(self, wire: Wire, part: Part, left: int, behind: bytes) -> bool:
+    def _receive_coded(self, wire: HttpConnection, part: Part, left: int, behind: bytes) -> bool:
         """The same in frames, a chunk each; a chunk is received with the head of the next. FormatError."""
         read, buffer = part.read, self._buffer
         wire.set_pace(SILENCE_S)
@@ -388,11 +388,11 @@ class _Carrier:
             nbytes = chunk_bytes(buffer[nbytes + 2 : nbytes + 2 + CHUNK_HEAD], MAX_FRAME_BYTES)
         if read.error is not None:
             return False
-        if nbytes != SEAL.size:
+        if nbytes != TRAILER.size:
             raise FormatError("more came than was asked for", uri=read.uri)
-        wire.fill(buffer[: SEAL.size + 2 + CHUNK_HEAD + 2], behind)
+        wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD + 2], behind)
         self._peer.progress_at = time.monotonic()
-        return bytes(buffer[: SEAL.size]) == SEAL.pack(SEAL_WORD, read.generation)
+        return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
     def _landed(self, part: Part, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
         """The next bytes of a part are in place."""

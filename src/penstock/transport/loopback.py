@@ -14,7 +14,7 @@ import threading
 
 from penstock.errors import Cancelled, ConfigError, StaleDescriptor
 from penstock.segments import Segments
-from penstock.transport.deferred_read import WaitedRead
+from penstock.transport.deferred_read import DeferredRead
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.protocol import Handle, Memory, Pending, Transport
 from penstock.types import MIB
@@ -68,7 +68,7 @@ class LoopbackHandle:
             raise Cancelled("the registration is closed")
 
 
-class LoopbackRead(WaitedRead["LoopbackHandle", "LoopbackHandle", Segments]):
+class LoopbackRead(DeferredRead["LoopbackHandle", "LoopbackHandle", Segments]):
     """See `Pending`."""
 
     def __init__(self, into: LoopbackHandle, source: Descriptor, segments: Segments) -> None:

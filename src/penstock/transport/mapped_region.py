@@ -17,7 +17,7 @@ from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import ConfigError
 from penstock.transport.cuda_memory import CudaPayload, Mapped, map_peer
 from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.generation_table import PageAddress, PeerPage
+from penstock.transport.generation_table import GenerationAddress, PeerGenerationTable
 from penstock.transport.host_endpoint import Claim, handle_here
 from penstock.transport.shm import ShmPayload, open_payload
 
@@ -95,8 +95,8 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
     raise ConfigError(f"memory behind {source.transport} cannot be mapped", hint="shm and cuda_ipc can, on one host")
 
 
-def _claim(source: Descriptor, address: PageAddress) -> Claim:
-    claim = Claim(PeerPage.open(source, address), source, address)
+def _claim(source: Descriptor, address: GenerationAddress) -> Claim:
+    claim = Claim(PeerGenerationTable.open(source, address), source, address)
     claim.check()
     return claim
 

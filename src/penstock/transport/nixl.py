@@ -28,7 +28,7 @@ from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
 from penstock.fork import let_go_in_children
 from penstock.segments import Segments
-from penstock.transport.deferred_read import WaitedRead
+from penstock.transport.deferred_read import DeferredRead
 from penstock.transport.descriptor import Descriptor, decode_payload
 from penstock.transport.generation_table import seal_of
 from penstock.transport.nixl_agent import Agent, Discarded, place_of
@@ -112,7 +112,7 @@ class NixlHandle:
             raise Cancelled("the registration is closed")
 
 
-class NixlRead(WaitedRead[NixlHandle, Descriptor, Payload, Segments]):
+class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
     """See `Pending`. Carried out by the first thread that waits."""
 
     def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:

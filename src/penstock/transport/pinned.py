@@ -15,7 +15,7 @@ from __future__ import annotations
 from penstock.cuda.driver import CudaDriver, ordinal
 from penstock.errors import PeerLost, StaleDescriptor
 from penstock.segments import Rectangles, Segments
-from penstock.transport.deferred_read import WaitedRead
+from penstock.transport.deferred_read import DeferredRead
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.device_target import IntoDevice, batches
 from penstock.transport.host_endpoint import Claim, IntoHandle, Mappings
@@ -49,7 +49,7 @@ class _Pinned:
                 self._driver.unpin(self._mapped.address)
 
 
-class PinnedRead(WaitedRead[IntoHandle, Claim, _Pinned, int]):
+class PinnedRead(DeferredRead[IntoHandle, Claim, _Pinned, int]):
     """See `Pending`."""
 
     def __init__(

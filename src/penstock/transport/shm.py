@@ -21,10 +21,10 @@ from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import open_peer, shared_at
 from penstock.segments import Rectangles, Segments
-from penstock.transport.deferred_read import WaitedRead
+from penstock.transport.deferred_read import DeferredRead
 from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.generation_table import Page, PageAddress
-from penstock.transport.host_endpoint import Claim, Endpoint, IntoHandle, Mappings, OwnHandle, PagedHandle
+from penstock.transport.generation_table import GenerationAddress, GenerationTable
+from penstock.transport.host_endpoint import Claim, Endpoint, FencedHandle, IntoHandle, Mappings, OwnHandle
 from penstock.transport.protocol import Handle, Memory, Pending, Striding, Transport
 from penstock.types import MIB
 
@@ -44,7 +44,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
     """Which memfd of the holder's process, and where the memory starts in it."""
 
-    page: PageAddress
+    page: GenerationAddress
     fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
     inode: Annotated[int, msgspec.Meta(ge=0)]
     offset: _Count
@@ -68,7 +68,7 @@ class MappedMemory:
         return self.address + offset
 
 
-class ShmRead(WaitedRead[OwnHandle, Claim, MappedMemory, int]):
+class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
     """See `Pending`."""
 
     def __init__(
@@ -127,10 +127,10 @@ class ShmTransport:
     name = "shm"
 
     def __init__(self) -> None:
-        self._endpoint = Endpoint(self.name, Page.create())
+        self._endpoint = Endpoint(self.name, GenerationTable.create())
         self._mapped: Mappings[MappedMemory] = Mappings()
 
-    def register(self, memory: Memory) -> PagedHandle:
+    def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
         if memory.device != "cpu":
             raise ConfigError(f"shm reaches host memory only, not {memory.device}")
@@ -141,7 +141,7 @@ class ShmTransport:
         mapping.seal()
         offset = memory.address - mapping.address
 
-        def describe(page: PageAddress) -> bytes:
+        def describe(page: GenerationAddress) -> bytes:
             return msgspec.msgpack.encode(ShmPayload(page=page, fd=mapping.fd, inode=mapping.inode, offset=offset))
 
         return self._endpoint.register(memory, describe, keep=mapping)

@@ -15,7 +15,7 @@ from penstock.cuda.streams import never_freed
 from penstock.errors import PenstockError
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Segments
-from penstock.transport.deferred_read import WaitedRead
+from penstock.transport.deferred_read import DeferredRead
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.device_target import IntoDevice, batches
 from penstock.transport.host_endpoint import IntoHandle
@@ -46,7 +46,7 @@ class _Pins:
             self._driver.unpin(address)
 
 
-class StagedRead(WaitedRead[IntoHandle, Descriptor, Segments]):
+class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
     """See `Pending`."""
 
     def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:

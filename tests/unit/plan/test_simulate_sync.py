@@ -16,7 +16,7 @@ from penstock.plan.picture import svg
 from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock.plan.simulate_sync import simulate_sync
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.plan.sync_work import AHEAD_LAPS, Work, transformed_bytes
+from penstock.plan.sync_work import AHEAD_WINDOWS, Work, transformed_bytes
 from penstock.types import GB, MIB, Box, DType
 
 ROWS = 1024
@@ -279,13 +279,13 @@ def test_laps_and_steps_are_those_of_the_take() -> None:
     part = one.part(0)
     for watermark in (4096 * MIB, 256 * MIB, 32 * MIB):
         first = [np.array([0, NBYTES // 4])] * 4
-        lap_bytes, piece_bytes = watermark // AHEAD_LAPS, watermark // 16
-        laps = cut(part, first, np.array([0, NBYTES]), lap_bytes=lap_bytes, piece_bytes=piece_bytes)
+        window_bytes, piece_bytes = watermark // AHEAD_WINDOWS, watermark // 16
+        windows = cut(part, first, np.array([0, NBYTES]), window_bytes=window_bytes, piece_bytes=piece_bytes)
         work = Work.of(one, FREE, watermark_bytes=watermark)
-        assert part.laps(lap_bytes) == list(laps.bucket_first)
-        assert work.lap.tolist() == [step.lap for step in laps.steps]
-        assert work.source.tolist() == [step.source for step in laps.steps]
-        assert work.nbytes.tolist() == [step.nbytes for step in laps.steps]
+        assert part.windows(window_bytes) == list(windows.bucket_first)
+        assert work.window.tolist() == [step.window for step in windows.steps]
+        assert work.source.tolist() == [step.source for step in windows.steps]
+        assert work.nbytes.tolist() == [step.nbytes for step in windows.steps]
 
 
 def test_shapes_are_the_models_and_both_sides_fit() -> None:

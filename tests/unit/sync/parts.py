@@ -10,7 +10,7 @@ from tests.support.shards import shard_box
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import Part, plan_sync
-from penstock.sync.local_version import Held
+from penstock.sync.local_version import LocalVersion
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
@@ -59,13 +59,13 @@ def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: 
     ]
 
 
-def held(one: Layout, links: Links, seed: int = 0) -> Held:
+def held(one: Layout, links: Links, seed: int = 0) -> LocalVersion:
     """A rank with random bytes in memory; of no version yet."""
     memories = [arena(nbytes) for nbytes in one.regions]
     chance = np.random.default_rng([seed, sum(one.member.encode())])
     for memory in memories:
         content(memory)[:] = chance.integers(0, 256, memory.nbytes, np.uint8)
-    return Held(one, memories, links)
+    return LocalVersion(one, memories, links)
 
 
 def naive(part: Part, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ def naive(part: Part, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndar
     return out
 
 
-def whole(one: Held) -> np.ndarray:
+def whole(one: LocalVersion) -> np.ndarray:
     """All regions of a rank, end to end."""
     return np.concatenate([content(memory) for memory in one.regions.memories])
 

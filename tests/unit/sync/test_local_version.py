@@ -12,7 +12,7 @@ from tests.unit.sync.parts import held, layout, whole
 
 from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.sync.local_version import Held
+from penstock.sync.local_version import LocalVersion
 from penstock.transport.choose import open_links
 from penstock.types import Box
 
@@ -20,7 +20,7 @@ BOX = Box(start=(0, 0), stop=(8, 8))
 
 
 @pytest.fixture
-def rank() -> Iterator[Held]:
+def rank() -> Iterator[LocalVersion]:
     with open_links(only=["loopback"]) as links:
         yield held(layout("p0", [(f"t{i}", (8, 8), BOX) for i in range(4)], 2), links)
 
@@ -30,7 +30,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
     return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 
 
-def test_digests_of_ready_rows_alone(rank: Held) -> None:
+def test_digests_of_ready_rows_alone(rank: LocalVersion) -> None:
     rank.begin(3)
     first, second = strips((0, 16, 4, 32)), strips((256, 256, 1, 0))
     where = rank.layout.offset.tolist()
@@ -46,7 +46,7 @@ def test_digests_of_ready_rows_alone(rank: Held) -> None:
     late.join()
 
 
-def test_another_version_or_generation_is_stale(rank: Held) -> None:
+def test_another_version_or_generation_is_stale(rank: LocalVersion) -> None:
     some = strips((0, 4, 1, 0))
     with pytest.raises(StaleDescriptor):
         rank.map()
@@ -67,7 +67,7 @@ def test_another_version_or_generation_is_stale(rank: Held) -> None:
     assert rank.map().regions != told.regions
 
 
-def test_a_fence_wakes_who_waits(rank: Held) -> None:
+def test_a_fence_wakes_who_waits(rank: LocalVersion) -> None:
     rank.begin(1)
     threading.Timer(0.1, rank.fence).start()
     begun = time.monotonic()
@@ -77,14 +77,14 @@ def test_a_fence_wakes_who_waits(rank: Held) -> None:
 
 
 @pytest.mark.parametrize("row", [(1020, 8, 1, 0), (-4, 4, 1, 0), (500, 24, 1, 0), (0, 4, 1 << 40, 8)])
-def test_strips_outside_or_over_an_edge_are_refused(rank: Held, row: tuple[int, int, int, int]) -> None:
+def test_strips_outside_or_over_an_edge_are_refused(rank: LocalVersion, row: tuple[int, int, int, int]) -> None:
     rank.begin(1)
     rank.ready()
     with pytest.raises(PlanError):
         rank.digests(strips(row), version=1, generation=0, wait_s=1)
 
 
-def test_nothing_is_given_of_what_is_closed(rank: Held) -> None:
+def test_nothing_is_given_of_what_is_closed(rank: LocalVersion) -> None:
     rank.begin(1)
     rank.close()
     with pytest.raises(StaleDescriptor):

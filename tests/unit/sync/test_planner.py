@@ -16,7 +16,7 @@ from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
 from penstock.sync.planner import Planner
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
-from penstock.sync.version_status import Board
+from penstock.sync.version_status import VersionStatus
 
 
 def layout(
@@ -72,15 +72,15 @@ def group() -> Group:
 
 
 @pytest.fixture
-def board() -> Board:
-    found = Board()
+def version_status() -> VersionStatus:
+    found = VersionStatus()
     found.post("p0", 3, is_open=True)
     return found
 
 
 @pytest.fixture
-def planner(group: Group, board: Board) -> Planner:
-    return Planner(group, board, lambda: group.layouts["p0"])  # type: ignore[arg-type]
+def planner(group: Group, version_status: VersionStatus) -> Planner:
+    return Planner(group, version_status, lambda: group.layouts["p0"])  # type: ignore[arg-type]
 
 
 def ask(planner: Planner, want: Layout, version: int = -1, **more: Any) -> Any:
@@ -136,8 +136,10 @@ def test_a_rank_that_is_missing_is_waited_for(planner: Planner, group: Group) ->
     assert "not published yet" in ask(planner, layout("s0"), 4).not_yet
 
 
-def test_a_version_that_is_past_is_of_receivers_that_have_it(planner: Planner, group: Group, board: Board) -> None:
-    board.post("p0", 3, is_open=False)
+def test_a_version_that_is_past_is_of_receivers_that_have_it(
+    planner: Planner, group: Group, version_status: VersionStatus
+) -> None:
+    version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
         ask(planner, layout("s0"))
     group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
@@ -157,8 +159,8 @@ def test_a_version_that_is_past_is_of_receivers_that_have_it(planner: Planner, g
     assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
 
 
-def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, board: Board) -> None:
-    board.post("p0", 3, is_open=False)
+def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, version_status: VersionStatus) -> None:
+    version_status.post("p0", 3, is_open=False)
     group.add(layout("s1"), side="subscriber", run="p0", version=2, state="updating")
     assert "by others" in ask(planner, layout("s0")).not_yet
 

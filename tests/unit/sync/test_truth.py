@@ -12,7 +12,7 @@ from tests.unit.sync.moved import move, same, spoil
 from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
 from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.recording.requirements import Requirements, wanted
 from penstock.sync.shards import Row, Shard, declared, held_runs
 
 TRAINERS = [
@@ -70,7 +70,7 @@ def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) ->
 
 
 @functools.cache
-def receivers(tp: int, ep: int, dtype: torch.dtype) -> list[tuple[Toy, Wanted]]:
+def receivers(tp: int, ep: int, dtype: torch.dtype) -> list[tuple[Toy, Requirements]]:
     table, found = table_of(checkpoint()), []
     for t, e in itertools.product(range(tp), range(ep)):
         model = Toy(Place(tp_rank=t, tp=tp, ep_rank=e, ep=ep, dtype=dtype))

@@ -12,25 +12,25 @@ from penstock.segments import Segments
 from penstock.testing.transport_suite import segments
 from penstock.transport import generation_table as pages
 from penstock.transport.descriptor import Descriptor
-from penstock.transport.generation_table import NUM_SLOTS, Page, PeerPage, seal_of
+from penstock.transport.generation_table import NUM_SLOTS, GenerationTable, PeerGenerationTable, seal_of
 from penstock.transport.host_endpoint import Endpoint
 from penstock.transport.protocol import Memory
 
 
-def described(page: Page, generation: int = 1) -> Descriptor:
+def described(page: GenerationTable, generation: int = 1) -> Descriptor:
     return Descriptor(transport="t", endpoint=page.name, generation=generation, nbytes=5)
 
 
 @pytest.fixture
 def page():
-    made = Page.create()
+    made = GenerationTable.create()
     yield made
     made.close()
 
 
 def test_a_reader_sees_generations_and_life(page) -> None:
     slot, source = page.take_slot(), described(page)
-    peer = PeerPage.open(source, page.address(slot))
+    peer = PeerGenerationTable.open(source, page.address(slot))
     assert peer.is_alive()
     assert peer.generation(slot) == 0
     page.set(slot, 1, seal_of(source))
@@ -52,7 +52,7 @@ def test_a_reader_sees_generations_and_life(page) -> None:
 
 
 def test_readers_cannot_write(page) -> None:
-    peer = PeerPage.open(described(page), page.address(0))
+    peer = PeerGenerationTable.open(described(page), page.address(0))
     with pytest.raises(TypeError):
         peer._words[0] = 1
     with pytest.raises(PermissionError):
@@ -60,17 +60,17 @@ def test_readers_cannot_write(page) -> None:
 
 
 def test_many_readers_do_not_make_it_look_dead(page) -> None:
-    peers = [PeerPage.open(described(page), page.address(0)) for _ in range(20)]
+    peers = [PeerGenerationTable.open(described(page), page.address(0)) for _ in range(20)]
     for _ in range(3):
         assert all(peer.is_alive() for peer in peers)
 
 
 def test_the_page_of_another_is_not_this_one(page) -> None:
-    other = Page.create()
+    other = GenerationTable.create()
     with pytest.raises(PeerLost):
-        PeerPage.open(described(page), other.address(0))
+        PeerGenerationTable.open(described(page), other.address(0))
     with pytest.raises(ConfigError):
-        PeerPage.open(described(page), msgspec.structs.replace(page.address(0), host="elsewhere"))
+        PeerGenerationTable.open(described(page), msgspec.structs.replace(page.address(0), host="elsewhere"))
     other.close()
 
 
@@ -89,7 +89,7 @@ def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
 
     monkeypatch.setattr(pages.fcntl, "flock", refuse)
     with pytest.raises(DestinationError):
-        Page.create()
+        GenerationTable.create()
 
 
 def test_a_registration_that_cannot_be_described_takes_no_slot(page) -> None:
@@ -121,7 +121,7 @@ def test_a_forked_child_changes_nothing(page) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert PeerPage.open(handle.descriptor, page.address(0)).is_alive()
+    assert PeerGenerationTable.open(handle.descriptor, page.address(0)).is_alive()
     endpoint.claim(handle.descriptor, page.address(0)).check()
 
 

@@ -24,24 +24,24 @@ from penstock.peer.member import Member
 from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part, SyncPlan, plan_sync
-from penstock.sync.local_version import Held
-from penstock.sync.membership import Roster
-from penstock.sync.publish.progress import Audience
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.membership import Membership
+from penstock.sync.publish.progress import SubscriberProgress
 from penstock.sync.publish.rank_group import decided
 from penstock.sync.receive.source_link import LocalLink, SourceLink
 from penstock.sync.receive.sources import SourceFailed, open_links
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.transfer import Transfer
 from penstock.sync.regions import Regions
-from penstock.sync.request_handler import Desk
+from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Row, layout_of, regions_of
-from penstock.sync.version_status import Board
+from penstock.sync.version_status import VersionStatus
 
 ROOM = "seams"
 _ASK_S = 0.02
 _LOOK_S = 1.0
 
 
-class SeamPlanner:
+class BoundaryPlanner:
     """Of rank 0: plans once for all ranks, when all have said what they need; again only where one changed.
 
     Args:
@@ -49,8 +49,8 @@ class SeamPlanner:
         ours: our own layout.
     """
 
-    def __init__(self, roster: Roster, ours: Layout) -> None:
-        self._roster, self._lock, self._planning = roster, threading.Lock(), threading.Lock()
+    def __init__(self, membership: Membership, ours: Layout) -> None:
+        self._membership, self._lock, self._planning = membership, threading.Lock(), threading.Lock()
         self._held: dict[str, Layout] = {ours.member: ours}
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._ranks: tuple[SyncMember, ...] = ()
@@ -115,7 +115,7 @@ class SeamPlanner:
             token = (*members, *(digest for digest, _ in told))
         for name in members:
             if name not in self._held:
-                self._held[name] = self._roster.ask(name, lambda talk: talk.layout())
+                self._held[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
         if self._plan is None or token != self._of:
             self._plan, self._of = (
                 plan_sync([self._held[name] for name in members], [want for _, want in told]),
@@ -128,7 +128,7 @@ class SeamPlanner:
         raise NotFound("no such thing here")
 
 
-class Seams:
+class BoundaryExchange:
     """One rank's; a context manager by its `close`.
 
     Attributes:
@@ -160,25 +160,25 @@ class Seams:
     ) -> None:
         self._member, self._world_size, self._stall_s, self.moved_bytes = member, world_size, stall_s, 0
         memories, into = regions_of(rows), regions_of(wants)
-        self._roster, self._board = Roster(member, name, stall_s, room=ROOM), Board()
+        self._membership, self._version_status = Membership(member, name, stall_s, room=ROOM), VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
-        self._take: Take | None = None
-        self._peers = Audience() if is_first else None
+        self._transfer: Transfer | None = None
+        self._peers = SubscriberProgress() if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
-            self._held = Held(layout, memories, member.links)
+            self._held = LocalVersion(layout, memories, member.links)
             stack.callback(self._held.close)
             self._into = Regions(into, member.links)
             stack.pop_all()
-        self._planner = SeamPlanner(self._roster, layout)
-        member.server.handlers[ROOM] = Desk(
-            self._roster.key,
+        self._planner = BoundaryPlanner(self._membership, layout)
+        member.server.handlers[ROOM] = SyncHandler(
+            self._membership.key,
             member.check_grant,
             held=lambda: self._held,
-            board=self._board,
+            version_status=self._version_status,
             planner=self._planner,
-            audience=self._peers,
+            subscriber_progress=self._peers,
         )
 
     @contextlib.contextmanager
@@ -193,7 +193,7 @@ class Seams:
         """
         self._held.begin(version)
         self._held.ready()
-        self._board.post(run, version, is_open=True)
+        self._version_status.post(run, version, is_open=True)
         try:
             self._begin(version, run)
             self._run(version, run)
@@ -204,16 +204,16 @@ class Seams:
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
             with contextlib.suppress(PenstockError):  # ours is the one that is raised
-                self._tell(version, run, why[:1024])
+                self._report(version, run, why[:1024])
             if self._peers is not None:
                 self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             raise
         else:
-            self._tell(version, run, "")
+            self._report(version, run, "")
             self._settle(version, run)
         finally:
             self._held.fence()
-            self._board.post(run, version, is_open=False)
+            self._version_status.post(run, version, is_open=False)
 
     def _begin(self, version: int, run: str) -> None:
         """As rank 0, know whom to wait for, and give parts."""
@@ -224,14 +224,14 @@ class Seams:
             self._peers.begin(version, [one.member for one in ranks])
             self._planner.begin(version, ranks)
 
-    def _tell(self, version: int, run: str, why: str) -> None:
+    def _report(self, version: int, run: str, why: str) -> None:
         """Tell rank 0 that we are done, or why we cannot be."""
         moved = self.moved_bytes
         told = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
             self._peers.heard(self._member.id, told)
         else:
-            self._roster.ask(run, lambda talk: talk.progress(told), line="progress")
+            self._membership.ask(run, lambda sync_client: sync_client.progress(told), line="progress")
 
     def _ranks(self, run: str) -> list[SyncMember]:
         """All ranks of our run, the newest life of each.
@@ -243,13 +243,13 @@ class Seams:
         while True:
             found = {
                 one.state.rank: one
-                for one in sorted(self._roster.look(), key=lambda one: one.since)
+                for one in sorted(self._membership.look(), key=lambda one: one.since)
                 if one.state.side == "publisher" and one.state.run == run
             }
             if len(found) == self._world_size:
                 return [found[rank] for rank in sorted(found)]
             if time.monotonic() > deadline:
-                message = f"{len(found)} of {self._world_size} ranks publish {self._roster.name!r}"
+                message = f"{len(found)} of {self._world_size} ranks publish {self._membership.name!r}"
                 raise SourceStalled(f"{message} after {self._stall_s:g} s")
             time.sleep(_ASK_S)
 
@@ -258,21 +258,23 @@ class Seams:
         self.moved_bytes = 0
         if not self._has_part(version, run):
             return
-        assert self._take is not None
-        part = self._take.part
+        assert self._transfer is not None
+        part = self._transfer.part
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         links: dict[str, SourceLink] = {}
         try:
-            links |= open_links(self._roster, [one for one in used if one != self._member.id], version, self._stall_s)
+            links |= open_links(
+                self._membership, [one for one in used if one != self._member.id], version, self._stall_s
+            )
         except SourceFailed as failed:
             raise failed.error from failed
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._held)
-        self.moved_bytes = self._take.run(links).nbytes
+        self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, run: str) -> bool:
-        """Whether we need anything; `_take` is of this version's plan then."""
-        have = "" if self._take is None else self._take.part.key
+        """Whether we need anything; `_transfer` is of this version's plan then."""
+        have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
         while True:
@@ -293,8 +295,8 @@ class Seams:
                         raise PeerLost(f"rank {one.state.rank} is gone", uri=f"penstock:{one.member}")
         if reply.part is not None:
             part = decode(reply.part, Part)
-            self._take = Take(part, self._into, names=self._want.names, stall_s=self._stall_s)
-        if self._want.names and (self._take is None or self._take.part.key != reply.key):
+            self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
+        if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
             raise PlanError("rank 0 sent no part, or not the one it says")
         return bool(self._want.names)
 
@@ -302,7 +304,7 @@ class Seams:
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
-            return self._roster.ask(run, lambda talk: talk.part(request))
+            return self._membership.ask(run, lambda sync_client: sync_client.part(request))
         except StaleDescriptor as error:
             raise PeerLost(error.message, uri=f"penstock:{run}") from error
 
@@ -311,19 +313,19 @@ class Seams:
         if self._peers is not None:
             said = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:
-            said = decided(self._roster, run, version, self._stall_s)
+            said = decided(self._membership, run, version, self._stall_s)
         if said.failed or said.late:
             raise _undone(version, said)
 
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._roster.look(max_age_s=_LOOK_S) if one.member == member]
-        return not found or self._roster.is_gone(found[0])
+        found = [one for one in self._membership.look(max_age_s=_LOOK_S) if one.member == member]
+        return not found or self._membership.is_gone(found[0])
 
     def close(self) -> None:
         """End the registrations and conversations. Idempotent."""
         self._held.close()
         self._into.close()
-        self._roster.close()
+        self._membership.close()
 
 
 def _undone(version: int, said: Decision) -> PenstockError:

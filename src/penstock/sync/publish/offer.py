@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.peer.member import Member
-from penstock.sync.publish.boundary_exchange import Seams
+from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
 from penstock.sync.shards import Row, regions_of
 from penstock.transform.geometry import format_of
@@ -81,7 +81,7 @@ class Offer:
         self._held = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
-        self._seams: Seams | None = None
+        self._boundary_exchange: BoundaryExchange | None = None
         self.seconds = 0.0
 
     @property
@@ -92,12 +92,12 @@ class Offer:
     @property
     def moved_bytes(self) -> int:
         """Taken of other ranks in the last version."""
-        return 0 if self._seams is None else self._seams.moved_bytes
+        return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, member: Member, name: str, *, rank: int, world_size: int, stall_s: float) -> None:
         """Take part in the exchange of the ranks, where there is one. Order: before any `fill`."""
         if self._has_blocks:
-            self._seams = Seams(
+            self._boundary_exchange = BoundaryExchange(
                 member,
                 name,
                 self._held,
@@ -111,15 +111,19 @@ class Offer:
         """Transform the parameters as they are; `ready` is told rows of the layout as they are whole.
 
         Raises:
-            PeerLost, SourceStalled: a rank could not be given, or did not give; see `Seams.exchanged`.
+            PeerLost, SourceStalled: a rank could not be given, or did not give; see `BoundaryExchange.exchanged`.
             DestinationError: a device failed.
         """
         begun = time.perf_counter()
-        with contextlib.nullcontext() if self._seams is None else self._seams.exchanged(version, run):
+        with (
+            contextlib.nullcontext()
+            if self._boundary_exchange is None
+            else self._boundary_exchange.exchanged(version, run)
+        ):
             self.transformed.fill(lambda rows: ready(len(self.kept) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
 
     def close(self) -> None:
         """End the registrations and conversations. Idempotent."""
-        if self._seams is not None:
-            self._seams.close()
+        if self._boundary_exchange is not None:
+            self._boundary_exchange.close()

@@ -46,7 +46,7 @@ class _Showing:
         )
 
 
-class Audience:
+class SubscriberProgress:
     """Of one publisher's rank 0. Used by any number of threads.
 
     Attributes:

@@ -27,19 +27,19 @@ from penstock.hub.messages import SyncState
 from penstock.hub.sync_messages import Decision
 from penstock.loader.pause import quick_handover
 from penstock.peer.member import Member
-from penstock.sync.local_version import Held
-from penstock.sync.membership import Roster, joined
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.membership import Membership, joined
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group as group
 from penstock.sync.publish.offer import Offer
-from penstock.sync.publish.progress import Audience
-from penstock.sync.publish.snapshot import Replica
+from penstock.sync.publish.progress import SubscriberProgress
+from penstock.sync.publish.snapshot import VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.receive.target import to_arenas
 from penstock.sync.report import PublishMode, PublishReport
-from penstock.sync.request_handler import Desk
+from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable, declared, layout_of
-from penstock.sync.version_status import Board
+from penstock.sync.version_status import VersionStatus
 
 
 class Publisher(Closing):
@@ -56,8 +56,8 @@ class Publisher(Closing):
         self,
         name: str,
         member: Member,
-        held: Held,
-        replica: Replica | None,
+        held: LocalVersion,
+        replica: VersionSnapshot | None,
         offer: Offer,
         *,
         rank: int,
@@ -69,32 +69,32 @@ class Publisher(Closing):
         self.mode: PublishMode = "live" if replica is None else "snapshot"
         self.member, self._held, self._replica, self._stall_s = member, held, replica, stall_s
         self._offer = offer
-        self._board, self._audience, self._run = Board(), Audience(), ""
-        self._roster = Roster(member, name, stall_s)
-        self.planner = Planner(self._roster, self._board, lambda: held.layout)
+        self._version_status, self._subscriber_progress, self._run = VersionStatus(), SubscriberProgress(), ""
+        self._membership = Membership(member, name, stall_s)
+        self.planner = Planner(self._membership, self._version_status, lambda: held.layout)
         self._digest, self._publishing, self._is_closed = held.layout.digest(), threading.Lock(), False
-        desk = Desk(
-            self._roster.key,
+        sync_handler = SyncHandler(
+            self._membership.key,
             member.check_grant,
             held=lambda: self._held,
-            board=self._board,
+            version_status=self._version_status,
             planner=self.planner,
-            audience=self._audience if rank == 0 else None,
+            subscriber_progress=self._subscriber_progress if rank == 0 else None,
         )
-        member.server.handlers["sync"] = desk
+        member.server.handlers["sync"] = sync_handler
         member.syncs.append(self._state)
         if rank == 0:
             self._run = member.id
             member.report_now()
-            group.claim(self._roster)
+            group.claim(self._membership)
         else:
-            self._run = group.join(self._roster, rank, world_size, "", stall_s)
+            self._run = group.join(self._membership, rank, world_size, "", stall_s)
             member.report_now()
         offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
-        self.latest = max([one.state.version for one in self._roster.look()], default=-1)
+        self.latest = max([one.state.version for one in self._membership.look()], default=-1)
 
     def _state(self) -> SyncState:
-        now = self._board.now
+        now = self._version_status.now
         return SyncState(
             name=self.name,
             side="publisher",
@@ -159,9 +159,9 @@ class Publisher(Closing):
             message = f"version {version} of {self.name!r} is not above {max(self.version, self.latest)}"
             raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
         if self.rank == 0:
-            group.check_alone(self._roster)
+            group.check_alone(self._membership)
         else:
-            self._run = group.join(self._roster, self.rank, self.world_size, self._run, self._stall_s)
+            self._run = group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
 
     def _begin(self, version: int) -> None:
         """From now on receivers may have it."""
@@ -173,10 +173,10 @@ class Publisher(Closing):
 
     def _say(self, version: int) -> None:
         self.version = version
-        self._board.post(self._run, version, is_open=True)
+        self._version_status.post(self._run, version, is_open=True)
         self.member.beat_now()
 
-    def _copy(self, replica: Replica, version: int) -> float:
+    def _copy(self, replica: VersionSnapshot, version: int) -> float:
         offer = self._offer
         if offer.is_copied:
             offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
@@ -195,25 +195,25 @@ class Publisher(Closing):
         try:
             if self.rank == 0:
                 known = [
-                    one.member for one in self._roster.look(max_age_s=group.ASK_S) if one.state.side == "subscriber"
+                    one.member for one in self._membership.look(max_age_s=group.ASK_S) if one.state.side == "subscriber"
                 ]
-                self._audience.begin(version, known)
+                self._subscriber_progress.begin(version, known)
                 self._begin(version)
-                return self._audience.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+                return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             self._begin(version)
-            return group.decided(self._roster, self._run, version, self._stall_s)
+            return group.decided(self._membership, self._run, version, self._stall_s)
         finally:
             self._end()
 
     def _end(self) -> None:
         """The version can be read of us no more."""
         self._held.fence()
-        self._board.post(self._run, self.version, is_open=False)
+        self._version_status.post(self._run, self.version, is_open=False)
         self.member.beat_now()
 
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._roster.look(max_age_s=group.ASK_S) if one.member == member]
-        return not found or self._roster.is_gone(found[0])
+        found = [one for one in self._membership.look(max_age_s=group.ASK_S) if one.member == member]
+        return not found or self._membership.is_gone(found[0])
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Return once so many subscribers take part.
@@ -223,7 +223,7 @@ class Publisher(Closing):
         """
         limit = self._stall_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        while (found := sum(one.state.side == "subscriber" for one in self._roster.look())) < count:
+        while (found := sum(one.state.side == "subscriber" for one in self._membership.look())) < count:
             if time.monotonic() > deadline:
                 raise SourceStalled(f"{found} of {count} subscribers of {self.name!r} came in {limit:g} s")
             time.sleep(0.05)
@@ -238,7 +238,7 @@ class Publisher(Closing):
             self._replica.close()
         self._held.close()
         self.member.leave(0.0)
-        self._roster.close()
+        self._membership.close()
 
 
 def publisher(
@@ -314,16 +314,18 @@ def _copies(name: str, mode: str, replica: str) -> str | None:
 
 def _shown(
     stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None
-) -> tuple[Held, Replica | None]:
+) -> tuple[LocalVersion, VersionSnapshot | None]:
     """What readers see of the offer, registered until the stack is left: its own memory, or a copy."""
     memories = (*offer.memories, *offer.filled)
     layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
     copy = None
     if copies is not None:
         on_host = copies == "cpu"
-        copy = Replica(layout, offer.memories, member.links, address=address, on_host=on_host, filled=offer.filled)
+        copy = VersionSnapshot(
+            layout, offer.memories, member.links, address=address, on_host=on_host, filled=offer.filled
+        )
         stack.callback(copy.close)
-    held = Held(replace(layout, address=address), memories, member.links) if copy is None else copy.held
+    held = LocalVersion(replace(layout, address=address), memories, member.links) if copy is None else copy.held
     stack.callback(held.close)
     stack.callback(offer.close)
     return held, copy

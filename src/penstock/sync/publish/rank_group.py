@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from penstock.errors import ConfigError, PeerLost, SourceStalled
 from penstock.hub.sync_messages import Decision, SyncMember
-from penstock.sync.membership import Roster
+from penstock.sync.membership import Membership
 
 _LOOK_S = 0.2
 ASK_S = 1.0
 """How long another rank waits for rank 0's decision before it asks again."""
 
 
-def claim(roster: Roster) -> str:
+def claim(membership: Membership) -> str:
     """As rank 0, be the one group that publishes the name; our run.
 
     An earlier group that is gone is not waited for; one that fell silent until the hub has forgotten it is over.
@@ -29,19 +29,19 @@ def claim(roster: Roster) -> str:
     """
     heard: dict[str, float] = {}
     while True:
-        others = _earlier(roster, roster.look())
+        others = _earlier(membership, membership.look())
         for other in others:
             if other.seen > heard.setdefault(other.member, other.seen):
-                raise taken(roster.name, other)
+                raise taken(membership.name, other)
         if not others:
-            return roster.member.id
+            return membership.member.id
         time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
 
 
-def check_alone(roster: Roster) -> None:
+def check_alone(membership: Membership) -> None:
     """Raise ConfigError if another group publishes the name, and lives; nothing where the hub is away."""
-    for other in _earlier(roster, roster.look()):
-        raise taken(roster.name, other)
+    for other in _earlier(membership, membership.look()):
+        raise taken(membership.name, other)
 
 
 def taken(name: str, other: SyncMember) -> ConfigError:
@@ -50,7 +50,7 @@ def taken(name: str, other: SyncMember) -> ConfigError:
     return ConfigError(message, hint="close that publisher, or publish under another name")
 
 
-def join(roster: Roster, rank: int, world_size: int, now: str, stall_s: float) -> str:
+def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: float) -> str:
     """As another rank, the run to belong to: the one we are in while its rank 0 lives, else the newest with our place.
 
     Raises:
@@ -58,26 +58,26 @@ def join(roster: Roster, rank: int, world_size: int, now: str, stall_s: float) -
     """
     deadline = time.monotonic() + stall_s
     while True:
-        members = roster.look()
+        members = membership.look()
         zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
         if any(one.member == now for one in zeros):
             return now
         same = [one for one in zeros if one.state.world_size == world_size and one.state.run == one.member]
         rivals = []
         for zero in sorted(same, key=lambda one: -one.since):
-            rival = _holder(roster, members, zero.member, rank)
-            if rival is None and not roster.is_gone(zero):
+            rival = _holder(membership, members, zero.member, rank)
+            if rival is None and not membership.is_gone(zero):
                 return zero.member
             rivals += [rival] if rival is not None else []
         if time.monotonic() > deadline:
             if rivals:
-                raise ConfigError(f"rank {rank} of {roster.name!r} is {rivals[0].called} already")
+                raise ConfigError(f"rank {rank} of {membership.name!r} is {rivals[0].called} already")
             hint = "start all ranks of the trainer with the same world_size, rank 0 among them"
-            raise SourceStalled(f"no rank 0 of {world_size} published {roster.name!r} in {stall_s:g} s", hint=hint)
+            raise SourceStalled(f"no rank 0 of {world_size} published {membership.name!r} in {stall_s:g} s", hint=hint)
         time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
 
 
-def decided(roster: Roster, run: str, version: int, stall_s: float) -> Decision:
+def decided(membership: Membership, run: str, version: int, stall_s: float) -> Decision:
     """As another rank, what rank 0 decides of a version.
 
     Raises:
@@ -86,7 +86,7 @@ def decided(roster: Roster, run: str, version: int, stall_s: float) -> Decision:
     since = time.monotonic()
     while True:
         try:
-            said = roster.ask(run, lambda talk: talk.decision(version, ASK_S), line="decision")
+            said = membership.ask(run, lambda sync_client: sync_client.decision(version, ASK_S), line="decision")
         except PeerLost as error:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if said.is_over:
@@ -97,18 +97,18 @@ def decided(roster: Roster, run: str, version: int, stall_s: float) -> Decision:
             raise SourceStalled(f"rank 0 does not publish version {version}", uri=f"penstock:{run}")
 
 
-def _holder(roster: Roster, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
+def _holder(membership: Membership, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
     """Who has this rank of a run, and is not us."""
     for one in members:
         is_same = (one.state.side, one.state.run, one.state.rank) == ("publisher", run, rank)
-        if is_same and one.member != roster.member.id and not roster.is_gone(one):
+        if is_same and one.member != membership.member.id and not membership.is_gone(one):
             return one
     return None
 
 
-def _earlier(roster: Roster, members: Sequence[SyncMember]) -> list[SyncMember]:
+def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
     """Rank 0 of other runs that came before us and are not gone."""
-    mine = next(((one.since, one.member) for one in members if one.member == roster.member.id), (float("inf"), ""))
+    mine = next(((one.since, one.member) for one in members if one.member == membership.member.id), (float("inf"), ""))
     zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
-    others = [one for one in zeros if one.member != roster.member.id and (one.since, one.member) < mine]
-    return [one for one in others if not roster.is_gone(one)]
+    others = [one for one in zeros if one.member != membership.member.id and (one.since, one.member) < mine]
+    return [one for one in others if not membership.is_gone(one)]

@@ -1,6 +1,6 @@
 """A publisher's snapshot: a copy of its memory that receivers read while training goes on.
 
-In: a layout and the memory behind it; versions. Out: a `Held` of the copy.
+In: a layout and the memory behind it; versions. Out: a `LocalVersion` of the copy.
 Not here: who reads it, and until when (`publisher`); transforms.
 """
 
@@ -18,7 +18,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.pages import populate
 from penstock.plan.layout import Layout
 from penstock.sync.copy_plan import Copy
-from penstock.sync.local_version import Held
+from penstock.sync.local_version import LocalVersion
 from penstock.sync.range_digests import Foreseen, digesters_of
 from penstock.sync.receive.staging_copy import beside
 from penstock.transport.choose import Links
@@ -29,7 +29,7 @@ MOST_FORESEEN = 64
 """Regions whose digests a device works out as they are copied: each takes it half a millisecond, arena or not."""
 
 
-class Replica(Closing):
+class VersionSnapshot(Closing):
     """A copy of a rank's regions, laid out alike; a context manager.
 
     Attributes:
@@ -68,7 +68,7 @@ class Replica(Closing):
                 digesters = digesters_of(live)
                 self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
             shown = dataclasses.replace(layout, address=address)
-            self.held = Held(shown, [*memories, *filled], links, foreseen=self._foreseen)
+            self.held = LocalVersion(shown, [*memories, *filled], links, foreseen=self._foreseen)
         except BaseException:
             self._unpin()
             raise

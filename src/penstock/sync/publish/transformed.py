@@ -130,16 +130,18 @@ class Transformed:
     """
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = LOT_BYTES) -> None:
-        mine, parts, seams = _laid(chosen)
+        mine, parts, boundary_exchange = _laid(chosen)
         tensors = _allocate(_specs(parts))
-        buffers = _allocate([(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in seams])
+        buffers = _allocate(
+            [(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in boundary_exchange]
+        )
         self.nbytes, self.seam_bytes = room(chosen)
         self.rows = tuple(
             row_of(part.name, tensor, part.shape, part.box.start, tag=one.form.tag)
             for (one, part), tensor in zip(parts, tensors, strict=True)
         )
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
-        for (one, edge), buffer in zip(seams, buffers, strict=True):
+        for (one, edge), buffer in zip(boundary_exchange, buffers, strict=True):
             by_chosen.setdefault(id(one), []).append((edge, buffer))
         self.wants = tuple(want for one in mine for want in _wants(one, by_chosen.get(id(one), ())))
         self._lots = tuple(_lots(mine, tensors, by_chosen, bucket_bytes))
@@ -173,8 +175,8 @@ class Transformed:
 
 def room(chosen: Sequence[Chosen]) -> tuple[int, int]:
     """Bytes of the codes and scales of what was chosen, and of its seams."""
-    _, parts, seams = _laid(chosen)
-    buffers = [(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in seams]
+    _, parts, boundary_exchange = _laid(chosen)
+    buffers = [(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in boundary_exchange]
     return _room(_specs(parts)), _room(buffers)
 
 
@@ -188,7 +190,7 @@ def _laid(
     mine = [one for one in chosen if one.owned.num_elements]
     mine = [mine[i] for i in layer_order([one.row.name for one in mine])[0].tolist()]
     parts = [(one, part) for one in mine for part in _outputs(one, one.owned)]
-    return mine, parts, [(one, edge) for one in mine for edge in _seams(one)]
+    return mine, parts, [(one, edge) for one in mine for edge in _boundary_exchange(one)]
 
 
 def _outputs(one: Chosen, box: Box) -> tuple[Output, ...]:
@@ -230,14 +232,14 @@ def _inside(one: Chosen) -> Box:
     return Box(start=one.owned.start, stop=stop)
 
 
-def _seams(one: Chosen) -> tuple[Box, ...]:
+def _boundary_exchange(one: Chosen) -> tuple[Box, ...]:
     """The other blocks that we own: boxes that cut none."""
     inside = _inside(one)
     return foreign(inside, one.owned) if inside.num_elements else (one.owned,)
 
 
-def _wants(one: Chosen, seams: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
-    for edge, buffer in seams:
+def _wants(one: Chosen, boundary_exchange: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
+    for edge, buffer in boundary_exchange:
         for box in foreign(one.row.form.box, edge):
             yield row_of(one.row.name, cut(buffer, _from(box, edge)), one.row.form.shape, box.start)
 
@@ -251,7 +253,7 @@ def _from(box: Box, outer: Box) -> Box:
 def _lots(
     mine: Sequence[Chosen],
     tensors: Sequence[torch.Tensor],
-    seams: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
+    boundary_exchange: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
     bucket_bytes: int,
 ) -> Iterator[_Lot]:
     """What was chosen, in order, in lots of as many bytes."""
@@ -272,7 +274,7 @@ def _lots(
         box = one.row.form.box
         if (inside := _inside(one)).num_elements:
             jobs.setdefault(key, []).append(_job(one, inside, cut(one.row.tensor, _from(inside, box)), outs))
-        for edge, buffer in seams.get(id(one), ()):
+        for edge, buffer in boundary_exchange.get(id(one), ()):
             jobs.setdefault(key, []).append(_job(one, edge, buffer, outs))
             if common := meet(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(one.row.tensor, _from(common, box))))

@@ -1,9 +1,10 @@
-"""A part cut into steps: what is asked of one source at once, bounded in bytes, in the order of the buckets.
+"""Cut a part into steps: the reads of one source at once, bounded in bytes, in the order of the buckets.
 
-In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each a lap's pieces of one source; laps of whole buckets.
+In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each a window's pieces of one source, and windows of whole
+buckets.
 Not here: carrying them out (`transfer`).
 
-    buckets --small ones joined--> laps --by source--> pieces of at most piece_bytes --joined--> steps
+    buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.types import I64, U64
 class Step:
     """Strips taken of one source at once."""
 
-    lap: int
+    window: int
     source: int
     """Counts in the part's sources."""
     nbytes: int
@@ -40,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Asked:
+class DigestRequest:
     """Steps of one source whose digests are asked for at once."""
 
     steps: tuple[Step, ...]
@@ -52,13 +53,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Laps:
-    """All of a part. Lap i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
+class Windows:
+    """The windows and steps of a part. Window i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
 
-    def asked(self, source: int, ask_bytes: int) -> list[Asked]:
+    def asked(self, source: int, ask_bytes: int) -> list[DigestRequest]:
         """A source's steps in order, joined while they are at most `ask_bytes`."""
         groups: list[list[Step]] = []
         taken = ask_bytes
@@ -69,32 +70,32 @@ class Laps:
                     taken = 0
                 groups[-1].append(step)
                 taken += step.nbytes
-        return [Asked(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
+        return [DigestRequest(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
 
     def __len__(self) -> int:
         return len(self.bucket_first) - 1
 
 
-def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_bytes: int) -> Laps:
+def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
     """Cut a part that was checked.
 
     Args:
         theirs: where the regions of each source begin, and the last ends.
         ours: the same of the receiver.
-        lap_bytes: buckets are joined to laps of so many; a bucket above it is a lap.
+        window_bytes: neighbouring buckets are joined to windows of this size; a larger bucket is a window of its own.
         piece_bytes: a longer strip is cut; a step has at most twice as many.
 
     Raises:
         PlanError: a strip lies over the edge between two regions.
     """
-    laps = part.laps(lap_bytes)
-    segment_lap = np.repeat(np.arange(len(laps) - 1), np.diff(part.bucket_first[laps]))
-    order = np.lexsort((np.arange(len(segment_lap)), part.source, segment_lap))
+    windows = part.windows(window_bytes)
+    segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
+    order = np.lexsort((np.arange(len(segment_window)), part.source, segment_window))
     table, at = _pieces(part, order, piece_bytes)
-    lap, source = segment_lap[at], part.source[at]
+    window, source = segment_window[at], part.source[at]
     stop = np.cumsum(table.nbytes)
     fresh = np.ones(len(at), bool)
-    fresh[1:] = (np.diff(lap) != 0) | (np.diff(source) != 0)
+    fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
     heads = np.flatnonzero(fresh)
     begin = (stop - table.nbytes)[heads][np.cumsum(fresh) - 1]
     fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
@@ -103,8 +104,8 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, lap_bytes: int, piece_b
     for start, end in pairwise(edges):
         mine = slice(start, end)
         who = int(source[start])
-        steps.append(_step(int(lap[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
-    return Laps(bucket_first=tuple(laps), steps=_by_turns(steps))
+        steps.append(_step(int(window[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
+    return Windows(bucket_first=tuple(windows), steps=_by_turns(steps))
 
 
 def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
@@ -131,7 +132,7 @@ def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     return found, at
 
 
-def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
+def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
@@ -152,7 +153,7 @@ def _step(lap: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours
         reads.append((of, to, local))
     nbytes = int(table.nbytes.sum())
     return Step(
-        lap=lap,
+        window=window,
         source=source,
         nbytes=nbytes,
         rows=rows,
@@ -175,7 +176,7 @@ def some_of(step: Step, which: I64) -> Step:
             reads.append((of, to, table[mine]))
             places.append(number[at[mine]])
     return Step(
-        lap=step.lap,
+        window=step.window,
         source=step.source,
         nbytes=int(step.ours.nbytes[which].sum()),
         rows=step.rows[which],
@@ -196,10 +197,10 @@ def _joined(some: Sequence[Strips]) -> Strips:
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Lap after lap, the sources of one taking turns."""
+    """Order the steps by window; within one the sources take turns."""
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:
-        number = turn[step.lap, step.source] = turn.get((step.lap, step.source), -1) + 1
-        keys.append((step.lap, number))
+        number = turn[step.window, step.source] = turn.get((step.window, step.source), -1) + 1
+        keys.append((step.window, number))
     return tuple(steps[i] for i in sorted(range(len(steps)), key=keys.__getitem__))

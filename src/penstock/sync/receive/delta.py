@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.sync.receive.batches import Step, some_of
-from penstock.sync.receive.stats import TakeReport
+from penstock.sync.receive.stats import TransferReport
 from penstock.types import GB, U64
 
 CUT_S = 50e-6
@@ -30,7 +30,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 
 
 class Delta:
-    """Of one `Take`: of one plan's key, and one receiver's memory.
+    """Of one `Transfer`: of one plan's key, and one receiver's memory.
 
     Attributes:
         asks_first: whether this run asks a source before it reads a step of it.
@@ -86,7 +86,7 @@ class Delta:
         self._told[step] = digests
         self._unsure.discard(step)
 
-    def ended(self, found: TakeReport) -> None:
+    def ended(self, found: TransferReport) -> None:
         """The run is over, and whole."""
         if self._is_whole and found.nbytes:
             self.density = self._changed_bytes / found.nbytes
@@ -94,6 +94,6 @@ class Delta:
             self._bytes_per_s = found.moved_bytes / found.wire_s
         self._ask_s = max((link.ready_s for link in found.links), default=0.0)
 
-    def summary(self, found: TakeReport) -> str:
+    def summary(self, found: TransferReport) -> str:
         """Of the last run, for people."""
         return f"delta: moved {found.moved_bytes} of {found.nbytes} bytes, {self._why}"

@@ -12,40 +12,40 @@ from collections.abc import Iterator
 
 from penstock.errors import PenstockError
 from penstock.hub.sync_messages import Progress
-from penstock.sync.membership import Roster
-from penstock.sync.receive.transfer import Take
+from penstock.sync.membership import Membership
+from penstock.sync.receive.transfer import Transfer
 
-TELL_S = 0.5
+REPORT_S = 0.5
 """How often the planner is told how far we are."""
 
 
 @contextlib.contextmanager
-def telling(roster: Roster, planner: str, version: int, take: Take) -> Iterator[None]:
+def reporting_progress(membership: Membership, planner: str, version: int, transfer: Transfer) -> Iterator[None]:
     """While inside, tell how far we are; at the end, that we have it, whole and verified."""
     over = threading.Event()
 
     def work() -> None:
-        while not over.wait(TELL_S):
-            _tell(roster, planner, Progress(version=version, moved_bytes=take.moved_bytes))
+        while not over.wait(REPORT_S):
+            _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
 
     teller = threading.Thread(target=work, name="penstock-tell", daemon=True)
     teller.start()
     try:
         yield
-        _tell(roster, planner, Progress(version=version, moved_bytes=take.moved_bytes, outcome="committed"))
+        _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes, outcome="committed"))
     finally:
         over.set()
         teller.join()
 
 
-def tell_failed(roster: Roster, asked: tuple[str, int] | None, error: BaseException) -> None:
+def tell_failed(membership: Membership, asked: tuple[str, int] | None, error: BaseException) -> None:
     """Tell the planner that was asked last, of which version, that we failed: so nobody waits for us."""
     if asked is not None:
         planner, version = asked
-        _tell(roster, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
+        _report(membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
 
 
-def _tell(roster: Roster, planner: str, progress: Progress) -> None:
+def _report(membership: Membership, planner: str, progress: Progress) -> None:
     """Who cannot be told counts us as late; the update goes on."""
     with contextlib.suppress(PenstockError):
-        roster.ask(planner, lambda talk: talk.progress(progress), line="progress")
+        membership.ask(planner, lambda sync_client: sync_client.progress(progress), line="progress")

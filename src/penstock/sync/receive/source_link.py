@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.digest.strip import Strips
-from penstock.sync.local_version import Answer, Held, HeldMap
+from penstock.sync.local_version import Answer, LocalVersion, VersionMap
 
 
 class SourceLink(Protocol):
@@ -21,7 +21,7 @@ class SourceLink(Protocol):
         ...
 
     @property
-    def map(self) -> HeldMap:
+    def map(self) -> VersionMap:
         """Of the version and generation that are to be taken."""
         ...
 
@@ -36,7 +36,9 @@ class SourceLink(Protocol):
         ...
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """What the source says of strips of its memory; see `Held.digests`, of the map's version and generation.
+        """Return the source's digests of strips of its memory, of the map's version and generation.
+
+        See `LocalVersion.digests`.
 
         Raises:
             StaleDescriptor: it holds another version by now.
@@ -55,7 +57,7 @@ class LocalLink:
 
     same_host = True
 
-    def __init__(self, held: Held, *, same_process: bool = True) -> None:
+    def __init__(self, held: LocalVersion, *, same_process: bool = True) -> None:
         self.held, self.map, self.same_process = held, held.map(), same_process
         self.member = held.layout.member
 

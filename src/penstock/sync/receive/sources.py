@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from penstock.digest.strip import Strips
 from penstock.errors import NotFound, PenstockError, SourceStalled
-from penstock.sync.local_version import Answer, HeldMap
-from penstock.sync.membership import Roster
+from penstock.sync.local_version import Answer, VersionMap
+from penstock.sync.membership import Membership
 from penstock.sync.receive.source_link import SourceLink
 
 ASK_S = 1.0
@@ -22,7 +22,7 @@ ASK_S = 1.0
 _AT_ONCE = 16
 
 
-class DoorLink:
+class PeerLink:
     """See `SourceLink`: a member that is asked at its door.
 
     Args:
@@ -34,8 +34,8 @@ class DoorLink:
 
     same_process = False
 
-    def __init__(self, roster: Roster, member: str, found: HeldMap, *, same_host: bool) -> None:
-        self._roster, self.member, self.map, self.same_host = roster, member, found, same_host
+    def __init__(self, membership: Membership, member: str, found: VersionMap, *, same_host: bool) -> None:
+        self._membership, self.member, self.map, self.same_host = membership, member, found, same_host
         self._lines, self._num_lines = list[str](), itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
@@ -46,8 +46,8 @@ class DoorLink:
         except IndexError:
             line = f"digests {next(self._num_lines)}"
         try:
-            return self._roster.ask(
-                self.member, lambda talk: talk.digests(strips, version, generation, wait_s), line=line
+            return self._membership.ask(
+                self.member, lambda sync_client: sync_client.digests(strips, version, generation, wait_s), line=line
             )
         finally:
             self._lines.append(line)
@@ -61,31 +61,31 @@ class SourceFailed(Exception):
         self.member, self.error = member, error
 
 
-def open_links(roster: Roster, members: Sequence[str], version: int, stall_s: float) -> dict[str, SourceLink]:
+def open_links(membership: Membership, members: Sequence[str], version: int, stall_s: float) -> dict[str, SourceLink]:
     """Links to all of these, each with its map of the version.
 
     Raises:
         SourceFailed: one cannot be asked, is past the version, or did not begin it for `stall_s`.
     """
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(members)))) as pool:
-        found = list(pool.map(lambda member: _open(roster, member, version, stall_s), members))
+        found = list(pool.map(lambda member: _open(membership, member, version, stall_s), members))
     return {link.member: link for link in found}
 
 
-def _open(roster: Roster, member: str, version: int, stall_s: float) -> SourceLink:
+def _open(membership: Membership, member: str, version: int, stall_s: float) -> SourceLink:
     deadline = time.monotonic() + stall_s
     try:
         while True:
             try:
-                found = roster.ask(member, lambda talk: talk.held_map(version, ASK_S))
+                found = membership.ask(member, lambda sync_client: sync_client.held_map(version, ASK_S))
                 break
             except NotFound as error:
                 if time.monotonic() > deadline:
                     message = f"it did not begin version {version} in {stall_s:g} s"
                     raise SourceStalled(message, uri=f"penstock:{member}") from error
-        return DoorLink(roster, member, found, same_host=roster.is_near(member))
+        return PeerLink(membership, member, found, same_host=membership.is_near(member))
     except PenstockError as error:
         raise SourceFailed(member, error) from error
 
 
-_fits: type[SourceLink] = DoorLink
+_fits: type[SourceLink] = PeerLink

@@ -36,11 +36,11 @@ def beside(memories: Sequence[Memory]) -> list[Memory]:
     return found
 
 
-class Shadow(Closing):
+class StagingCopy(Closing):
     """Memory beside the live one; a context manager. As much again, on the same devices.
 
     Attributes:
-        regions: what a `Take` reads into, in place of the live regions.
+        regions: what a `Transfer` reads into, in place of the live regions.
 
     Args:
         live: the live regions' memory, in the layout's order; never moved.

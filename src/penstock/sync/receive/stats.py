@@ -1,6 +1,6 @@
 """What a take did, counted as it goes: bytes by source, seconds of waiting, of the wire, of digests.
 
-In: what its steps report, from several threads. Out: a `TakeReport`.
+In: what its steps report, from several threads. Out: a `TransferReport`.
 Not here: what a user is told (`sync.report`).
 """
 
@@ -38,7 +38,7 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeReport:
+class TransferReport:
     """One run of a take."""
 
     nbytes: int
@@ -82,7 +82,7 @@ class _Counts:
     ready_s: float = 0.0
 
 
-class Tally:
+class TransferStats:
     """See the module.
 
     Attributes:
@@ -127,7 +127,7 @@ class Tally:
         with self._lock:
             self._digest_s += seconds
 
-    def report(self, nbytes: int) -> TakeReport:
+    def report(self, nbytes: int) -> TransferReport:
         """All of it. Order: at the end."""
         links = tuple(
             LinkReport(
@@ -140,7 +140,7 @@ class Tally:
             )
             for member, counts in self._counts.items()
         )
-        return TakeReport(
+        return TransferReport(
             nbytes=nbytes,
             moved_bytes=sum(one.nbytes for one in links),
             seconds=time.perf_counter() - self._begun,

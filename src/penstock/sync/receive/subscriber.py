@@ -25,14 +25,14 @@ from penstock.errors import (
 )
 from penstock.hub.messages import SyncState
 from penstock.peer.member import Member
-from penstock.sync.membership import Roster
+from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.target import Target
-from penstock.sync.receive.update import Attempts, Options, Staged
-from penstock.sync.recording.requirements import Wanted
+from penstock.sync.receive.update import Options, Staged, UpdateLoop
+from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, path_of
-from penstock.sync.request_handler import Desk
-from penstock.sync.version_status import Board
+from penstock.sync.request_handler import SyncHandler
+from penstock.sync.version_status import VersionStatus
 
 ASK_S = 1.0
 GRACE_S = 1.0
@@ -80,40 +80,42 @@ class Subscriber(Closing):
         self.version, self.is_dirty = -1, False
         self._rank, self._world_size, self._hooks, self._stall_s = rank, world_size, hooks, stall_s
         self._run = self._path = ""
-        self._board, self._roster = Board(), Roster(member, name, stall_s)
-        self._attempts = Attempts(self._roster, target, options, stall_s=stall_s)
-        landing = self._attempts
-        self.planner = Planner(self._roster, self._board, lambda: landing.layout, told=lambda: landing.told)
-        desk = Desk(
-            self._roster.key,
+        self._version_status, self._membership = VersionStatus(), Membership(member, name, stall_s)
+        self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
+        update_loop = self._update_loop
+        self.planner = Planner(
+            self._membership, self._version_status, lambda: update_loop.layout, told=lambda: update_loop.told
+        )
+        sync_handler = SyncHandler(
+            self._membership.key,
             member.check_grant,
-            held=lambda: landing.held,
-            board=self._board,
+            held=lambda: update_loop.held,
+            version_status=self._version_status,
             planner=self.planner,
             check=self._check_proven,
         )
         self._staged: Staged | None = None
         self._updating, self._is_closed = threading.Lock(), False
-        member.server.handlers["sync"] = desk
+        member.server.handlers["sync"] = sync_handler
         member.syncs.append(self._state)
         member.report_now()
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> Requirements | None:
         """What an update fills, and what it leaves; None: not known before the first."""
-        return self._attempts.wanted
+        return self._update_loop.wanted
 
     def _state(self) -> SyncState:
-        is_open = self._board.now.is_open
+        is_open = self._version_status.now.is_open
         state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
-        layout = self._attempts.layout
+        layout = self._update_loop.layout
         return SyncState(
             name=self.name,
             side="subscriber",
             run=self._run,
             rank=self._rank,
             world_size=self._world_size,
-            layout=self._attempts.digest,
+            layout=self._update_loop.digest,
             version=self.version,
             state=state,  # type: ignore[arg-type]
             nbytes=0 if layout is None else sum(layout.regions),
@@ -129,7 +131,7 @@ class Subscriber(Closing):
         begun = heard = time.monotonic()
         while True:
             self._check_open()
-            newest = self._attempts.news(version - 1, ASK_S)
+            newest = self._update_loop.news(version - 1, ASK_S)
             now = time.monotonic()
             if newest is not None:
                 heard = now
@@ -183,9 +185,9 @@ class Subscriber(Closing):
 
     def _check_proven(self) -> None:
         try:
-            self._attempts.check_proven()
+            self._update_loop.check_proven()
         except StaleDescriptor:
-            self._board.post(self._run, self.version, is_open=False)
+            self._version_status.post(self._run, self.version, is_open=False)
             self.member.beat_now()
             raise
 
@@ -199,12 +201,12 @@ class Subscriber(Closing):
 
     def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
         """A version, read and verified; waits for one as long as it may."""
-        begun, self._attempts.is_touched = time.monotonic(), False
+        begun, self._update_loop.is_touched = time.monotonic(), False
         while True:
             try:
-                is_dirty = self.is_dirty or self._attempts.is_touched
+                is_dirty = self.is_dirty or self._update_loop.is_touched
                 live = self._run, self.version
-                return self._attempts.take(version, live=live, is_dirty=is_dirty, before_read=before_read)
+                return self._update_loop.receive(version, live=live, is_dirty=is_dirty, before_read=before_read)
             except StaleDescriptor:
                 # Nobody has it now: one that took it is heard of within a beat, and the next version may be awaited.
                 if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
@@ -226,9 +228,9 @@ class Subscriber(Closing):
         self._call(self._hooks.before_pause, staged.version)
         self._close_board()
         try:
-            self._attempts.flip(staged)
+            self._update_loop.flip(staged)
             installed = time.perf_counter()
-            self._attempts.install()
+            self._update_loop.install()
         except BaseException:
             self.is_dirty = True
             raise
@@ -251,15 +253,15 @@ class Subscriber(Closing):
             if staged.is_live:
                 return self._report(staged, 0.0, 0.0)
             installed = time.perf_counter()
-            self._attempts.install()
+            self._update_loop.install()
         except BaseException as error:
-            if begun and (self._attempts.is_touched or not isinstance(error, PenstockError)):
+            if begun and (self._update_loop.is_touched or not isinstance(error, PenstockError)):
                 self.is_dirty = True
                 self.member.beat_now()
                 if isinstance(error, PenstockError):
                     error.mutated = True
             elif begun and not self.is_dirty and self.version >= 0:
-                if self._attempts.reopen(self.version):
+                if self._update_loop.reopen(self.version):
                     self._open_board()
                 self._call(self._hooks.after_resume, self.version)
             raise
@@ -270,7 +272,7 @@ class Subscriber(Closing):
         self.version, self._run, self.is_dirty = staged.version, staged.run, False
         self._path = path_of(staged.nbytes_by_path)
         self._call(self._hooks.at_commit, staged.version)
-        if self._attempts.reopen(staged.version):
+        if self._update_loop.reopen(staged.version):
             self._open_board()
         self.member.beat_now()
         self._call(self._hooks.after_resume, staged.version)
@@ -301,12 +303,12 @@ class Subscriber(Closing):
             hook(version)
 
     def _open_board(self) -> None:
-        self._board.post(self._run, self.version, is_open=True)
+        self._version_status.post(self._run, self.version, is_open=True)
 
     def _close_board(self) -> None:
         """Give our version to nobody from now on: its memory is about to change."""
-        self._board.post(self._run, self.version, is_open=False)
-        self._attempts.fence()
+        self._version_status.post(self._run, self.version, is_open=False)
+        self._update_loop.fence()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -317,6 +319,6 @@ class Subscriber(Closing):
         if self._is_closed:
             return
         self._is_closed = True
-        self._attempts.close()
+        self._update_loop.close()
         self.member.leave(0.0)
-        self._roster.close()
+        self._membership.close()

@@ -1,6 +1,7 @@
-"""What a subscriber was given to fill, as rows; and the memory it is received in.
+"""The tensors that a subscriber fills, as rows, and the memory that they are received in.
 
-In: a module with or without a loader, or tensors by name; the checkpoint's table. Out: `Wanted`, and a `Landing`.
+In: a module with or without a loader, or tensors by name; the checkpoint's table.
+Out: `Requirements`, `ReceiveBuffers`.
 Not here: recording (`sync.recording.record`), rows of records (`sync.recording.requirements`), receiving
 (`subscriber`).
 """
@@ -19,11 +20,11 @@ from penstock.memory.rehome import rehome
 from penstock.plan.layout import Layout
 from penstock.plan.match import MAX_LISTED
 from penstock.plan.sync import Part
-from penstock.sync.local_version import Held
-from penstock.sync.receive.staging_copy import Shadow
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.receive.staging_copy import StagingCopy
 from penstock.sync.recording.layout import Load, Recording
 from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.recording.requirements import Requirements, wanted
 from penstock.sync.regions import Regions
 from penstock.sync.shards import Declarable, Row, Shard, declared, layout_of, regions_of
 from penstock.transport.choose import Links
@@ -35,7 +36,7 @@ Target = torch.nn.Module | Mapping[str, Declarable]
 
 def wanted_of(
     target: Target, table: TensorTable, load: Load | None, *, strict: bool, tags: Mapping[str, str] | None = None
-) -> Wanted:
+) -> Requirements:
     """What the target wants of the checkpoint.
 
     Args:
@@ -53,7 +54,7 @@ def wanted_of(
         if strict:
             _check(recording, target)
         return wanted(target, recording, table, load=load, tags=tags)
-    return Wanted.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in declared(target)])
+    return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in declared(target)])
 
 
 def _tagged(row: Row, tag: str) -> Row:
@@ -91,7 +92,7 @@ def to_arenas(params: Target) -> None:
         params._apply(lambda tensor: tensor)
 
 
-class Landing:
+class ReceiveBuffers:
     """The memory that versions are received in: the target's own, and in staged mode a shadow beside it.
 
     Attributes:
@@ -114,7 +115,7 @@ class Landing:
     """
 
     def __init__(
-        self, made: Wanted, member: str, links: Links, *, staged: bool, serve: bool, memory_bytes: int | None
+        self, made: Requirements, member: str, links: Links, *, staged: bool, serve: bool, memory_bytes: int | None
     ) -> None:
         memories = regions_of(made.rows)
         needed = sum(memory.nbytes for memory in memories)
@@ -124,11 +125,11 @@ class Landing:
         self.layout: Layout = layout_of(made.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self._memories = memories
-        self.held = Held(self.layout, memories, links) if serve or not staged else None
-        self._shadow: Shadow | None = None
+        self.held = LocalVersion(self.layout, memories, links) if serve or not staged else None
+        self._staging_copy: StagingCopy | None = None
         try:
             if staged:
-                self._shadow = Shadow(memories, links)
+                self._staging_copy = StagingCopy(memories, links)
         except BaseException:
             self.close()
             raise
@@ -136,15 +137,15 @@ class Landing:
     @property
     def into(self) -> Regions:
         """What is read into."""
-        if self._shadow is not None:
-            return self._shadow.regions
+        if self._staging_copy is not None:
+            return self._staging_copy.regions
         assert self.held is not None
         return self.held.regions
 
     def flip(self, part: Part, *, stall_s: float) -> None:
         """Staged: what was read becomes the target's."""
-        if self._shadow is not None:
-            self._shadow.flip(part, stall_s=stall_s)
+        if self._staging_copy is not None:
+            self._staging_copy.flip(part, stall_s=stall_s)
 
     def install(self) -> None:
         """What is left to do once all bytes are in the target's memory and scratch."""
@@ -155,6 +156,6 @@ class Landing:
 
     def close(self) -> None:
         """End the registrations; the memory beside is freed. Idempotent."""
-        for one in (self.held, self._shadow):
+        for one in (self.held, self._staging_copy):
             if one is not None:
                 one.close()

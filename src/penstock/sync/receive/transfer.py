@@ -4,7 +4,7 @@ In: a `Part`, memory to read into, a link to each source. Out: every byte verifi
 Not here: which sources there are and what version they have (`subscriber`), what becomes of the bytes
 (`sync.recording.requirements`, `staging_copy`).
 
-    steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next lap
+    steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
 A source that had all rows from the start is asked for the digests of many steps at once (`AskStep`), while they are
@@ -27,12 +27,12 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.loader.pause import quick_handover
 from penstock.plan.sync import Part
-from penstock.plan.sync_work import AHEAD_LAPS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES
-from penstock.sync.receive.batches import Asked, Laps, Step, cut
+from penstock.plan.sync_work import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES
+from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut
 from penstock.sync.receive.delta import Delta
 from penstock.sync.receive.source_link import SourceLink
 from penstock.sync.receive.source_read import SourceRead
-from penstock.sync.receive.stats import TakeReport, Tally
+from penstock.sync.receive.stats import TransferReport, TransferStats
 from penstock.sync.regions import Regions
 from penstock.types import I64, MIB, U64
 
@@ -40,7 +40,7 @@ LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to less than some leaves."""
 
 
-class Take:
+class Transfer:
     """One receiver's part; `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
@@ -77,13 +77,13 @@ class Take:
         self.part, self.into, self.names, self.stall_s = part, into, names, stall_s
         self.watermark_bytes, self.delta = watermark_bytes, delta
         self._trace = Trace(enabled=False) if trace is None else trace
-        self._laps: Laps | None = None
+        self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
         self.lost: str | None = None
         self.moved_bytes = 0
         self.proven: list[tuple[Strips, U64]] = []
 
-    def run(self, sources: Mapping[str, SourceLink]) -> TakeReport:
+    def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
         """Read the part; return once every byte is verified in place.
 
         Args:
@@ -98,15 +98,15 @@ class Take:
         Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
         self.lost, self.moved_bytes, self.proven = None, 0, []
-        laps = self._prepare(sources)
+        windows = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
-        found = _Run(self, laps, sources, self._trace).run()
+        found = _TransferRun(self, windows, sources, self._trace).run()
         if self.delta is not None:
             self.delta.ended(found)
         return found
 
-    def _prepare(self, sources: Mapping[str, SourceLink]) -> Laps:
+    def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
         """The steps; made once, for they hang on the plan and the sizes of regions alone."""
         used = np.flatnonzero(self.part.link_bytes()).tolist()
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
@@ -117,71 +117,71 @@ class Take:
             versions = ", ".join(f"{link.member}: {link.map.version}" for link in taken)
             raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
-        if self._laps is None or sizes != self._sizes:
+        if self._windows is None or sizes != self._sizes:
             self.part.check(src_nbytes=[sum(one) for one in sizes], dst_nbytes=self.into.nbytes)
             first = [np.cumsum([0, *one], dtype=np.int64) for one in sizes]
-            self._laps = cut(
+            self._windows = cut(
                 self.part,
                 first,
                 self.into.first,
-                lap_bytes=self.watermark_bytes // AHEAD_LAPS,
+                window_bytes=self.watermark_bytes // AHEAD_WINDOWS,
                 piece_bytes=self.watermark_bytes // 16,
             )
             self._sizes = sizes
-        return self._laps
+        return self._windows
 
 
-class _Run:
+class _TransferRun:
     """One run of a take."""
 
     def __init__(
         self,
-        take: Take,
-        laps: Laps,
+        transfer: Transfer,
+        windows: Windows,
         sources: Mapping[str, SourceLink],
         trace: Trace,
     ) -> None:
-        self._take, self._laps = take, laps
-        self.stall_s = take.stall_s
+        self._transfer, self._windows = transfer, windows
+        self.stall_s = transfer.stall_s
         self._queues: dict[int, deque[Step]] = {}
-        for step in laps.steps:
+        for step in windows.steps:
             self._queues.setdefault(step.source, deque()).append(step)
-        self.reads = {i: SourceRead(sources[take.part.sources[i]], take.into) for i in self._queues}
+        self.reads = {i: SourceRead(sources[transfer.part.sources[i]], transfer.into) for i in self._queues}
         self._wanted: dict[Step, U64] = {}
         self._here: set[Step] = set()
         """Digests of steps that did not arrive, and steps that arrived before their digests."""
         self._skipped: set[Step] = set()
         """Steps of which something was not read."""
-        self._left = np.bincount(np.array([step.lap for step in laps.steps], np.int64), minlength=len(laps))
+        self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
         self._flying = dict.fromkeys(self._queues, 0)
-        self._under_way_bytes = self._next_lap = 0
+        self._under_way_bytes = self._next_window = 0
         self._lock = threading.RLock()
         num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
         self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
         self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
         self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
         self._executors = (self._ask, self._fetch, self._compute)
-        self.ticket = Ticket(take.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
-        self.tally = Tally(self.reads)
+        self.ticket = Ticket(transfer.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
+        self.stats = TransferStats(self.reads)
 
-    def run(self) -> TakeReport:
+    def run(self) -> TransferReport:
         try:
             with self._lock:
                 self._advance()
                 self._assign()
             for source, read in self.reads.items():
                 if read.is_ready and not self.asks_first:
-                    self._ask.post(*(AskStep(self, read, some) for some in self._laps.asked(source, ASK_BYTES)))
+                    self._ask.post(*(AskStep(self, read, some) for some in self._windows.asked(source, ASK_BYTES)))
             with quick_handover():
                 self.ticket.wait(stall_s=self.stall_s)
         except PenstockError as error:
             self._close()
-            error.mutated = self.tally.is_touched
+            error.mutated = self.stats.is_touched
             raise
         finally:
             self._close()
             self.ticket.release()
-        return self.tally.report(self._take.part.nbytes)
+        return self.stats.report(self._transfer.part.nbytes)
 
     def _close(self) -> None:
         if not self.ticket.done:  # an exception of the caller's thread, as an interrupt
@@ -195,22 +195,22 @@ class _Run:
         for source, queue in self._queues.items():
             while queue and self._flying[source] < READS_OF_ONE:
                 step = queue[0]
-                room = self._take.watermark_bytes - self._under_way_bytes
-                if step.nbytes > room or step.lap >= self._next_lap + AHEAD_LAPS:
+                room = self._transfer.watermark_bytes - self._under_way_bytes
+                if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:
                     break
                 queue.popleft()
                 self._flying[source] += 1
                 self._under_way_bytes += step.nbytes
-                self.tally.peak_bytes = max(self.tally.peak_bytes, self._under_way_bytes)
+                self.stats.peak_bytes = max(self.stats.peak_bytes, self._under_way_bytes)
                 posts.append(ReadStep(self, self.reads[source], step))
         if posts:
             self._fetch.post(*posts)
 
     def _advance(self) -> None:
-        """Pass the laps that are verified, in order; after the last, finish. Order: with the lock held."""
-        while self._next_lap < len(self._laps) and not self._left[self._next_lap]:
-            self._next_lap += 1
-        if self._next_lap == len(self._laps):
+        """Pass the windows that are verified, in order; after the last, finish. Order: with the lock held."""
+        while self._next_window < len(self._windows) and not self._left[self._next_window]:
+            self._next_window += 1
+        if self._next_window == len(self._windows):
             self.ticket.finish()
 
     # -- what steps ask and report
@@ -226,11 +226,11 @@ class _Run:
     @property
     def asks_first(self) -> bool:
         """Whether every source is asked for a step's digests before the step is read."""
-        return self._take.delta is not None and self._take.delta.asks_first
+        return self._transfer.delta is not None and self._transfer.delta.asks_first
 
     def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
         """What of a step must be read; None: it is here."""
-        delta = self._take.delta
+        delta = self._transfer.delta
         if delta is None or wanted is None:
             return step
         found = delta.lacking(step, wanted)
@@ -241,18 +241,18 @@ class _Run:
     def read(self, step: Step, some: Step) -> None:
         """Read some of a step, or all of it."""
         source = self.reads[step.source]
-        if self._take.delta is not None:
-            self._take.delta.reading(step)
+        if self._transfer.delta is not None:
+            self._transfer.delta.reading(step)
         try:
-            with self.tally.reading(source.member):
+            with self.stats.reading(source.member):
                 failed, is_touched = source.read(some, stall_s=self.stall_s)
-            self.tally.is_touched |= is_touched
+            self.stats.is_touched |= is_touched
             if failed is not None:
                 raise failed
         except PenstockError as error:
             self.lost(source.member, error)
             raise
-        self.tally.took(source.member, some.nbytes)
+        self.stats.took(source.member, some.nbytes)
 
     def told(self, step: Step, wanted: U64) -> None:
         """What its source says it digests to."""
@@ -269,7 +269,7 @@ class _Run:
     def lost(self, member: str, error: PenstockError) -> None:
         """A source failed."""
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
-            self._take.lost = member
+            self._transfer.lost = member
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
 
     def verify(self, step: Step, wanted: U64) -> None:
@@ -282,9 +282,9 @@ class _Run:
             got = self._digests(step)
             wrong = np.flatnonzero(got != wanted)
         if len(wrong):
-            member = self._take.part.sources[step.source]
+            member = self._transfer.part.sources[step.source]
             row = int(step.rows[wrong[0]])
-            names = self._take.names
+            names = self._transfer.names
             error = IntegrityError(
                 f"{len(wrong)} of {len(got)} strips from {member} differ from the digests it gave",
                 tensor=names[row] if row < len(names) else None,
@@ -293,23 +293,23 @@ class _Run:
             )
             self.lost(member, error)
             raise error
-        self._take.proven.append((step.ours, got))
-        if self._take.delta is not None:
-            self._take.delta.proven(step, got)
+        self._transfer.proven.append((step.ours, got))
+        if self._transfer.delta is not None:
+            self._transfer.delta.proven(step, got)
 
     def _digests(self, step: Step) -> U64:
         begun = time.perf_counter()
-        got = self._take.into.digests(step.ours)
-        self.tally.digested(time.perf_counter() - begun)
+        got = self._transfer.into.digests(step.ours)
+        self.stats.digested(time.perf_counter() - begun)
         return got
 
     def verified(self, step: Step) -> None:
         """Its bytes are what the source says."""
         with self._lock:
             self._under_way_bytes -= step.nbytes
-            self._left[step.lap] -= 1
+            self._left[step.window] -= 1
             self.ticket.moved_bytes += step.nbytes
-            self._take.moved_bytes = self.ticket.moved_bytes
+            self._transfer.moved_bytes = self.ticket.moved_bytes
             self._advance()
             self._assign()
         self.ticket.wake()
@@ -320,8 +320,8 @@ class AskStep(Work):
 
     __slots__ = ("_asked", "_run", "_source", "_wanted")
 
-    def __init__(self, run: _Run, source: SourceRead, asked: Asked) -> None:
-        super().__init__(run.ticket, asked.steps[0].lap, f"ask {source.member}")
+    def __init__(self, run: _TransferRun, source: SourceRead, asked: DigestRequest) -> None:
+        super().__init__(run.ticket, asked.steps[0].window, f"ask {source.member}")
         self._run, self._source, self._asked = run, source, asked
         self._wanted: U64 | None = None
 
@@ -334,7 +334,7 @@ class AskStep(Work):
         except PenstockError as error:
             run.lost(self._source.member, error)
             raise
-        run.tally.answered(self._source.member, time.perf_counter() - begun)
+        run.stats.answered(self._source.member, time.perf_counter() - begun)
         return None
 
     def finish(self) -> None:
@@ -349,8 +349,8 @@ class ReadStep(Work):
 
     __slots__ = ("_run", "_source", "_step", "_wanted")
 
-    def __init__(self, run: _Run, source: SourceRead, step: Step) -> None:
-        super().__init__(run.ticket, step.lap, f"{source.member} lap {step.lap}", step.nbytes)
+    def __init__(self, run: _TransferRun, source: SourceRead, step: Step) -> None:
+        super().__init__(run.ticket, step.window, f"{source.member} window {step.window}", step.nbytes)
         self._run, self._source, self._step = run, source, step
         self._wanted: U64 | None = None
 
@@ -365,7 +365,7 @@ class ReadStep(Work):
             except PenstockError as error:
                 run.lost(source.member, error)
                 raise
-            run.tally.answered(source.member, time.perf_counter() - begun)
+            run.stats.answered(source.member, time.perf_counter() - begun)
         lacking = run.lacking(self._step, self._wanted)
         if lacking is not None:
             run.read(self._step, lacking)
@@ -383,8 +383,8 @@ class VerifyStep(Work):
 
     __slots__ = ("_run", "_step", "_wanted")
 
-    def __init__(self, run: _Run, step: Step, wanted: U64) -> None:
-        super().__init__(run.ticket, step.lap, f"verify lap {step.lap}", step.nbytes)
+    def __init__(self, run: _TransferRun, step: Step, wanted: U64) -> None:
+        super().__init__(run.ticket, step.window, f"verify window {step.window}", step.nbytes)
         self._run, self._step, self._wanted = run, step, wanted
 
     def start(self) -> Pending | None:

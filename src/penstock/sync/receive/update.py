@@ -33,16 +33,16 @@ from penstock.plan.columns import decode, encode
 from penstock.plan.layout import Layout
 from penstock.plan.sync import Part
 from penstock.plan.sync_work import WATERMARK_BYTES
-from penstock.sync.local_version import Held
-from penstock.sync.membership import Roster
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.membership import Membership
 from penstock.sync.receive.delta import Delta
 from penstock.sync.receive.formats_offered import shown
-from penstock.sync.receive.progress_reports import tell_failed, telling
+from penstock.sync.receive.progress_reports import reporting_progress, tell_failed
 from penstock.sync.receive.sources import SourceFailed, open_links
-from penstock.sync.receive.target import Landing, Target, wanted_of
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.target import ReceiveBuffers, Target, wanted_of
+from penstock.sync.receive.transfer import Transfer
 from penstock.sync.recording.layout import Load
-from penstock.sync.recording.requirements import Wanted
+from penstock.sync.recording.requirements import Requirements
 
 TRIES = 8
 """Attempts at one update: each is without a source more, or for a newer version."""
@@ -94,11 +94,11 @@ class Options:
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
-class Attempts:
+class UpdateLoop:
     """See the module. One thread at a time takes; the door's threads ask what is held.
 
     Attributes:
-        is_touched: whether a `take` wrote to the target itself, since this was set to False.
+        is_touched: whether a `transfer` wrote to the target itself, since this was set to False.
         told: the checkpoint as a planner said it.
 
     Args:
@@ -107,43 +107,43 @@ class Attempts:
         stall_s: deadline by progress.
     """
 
-    def __init__(self, roster: Roster, target: Target, options: Options, *, stall_s: float) -> None:
-        self._roster, self._target, self._options, self._stall_s = roster, target, options, stall_s
-        self._landing: Landing | None = None
+    def __init__(self, membership: Membership, target: Target, options: Options, *, stall_s: float) -> None:
+        self._membership, self._target, self._options, self._stall_s = membership, target, options, stall_s
+        self._buffers: ReceiveBuffers | None = None
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._run = ""
         self.told: TableReply | None = None
-        self._take: Take | None = None
+        self._transfer: Transfer | None = None
         self._asking: tuple[str, int] | None = None
         self.is_touched = False
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> LocalVersion | None:
         """The target's memory, once it is known what is wanted."""
-        return None if self._landing is None else self._landing.held
+        return None if self._buffers is None else self._buffers.held
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> Requirements | None:
         """What is taken of the checkpoint, once that is known."""
-        return None if self._landing is None else self._landing.wanted
+        return None if self._buffers is None else self._buffers.wanted
 
     @property
     def layout(self) -> Layout | None:
         """What is wanted, once that is known."""
-        return None if self._landing is None else self._landing.layout
+        return None if self._buffers is None else self._buffers.layout
 
     @property
     def digest(self) -> str:
         """Of the layout; empty: not known yet."""
-        return "" if self._landing is None else self._landing.digest
+        return "" if self._buffers is None else self._buffers.digest
 
     def planners(self, *, max_age_s: float = _LOOK_S) -> list[SyncMember]:
         """Who may plan for us, the likeliest first: publishers' rank 0, then receivers that have the newest version."""
-        members = self._roster.look(max_age_s=max_age_s)
+        members = self._membership.look(max_age_s=max_age_s)
         zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
         zeros.sort(key=lambda one: (-one.state.version, one.since))
         having = [one for one in members if one.state.side == "subscriber" and one.state.state == "open"]
-        having = [one for one in having if one.member != self._roster.member.id]
+        having = [one for one in having if one.member != self._membership.member.id]
         having.sort(key=lambda one: (-one.state.version, one.member))
         return zeros + having
 
@@ -151,10 +151,12 @@ class Attempts:
         """The newest version announced, waited for at most `wait_s` if it is not above `after`; None: nobody says."""
         for planner in self.planners():
             with contextlib.suppress(*_LOST, NotFound):
-                return self._roster.ask(planner.member, lambda talk: talk.news(after, wait_s), line="news").version
+                return self._membership.ask(
+                    planner.member, lambda sync_client: sync_client.news(after, wait_s), line="news"
+                ).version
         return None
 
-    def take(
+    def receive(
         self,
         version: int | None,
         *,
@@ -184,7 +186,7 @@ class Attempts:
         except NotFound:
             raise  # it is asked for again
         except BaseException as error:
-            tell_failed(self._roster, self._asking, error)
+            tell_failed(self._membership, self._asking, error)
             raise
 
     def _tried(
@@ -202,13 +204,13 @@ class Attempts:
             planner = self._planner(lost)
             try:
                 self._asking = planner.member, -1
-                landing = self._landed(planner)
-                reply = self._asked(planner, landing, version, lost)
+                buffers = self._landed(planner)
+                reply = self._asked(planner, buffers, version, lost)
                 self._asking = planner.member, reply.version
                 if _is_live(reply, live, is_dirty=is_dirty):
                     return _nothing(reply, begun, attempt)
                 before_read(reply.version)
-                return self._read(planner, landing, reply, begun, attempt)
+                return self._read(planner, buffers, reply, begun, attempt)
             except SourceFailed as failed:
                 last, error = failed.member, failed.error
             except _LOST as failed:
@@ -232,74 +234,76 @@ class Attempts:
             if lost:
                 raise next(reversed(lost.values()))
             hint = "start the publisher under this name and hub; `penstock status` shows who takes part"
-            raise NotFound(f"nobody publishes {self._roster.name!r} yet", hint=hint)
+            raise NotFound(f"nobody publishes {self._membership.name!r} yet", hint=hint)
         return found[0]
 
-    def _landed(self, planner: SyncMember) -> Landing:
+    def _landed(self, planner: SyncMember) -> ReceiveBuffers:
         """Where versions of this run are received; made anew where its checkpoint is another one."""
-        if self._landing is not None and self._run == planner.state.run:
-            return self._landing
-        told = self._roster.ask(planner.member, lambda talk: talk.checkpoint())
+        if self._buffers is not None and self._run == planner.state.run:
+            return self._buffers
+        told = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
         how, model = self._options, self._target if isinstance(self._target, torch.nn.Module) else None
         seen = shown(told, how.transforms, model)
         key = layout_digest(seen.table), seen.tags
-        if self._landing is None or key != self._table:
-            if self._landing is not None:
-                self._landing.close()
-                self._landing = None
+        if self._buffers is None or key != self._table:
+            if self._buffers is not None:
+                self._buffers.close()
+                self._buffers = None
             made = wanted_of(self._target, seen.table, how.load, strict=how.strict, tags=seen.tags)
-            links, member = self._roster.member.links, self._roster.member.id
-            self._landing = Landing(
+            links, member = self._membership.member.links, self._membership.member.id
+            self._buffers = ReceiveBuffers(
                 made, member, links, staged=how.staged, serve=how.serve, memory_bytes=how.memory_bytes
             )
-            self._take = None
+            self._transfer = None
         self._table, self._run, self.told = key, planner.state.run, told
-        return self._landing
+        return self._buffers
 
     def _asked(
-        self, planner: SyncMember, landing: Landing, version: int | None, lost: dict[str, PenstockError]
+        self, planner: SyncMember, buffers: ReceiveBuffers, version: int | None, lost: dict[str, PenstockError]
     ) -> PartReply:
-        """Our part of the version; `self._take` is of its key then."""
-        have = self._take.part.key if self._take is not None else ""
+        """Our part of the version; `self._transfer` is of its key then."""
+        have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
-            version=-1 if version is None else version, digest=landing.digest, have_key=have, without=tuple(lost)
+            version=-1 if version is None else version, digest=buffers.digest, have_key=have, without=tuple(lost)
         )
-        reply = self._roster.ask(planner.member, lambda talk: talk.part(request))
+        reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         if reply.needs_layout:
             told = PartRequest(
                 version=request.version,
                 digest=request.digest,
-                layout=encode(landing.layout),
+                layout=encode(buffers.layout),
                 have_key=have,
                 without=request.without,
             )
-            reply = self._roster.ask(planner.member, lambda talk: talk.part(told))
+            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(told))
         if reply.not_yet or reply.needs_layout:
             raise NotFound(reply.not_yet or "the planner does not take our layout")
         if reply.part is not None:
             part = decode(reply.part, Part)
-            names, watermark = landing.layout.names, self._options.watermark_bytes
-            self._take = Take(
-                part, landing.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s, delta=Delta()
+            names, watermark = buffers.layout.names, self._options.watermark_bytes
+            self._transfer = Transfer(
+                part, buffers.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s, delta=Delta()
             )
-        if self._take is None or self._take.part.key != reply.key:
+        if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or not the one it says")
         return reply
 
-    def _read(self, planner: SyncMember, landing: Landing, reply: PartReply, begun: float, attempt: int) -> Staged:
-        assert self._take is not None
-        take, part = self._take, self._take.part
+    def _read(
+        self, planner: SyncMember, buffers: ReceiveBuffers, reply: PartReply, begun: float, attempt: int
+    ) -> Staged:
+        assert self._transfer is not None
+        transfer, part = self._transfer, self._transfer.part
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
-        with telling(self._roster, planner.member, reply.version, take):
-            links = open_links(self._roster, used, reply.version, self._stall_s)
+        with reporting_progress(self._membership, planner.member, reply.version, transfer):
+            links = open_links(self._membership, used, reply.version, self._stall_s)
             plan_s = time.perf_counter() - begun
             try:
-                found = take.run(links)
+                found = transfer.run(links)
             except PenstockError as error:
                 self.is_touched |= error.mutated and not self._options.staged
                 error.mutated = False
-                if take.lost is not None:
-                    raise SourceFailed(take.lost, error) from error
+                if transfer.lost is not None:
+                    raise SourceFailed(transfer.lost, error) from error
                 raise
         self.is_touched |= not self._options.staged
         return Staged(
@@ -310,23 +314,23 @@ class Attempts:
             attempts=attempt,
             nbytes=found.moved_bytes,
             version_bytes=found.nbytes,
-            delta=take.delta.summary(found) if take.delta is not None else "",
+            delta=transfer.delta.summary(found) if transfer.delta is not None else "",
             plan_s=plan_s,
             wire_s=found.seconds,
             nbytes_by_path={f"{one.path} <- {one.member[:8]}": one.nbytes for one in found.links if one.nbytes},
             sources={one.member: one.nbytes for one in found.links},
-            why=(*dict.fromkeys(one.why for one in found.links if one.why), *landing.wanted.why()),
+            why=(*dict.fromkeys(one.why for one in found.links if one.why), *buffers.wanted.why()),
         )
 
     def flip(self, staged: Staged) -> None:
         """Staged mode: what was read becomes the target's."""
-        assert self._landing is not None and staged.part is not None
-        self._landing.flip(staged.part, stall_s=self._stall_s)
+        assert self._buffers is not None and staged.part is not None
+        self._buffers.flip(staged.part, stall_s=self._stall_s)
 
     def install(self) -> None:
         """What is left to do once all bytes are in place."""
-        assert self._landing is not None
-        self._landing.install()
+        assert self._buffers is not None
+        self._buffers.install()
 
     def fence(self) -> None:
         """What we hold may change: nobody reads it from now on."""
@@ -340,10 +344,10 @@ class Attempts:
         Raises:
             StaleDescriptor: an engine changed it in place since; it is given to nobody.
         """
-        held, take = self.held, self._take
-        if held is None or take is None or held.version is None:
+        held, transfer = self.held, self._transfer
+        if held is None or transfer is None or held.version is None:
             return
-        for strips, wanted in take.proven:
+        for strips, wanted in transfer.proven:
             if (held.regions.digests(strips) != wanted).any():
                 self.fence()
                 message = "what was received was changed here since; it is given to nobody"
@@ -362,8 +366,8 @@ class Attempts:
 
     def close(self) -> None:
         """End the registrations."""
-        if self._landing is not None:
-            self._landing.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:

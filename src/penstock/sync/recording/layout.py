@@ -72,7 +72,7 @@ class Recording:
     unfilled: Mapping[str, int]
     """Elements that neither records nor constants fill, of each parameter and persistent buffer that has any."""
 
-    def wants(self) -> tuple[Want, ...]:
+    def wants(self) -> tuple[TensorRequirement, ...]:
         """The boxes needed of each checkpoint tensor, sorted by name; whole tensors for what is unrecorded."""
         boxes: dict[str, dict[Box, None]] = {}
         for record in self.records:
@@ -80,13 +80,13 @@ class Recording:
         for name in self.unrecorded:
             boxes[name] = {Box.full(self.shapes[name]): None}
         return tuple(
-            Want(name=name, boxes=_outermost(found), whole=name in self.unrecorded)
+            TensorRequirement(name=name, boxes=_outermost(found), whole=name in self.unrecorded)
             for name, found in sorted(boxes.items())
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class TensorRequirement:
     """What one receiver needs of one checkpoint tensor."""
 
     name: str

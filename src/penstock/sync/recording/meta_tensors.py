@@ -36,15 +36,15 @@ class Recorded(torch.Tensor):
     """A tensor that is only its dtype, shape and strides, and knows where its elements come from."""
 
     _meta: torch.Tensor
-    _tape: Tape
+    _recorder: LoadRecorder
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, tape: Tape, device: torch.device) -> Recorded:
+    def __new__(cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device) -> Recorded:
         """One that shows what `meta` shows of its storage."""
         made: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
-        made._meta, made._tape = meta, tape
+        made._meta, made._recorder = meta, recorder
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -55,32 +55,32 @@ class Recorded(torch.Tensor):
     ) -> Any:
         """Hand the operator to the tape; in a thread where the tape does not watch, this is how it hears of it."""
         one = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
-        return one._tape.dispatch(func, args, kwargs or {})
+        return one._recorder.dispatch(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Recorded({list(self.shape)}, {self.dtype})"
 
     def tolist(self) -> Any:
         """Values: there are none."""
-        raise self._tape.refuse([self], "tolist")
+        raise self._recorder.refuse([self], "tolist")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Values: there are none."""
-        raise self._tape.refuse([self], "numpy")
+        raise self._recorder.refuse([self], "numpy")
 
 
 class _Watch(TorchDispatchMode):
     """Shows the tape every operator of this thread: live tensors are written by ordinary ones too."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._tape.dispatch(func, args, kwargs or {})
+        return self._recorder.dispatch(func, args, kwargs or {})
 
 
-class Tape:
+class LoadRecorder:
     """One run of a loader."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -345,11 +345,11 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def make(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Room for elements: recorded, if they can be a weight's; counters and indices stay real."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
-    device = torch.device(kwargs.get("device") or (like.device if like is not None else tape.device))
+    device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
     if device.type == "meta":
         return func(*args, **kwargs)
     if not dtype.is_floating_point:
@@ -357,66 +357,66 @@ def make(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
     meta = func(*on_meta(args), **kwargs, device="meta")
     whole = identity(Box.full(meta.shape))
-    return tape.made(meta, device, Piece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None)
+    return recorder.made(meta, device, Piece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None)
 
 
-def _copy(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
-    tape.write(args[0], args[1])
+def _copy(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
+    recorder.write(args[0], args[1])
     return args[0]
 
 
-def _copy_each(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _copy_each(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     for target, source in zip(args[0], args[1], strict=True):
-        tape.write(target, source)
+        recorder.write(target, source)
     return args[0] if func._schema.returns else None
 
 
-def _fill(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _fill(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     value = args[1] if len(args) > 1 else 0
     if isinstance(value, torch.Tensor):
-        tape.write(args[0], value)
+        recorder.write(args[0], value)
     else:
-        tape.set_number(args[0], value)
+        recorder.set_number(args[0], value)
     return args[0]
 
 
-def _clone(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _clone(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device") or args[0].device
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory", "non_blocking"}}
-    out = tape.made(func(*on_meta(args), **kwargs), torch.device(device))
-    tape.write(out, args[0])
+    out = recorder.made(func(*on_meta(args), **kwargs), torch.device(device))
+    recorder.write(out, args[0])
     return out
 
 
-def _cat(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     meta = func(*on_meta(args), **on_meta(kwargs))
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(meta.ndim, 1)
-    out, at = tape.made(meta, args[0][0].device), 0
+    out, at = recorder.made(meta, args[0][0].device), 0
     for part in args[0]:
         if part.ndim != meta.ndim:
             continue  # an empty tensor of one dim: `cat` lets it be
         extent = part.shape[dim]
-        tape.write(tape.shown(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
+        recorder.write(recorder.shown(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
         at += extent
     return out
 
 
-def _stack(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _stack(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     meta = func(*on_meta(args), **on_meta(kwargs))
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    out = tape.made(meta, args[0][0].device)
+    out = recorder.made(meta, args[0][0].device)
     for at, part in enumerate(args[0]):
-        tape.write(tape.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
+        recorder.write(recorder.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
     return out
 
 
-def _pad(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
-    out = tape.made(meta, source.device, Piece(map=identity(Box.full(meta.shape)), value=value))
+    out = recorder.made(meta, source.device, Piece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
-        tape.unknown([out], tape.names([source]), "constant_pad_nd by less than nothing")
+        recorder.unknown([out], recorder.names([source]), "constant_pad_nd by less than nothing")
         return out
 
     def inside(m: torch.Tensor) -> torch.Tensor:
@@ -424,11 +424,11 @@ def _pad(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
             m = m.narrow(-1 - i, before, source.shape[-1 - i])
         return m
 
-    tape.write(tape.shown(out, inside), source)
+    recorder.write(recorder.shown(out, inside), source)
     return out
 
 
-def _pick(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Rows by a list of numbers: `w[[2, 5]]`, `index_select`."""
     source = args[0]
     if func.overloadpacket is _aten.index_select:
@@ -438,21 +438,21 @@ def _pick(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
         dim, index = given[0]
         if len(given) > 1:
             return NotImplemented
-    real = not tape.told(index) and not index.is_meta and index.ndim == 1 and not index.dtype.is_floating_point
+    real = not recorder.told(index) and not index.is_meta and index.ndim == 1 and not index.dtype.is_floating_point
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
     shape = (*source.shape[:dim], len(rows), *source.shape[dim + 1 :])
-    out = tape.made(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)
+    out = recorder.made(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)
     for at, row in enumerate(rows):
-        part = tape.shown(source, lambda m, row=row: m.select(dim, row))  # type: ignore[misc]
-        tape.write(tape.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
+        part = recorder.shown(source, lambda m, row=row: m.select(dim, row))  # type: ignore[misc]
+        recorder.write(recorder.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
     return out
 
 
-def _value(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
+def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     """One value, read: this run is void, but it can go on and show what else is read."""
-    tape.refuse(args[:1], "item")
+    recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 

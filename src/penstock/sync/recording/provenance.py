@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.sync.recording.layout import Step
-from penstock.sync.recording.stride_map import DigitMap, Grid, between, boxes, chain, meet, restrict
+from penstock.sync.recording.stride_map import Grid, StrideMap, between, boxes, chain, meet, restrict
 from penstock.types import Box
 
 
@@ -21,7 +21,7 @@ from penstock.types import Box
 class Piece:
     """Part of a buffer: of the one checkpoint tensor in `names`; or `value`; or unknown, `why`, and of which names."""
 
-    map: DigitMap
+    map: StrideMap
     names: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     value: float | None = None
@@ -70,10 +70,10 @@ def _meet(one: Box, other: Box) -> bool:
     return True
 
 
-def identity(box: Box) -> DigitMap:
+def identity(box: Box) -> StrideMap:
     """Each element of a box to its own place."""
     digits = tuple((n, dim, 1, dim, 1) for dim, n in enumerate(box.shape) if n > 1)
-    return DigitMap(source_start=box.start, target_start=box.start, digits=digits)
+    return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
 
 
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
@@ -103,7 +103,7 @@ class View:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def region(self) -> list[DigitMap]:
+    def region(self) -> list[StrideMap]:
         """The boxes of the buffer that are shown, each to itself. NotBoxes where they are none."""
         grid = self.buffer.grid
         return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))

@@ -21,7 +21,7 @@ from penstock.hub.identity import layout_digest
 from penstock.loader.into import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.sync.recording.layout import Constant, Load, Record, Recording
-from penstock.sync.recording.meta_tensors import Tape
+from penstock.sync.recording.meta_tensors import LoadRecorder
 from penstock.types import TensorTable
 
 
@@ -58,14 +58,14 @@ def record(
         except PlanError as error:
             left_out[name] = error.message
     while True:
-        tape = Tape(model, torch.device(device))
+        recorder = LoadRecorder(model, torch.device(device))
         given = {name: spec for name, spec in specs.items() if name not in left_out}
-        with torch.no_grad(), _Pass(model, tape) as running:
+        with torch.no_grad(), _Pass(model, recorder) as running:
             run(running.tensors(given))
-        if not tape.read:
+        if not recorder.read:
             break
-        left_out |= tape.read
-    return _recording(model, table, tape, left_out)
+        left_out |= recorder.read
+    return _recording(model, table, recorder, left_out)
 
 
 def own_loader(model: torch.nn.Module) -> Load:
@@ -79,8 +79,8 @@ def own_loader(model: torch.nn.Module) -> Load:
 class _Pass:
     """One run of the loader: operators are watched in it, and the model's own tensors put back after it."""
 
-    def __init__(self, model: torch.nn.Module, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
+        self._recorder = recorder
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
         self._held = [(group, dict(group)) for group in groups]
@@ -90,16 +90,16 @@ class _Pass:
         """The recording tensors, one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
-            yield name, self._tape.checkpoint_tensor(name, dtype, shape)
+            yield name, self._recorder.checkpoint_tensor(name, dtype, shape)
 
     def __enter__(self) -> _Pass:
-        self._tape.watch.__enter__()  # type: ignore[no-untyped-call]
+        self._recorder.watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        self._tape.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
+        self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
         self._put_back()
-        if isinstance(error, Exception) and self._tape.read:
+        if isinstance(error, Exception) and self._recorder.read:
             return True  # it came of a value that was asked for: the next run is without that tensor
         if error is not None:
             error.add_note(f"while the loader was recorded; the last tensor it was given is {self._last!r}")
@@ -111,7 +111,7 @@ class _Pass:
             for name, old in saved.items():
                 new = group.get(name)
                 if old is not None and new is not None and new is not old:
-                    self._tape.replaced(old.detach(), new)
+                    self._recorder.replaced(old.detach(), new)
             group.clear()
             group.update(saved)
         for tensor, data in self._data:
@@ -119,12 +119,14 @@ class _Pass:
                 tensor.data = data
 
 
-def _recording(model: torch.nn.Module, table: TensorTable, tape: Tape, left_out: Mapping[str, str]) -> Recording:
-    unrecorded = {**left_out, **tape.lost}
+def _recording(
+    model: torch.nn.Module, table: TensorTable, recorder: LoadRecorder, left_out: Mapping[str, str]
+) -> Recording:
+    unrecorded = {**left_out, **recorder.lost}
     records: list[Record] = []
     constants: list[Constant] = []
     filled: dict[str, int] = {}
-    for target, pieces in tape.live_pieces():
+    for target, pieces in recorder.live_pieces():
         for piece in pieces:
             box = piece.map.target_box()
             if piece.why:
@@ -148,7 +150,7 @@ def _recording(model: torch.nn.Module, table: TensorTable, tape: Tape, left_out:
             )
     used = {one.source for one in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
-    homes = {name: (tensor, tape.name_of(tensor)) for name, tensor in targets_of(model).items()}
+    homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
     return Recording(

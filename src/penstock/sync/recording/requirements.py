@@ -1,7 +1,7 @@
-"""What a receiver wants, and what is left to do once it arrived: each wanted element comes once, to one place.
+"""The rows that a receiver requires, and the steps after their arrival: each element comes once, to one place.
 
-In: a live model, the recording of its loader, the table it was recorded of. Out: `Wanted`: rows for the planner, in
-live parameters where the bytes of the wire are theirs, else in scratch; `install` and `finish` for when they arrived.
+In: a live model, the recording of its loader, the table it was recorded of. Out: `Requirements`: rows for the planner,
+in live parameters where the bytes of the wire are theirs, else in scratch; `install` and `finish` for the arrived rows.
 Not here: recording (`record`), who sends what (`plan`), shadows of live memory (`sync.receive.staging_copy`).
 
     record in order, dtype of the wire  -> row in the parameter itself
@@ -54,7 +54,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Wanted:
+class Requirements:
     """One receiver's rows. They are also what it holds once it has a version: scratch is not used for anything else.
 
     Staged: live memory's rows arrive in a shadow and are flipped; scratch's arrive in scratch, which no engine computes
@@ -77,7 +77,7 @@ class Wanted:
     _model: torch.nn.Module | None = field(default=None, repr=False)
 
     @classmethod
-    def as_declared(cls, rows: Sequence[Row]) -> Wanted:
+    def as_declared(cls, rows: Sequence[Row]) -> Requirements:
         """These rows, each as it is: nothing is left to do."""
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0)
 
@@ -137,7 +137,7 @@ def wanted(
     *,
     load: Load | None = None,
     tags: Mapping[str, str] | None = None,
-) -> Wanted:
+) -> Requirements:
     """What a model wants of the checkpoint that was recorded.
 
     Args:
@@ -254,7 +254,7 @@ class _Keep:
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
         return target.view(source.kind) if inner == 1 else None
 
-    def made(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Wanted:
+    def made(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """All of it, with scratch allocated."""
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
@@ -266,7 +266,7 @@ class _Keep:
         for place, one in self._moves:
             step = _Step(piece=place.cut(one.source_box), target=self._live[one.target], record=one)
             (last if one.target in self._touched else steps.setdefault(place.source.name, [])).append(step)
-        return Wanted(
+        return Requirements(
             rows=tuple(
                 row_of(p.source.name, p.cut(b), p.source.shape, b.start, tag=tags.get(p.source.name, ""))
                 for p, b in rows

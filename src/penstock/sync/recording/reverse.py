@@ -18,7 +18,7 @@ import torch
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_shape
 from penstock.sync.recording.layout import Record, Recording
-from penstock.sync.recording.stride_map import Digit, DigitMap, boxes, meet, restrict
+from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, meet, restrict
 from penstock.sync.shards import Declarable, Row, Shard, declared
 from penstock.types import Box, DType
 
@@ -78,13 +78,13 @@ def _torch_box(row: Row) -> Box:
     return Box(start=start, stop=tuple(a + n for a, n in zip(start, row.tensor.shape, strict=True)))
 
 
-def _map_of(record: Record) -> DigitMap:
+def _map_of(record: Record) -> StrideMap:
     """A record as the map it was made of."""
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}
     digits: tuple[Digit, ...] = tuple((n, *source[i], *target[back[i]]) for i, n in enumerate(record.split) if n > 1)
-    return DigitMap(source_start=record.source_box.start, target_start=record.target_box.start, digits=digits)
+    return StrideMap(source_start=record.source_box.start, target_start=record.target_box.start, digits=digits)
 
 
 def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]
 
 
 def _boxes(
-    part: DigitMap, strides: Sequence[int]
+    part: StrideMap, strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
     """Start, extent, strides and element offset of boxes of the source that one stride a dim can show."""
     dims: list[list[tuple[int, int]]] = []

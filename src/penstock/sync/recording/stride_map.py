@@ -1,6 +1,6 @@
 """Copies between strided tensors, written in digits: which run of which dim goes to which run of which dim.
 
-In: two strided views of one extent, each of a tensor of known shape and strides. Out: `DigitMap`s, cut until both ends
+In: two strided views of one extent, each of a tensor of known shape and strides. Out: `StrideMap`s, cut until both ends
 are boxes; their restriction to a box, and one after the other.
 Not here: what is copied, and the tensors of torch (`record`). No torch.
 
@@ -29,7 +29,7 @@ class NotBoxes(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DigitMap:
+class StrideMap:
     """For all values of all digits, one element copied: at start plus the sum of value times step, at either end."""
 
     source_start: tuple[int, ...]
@@ -44,10 +44,10 @@ class DigitMap:
         """What is written, once `boxes` has cut the map."""
         return _box(self.target_start, ((n, dim) for n, _, _, dim, _ in self.digits))
 
-    def flipped(self) -> DigitMap:
+    def flipped(self) -> StrideMap:
         """The map of the same elements the other way."""
         digits = tuple((n, td, ts, sd, ss) for n, sd, ss, td, ts in self.digits)
-        return DigitMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
+        return StrideMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The source box's row-major shape by digits, and the permutation of those that the target box is made of."""
@@ -133,7 +133,7 @@ def between(
     target_offset: int,
     target_strides: Sequence[int],
     shape: Sequence[int],
-) -> DigitMap:
+) -> StrideMap:
     """The copy of a view of `source` to a view of `target`, both of `shape`; offsets and strides in elements.
 
     Raises:
@@ -153,10 +153,10 @@ def between(
         for n, target_dim, target_step, _, _ in reversed(parts):
             found.append((n, dim, step * below, target_dim, target_step))
             below *= n
-    return DigitMap(source_start=source_start, target_start=target_start, digits=tuple(found))
+    return StrideMap(source_start=source_start, target_start=target_start, digits=tuple(found))
 
 
-def boxes(whole: DigitMap) -> list[DigitMap]:
+def boxes(whole: StrideMap) -> list[StrideMap]:
     """The map cut into such as take one box to one box.
 
     Raises:
@@ -181,7 +181,7 @@ def boxes(whole: DigitMap) -> list[DigitMap]:
             if source_dim >= 0:
                 source[source_dim] += value * source_step
             target[target_dim] += value * target_step
-        found.append(DigitMap(source_start=tuple(source), target_start=tuple(target), digits=kept))
+        found.append(StrideMap(source_start=tuple(source), target_start=tuple(target), digits=kept))
     return found
 
 
@@ -208,7 +208,7 @@ def meet(one: Box, other: Box) -> Box | None:
     return Box(start=start, stop=stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
-def restrict(whole: DigitMap, box: Box) -> list[DigitMap]:
+def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
     """The part of a map of boxes that writes into `box`, which lies inside its target: one map, or some more where the
     box cuts a digit that others lie below."""
     found = [whole]
@@ -218,7 +218,7 @@ def restrict(whole: DigitMap, box: Box) -> list[DigitMap]:
     return found
 
 
-def _restrict_dim(whole: DigitMap, dim: int, start: int, stop: int) -> Iterator[DigitMap]:
+def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator[StrideMap]:
     mine = sorted((digit for digit in whole.digits if digit[3] == dim), key=lambda digit: -digit[4])
     first = whole.target_start[dim]
     if (start, stop) == (first, first + math.prod(digit[0] for digit in mine)):
@@ -232,7 +232,7 @@ def _restrict_dim(whole: DigitMap, dim: int, start: int, stop: int) -> Iterator[
             target[dim] += skip * target_step
             if extent > 1:
                 kept.append((extent, source_dim, source_step, dim, target_step))
-        yield DigitMap(source_start=tuple(source), target_start=tuple(target), digits=tuple(kept))
+        yield StrideMap(source_start=tuple(source), target_start=tuple(target), digits=tuple(kept))
 
 
 def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
@@ -251,7 +251,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
             yield [(digit, 1), *rest]
 
 
-def chain(first: DigitMap, then: DigitMap) -> Iterator[DigitMap]:
+def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
     """`first`, and `then` of what it wrote: maps from the source of the one to the target of the other, not yet boxes.
 
     Raises:
@@ -268,7 +268,7 @@ def chain(first: DigitMap, then: DigitMap) -> Iterator[DigitMap]:
                 yield from chain(writer, reader.flipped())
 
 
-def _joined(writer: DigitMap, reader: DigitMap) -> DigitMap:
+def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
     """Both of one target box: from the writer's source to the reader's."""
     found: list[Digit] = []
     for dim in range(len(writer.target_start)):
@@ -283,10 +283,10 @@ def _joined(writer: DigitMap, reader: DigitMap) -> DigitMap:
                 left.append((n // common, d, s * common))
             if m > common:
                 right.append((m // common, e, t * common))
-    return DigitMap(source_start=writer.source_start, target_start=reader.source_start, digits=tuple(found))
+    return StrideMap(source_start=writer.source_start, target_start=reader.source_start, digits=tuple(found))
 
 
-def _below(one: DigitMap, dim: int) -> list[tuple[int, int, int]]:
+def _below(one: StrideMap, dim: int) -> list[tuple[int, int, int]]:
     """Extent, source dim and source step of the digits of one target dim, the outer first."""
     mine = sorted((digit for digit in one.digits if digit[3] == dim), key=lambda digit: -digit[4])
     return [digit[:3] for digit in mine]

@@ -6,12 +6,12 @@ import threading
 import time
 
 from penstock.hub.sync_messages import Decision, Progress
-from penstock.sync.publish import progress as audience
-from penstock.sync.publish.progress import Audience
+from penstock.sync.publish import progress as subscriber_progress
+from penstock.sync.publish.progress import SubscriberProgress
 
 
 def waited(
-    one: Audience, version: int, *, stall_s: float = 5.0, gone: str = ""
+    one: SubscriberProgress, version: int, *, stall_s: float = 5.0, gone: str = ""
 ) -> tuple[list[Decision], threading.Thread]:
     found: list[Decision] = []
 
@@ -23,12 +23,14 @@ def waited(
     return found, thread
 
 
-def tell(one: Audience, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = "") -> None:
+def tell(
+    one: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
+) -> None:
     one.heard(member, Progress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
 
 
 def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None:
-    one = Audience()
+    one = SubscriberProgress()
     one.begin(3, ["a", "b"])
     found, thread = waited(one, 3)
     tell(one, "a", 3, "committed")
@@ -43,13 +45,13 @@ def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None
 
 
 def test_nobody_to_wait_for_is_no_wait() -> None:
-    one = Audience()
+    one = SubscriberProgress()
     one.begin(1, [])
     assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
 
 
 def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back() -> None:
-    one = Audience()
+    one = SubscriberProgress()
     one.begin(1, ["a", "b"])
     found, thread = waited(one, 1, stall_s=2.0)
     for moved in range(8):  # slow, and getting on
@@ -69,8 +71,8 @@ def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back
 
 
 def test_who_is_gone_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(audience, "LOOK_S", 0.05)
-    one = Audience()
+    monkeypatch.setattr(subscriber_progress, "LOOK_S", 0.05)
+    one = SubscriberProgress()
     one.begin(1, ["a"])
     found, thread = waited(one, 1, stall_s=60.0, gone="a")
     thread.join(10)
@@ -78,14 +80,14 @@ def test_who_is_gone_is_not_waited_for(monkeypatch) -> None:
 
 
 def test_a_failure_before_a_version_was_told_is_of_the_one_shown() -> None:
-    one = Audience()
+    one = SubscriberProgress()
     one.begin(1, ["a"])
     tell(one, "a", -1, "failed", why="names differ")
     assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
 
 
 def test_a_failure_is_forgotten_by_a_success() -> None:
-    one = Audience()
+    one = SubscriberProgress()
     one.begin(1, ["a", "b"])
     tell(one, "a", 1, "failed", why="a source was lost")
     tell(one, "a", 1, "committed")

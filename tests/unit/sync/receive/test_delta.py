@@ -12,7 +12,7 @@ from penstock.errors import StaleDescriptor
 from penstock.sync.receive import delta as delta_module
 from penstock.sync.receive.delta import Delta, pays
 from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import open_links
 from penstock.types import GB
 
@@ -45,10 +45,10 @@ def show(made: World, version: int, changed: list[tuple[int, int, int]], *, seed
         one.ready()
 
 
-def ran(made: World, take: Take) -> int:
+def ran(made: World, transfer: Transfer) -> int:
     """Run it; every byte is right; the bytes moved."""
     expected = made.expected()
-    report = take.run(made.links())
+    report = transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
     assert report.nbytes == made.part.nbytes
     assert report.moved_bytes == sum(link.nbytes for link in report.links)
@@ -64,31 +64,31 @@ def strips_within(made: World, source: int, start: int, stop: int) -> int:
 
 
 def test_only_strips_that_changed_are_read(made: World) -> None:
-    take = made.take(delta=Delta())
-    assert ran(made, take) == made.part.nbytes
+    transfer = made.transfer(delta=Delta())
+    assert ran(made, transfer) == made.part.nbytes
     show(made, 2, [(0, 100, 101)])
-    moved = ran(made, take)
+    moved = ran(made, transfer)
     assert 0 < moved == strips_within(made, 0, 100, 101) < made.part.nbytes
 
 
 def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
-    take = made.take(delta=Delta())
-    ran(made, take)
+    transfer = made.transfer(delta=Delta())
+    ran(made, transfer)
     show(made, 2, [])
-    assert ran(made, take) == 0
-    assert sum(len(strips) for strips, _ in take.proven) == len(made.part.source), "all of it was digested here"
-    assert take.delta.density == 0.0
+    assert ran(made, transfer) == 0
+    assert sum(len(strips) for strips, _ in transfer.proven) == len(made.part.source), "all of it was digested here"
+    assert transfer.delta.density == 0.0
 
 
 def test_memory_that_changed_here_is_read_again(made: World) -> None:
-    take = made.take(delta=Delta())
-    ran(made, take)
+    transfer = made.transfer(delta=Delta())
+    ran(made, transfer)
     row = int(made.part.dst[0])
     memory = made.receiver.regions.memories[0]
     assert row < memory.nbytes
     content(memory)[row] ^= 1  # as an engine that works on its weights in place
     show(made, 2, [])
-    assert 0 < ran(made, take) < made.part.nbytes + 1
+    assert 0 < ran(made, transfer) < made.part.nbytes + 1
 
 
 def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
@@ -96,21 +96,21 @@ def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
         def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
             raise StaleDescriptor("it is past that version", uri=self.member)
 
-    take = made.take(delta=Delta())
-    ran(made, take)
+    transfer = made.transfer(delta=Delta())
+    ran(made, transfer)
     show(made, 2, [(source, 0, 1 << 20) for source in range(len(made.sources))])
     links = made.links() | {"p1": Gone(made.sources[1])}
     with pytest.raises(StaleDescriptor):
-        take.run(links)
+        transfer.run(links)
     show(made, 3, [(0, 0, 64)])
-    ran(made, take)
+    ran(made, transfer)
     show(made, 4, [])
-    ran(made, take)
+    ran(made, transfer)
 
 
 def test_any_versions_one_after_the_other(made: World) -> None:
-    take, chance = made.take(delta=Delta()), np.random.default_rng(7)
-    ran(made, take)
+    transfer, chance = made.transfer(delta=Delta()), np.random.default_rng(7)
+    ran(made, transfer)
     for version in range(2, 12):
         spans = [
             (int(chance.integers(len(made.sources))), int(start), int(start + chance.integers(1, 3000)))
@@ -119,17 +119,17 @@ def test_any_versions_one_after_the_other(made: World) -> None:
         show(made, version, spans)
         if version % 3 == 0:
             content(made.receiver.regions.memories[1])[: int(chance.integers(1, 200))] ^= 0x11
-        assert ran(made, take) <= 2 * made.part.nbytes
+        assert ran(made, transfer) <= 2 * made.part.nbytes
 
 
 def test_without_a_base_everything_is_read(made: World) -> None:
     kept = Delta()
-    assert ran(made, made.take(delta=kept)) == made.part.nbytes
-    assert "no version is held by this plan" in kept.summary(made.take().run(made.links()))
+    assert ran(made, made.transfer(delta=kept)) == made.part.nbytes
+    assert "no version is held by this plan" in kept.summary(made.transfer().run(made.links()))
     show(made, 2, [])
-    assert ran(made, made.take(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
+    assert ran(made, made.transfer(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
     show(made, 3, [])
-    assert ran(made, made.take()) == made.part.nbytes
+    assert ran(made, made.transfer()) == made.part.nbytes
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,15 @@ def test_a_wire_that_is_faster_than_asking_is_not_asked_first() -> None:
     with open_links(only=["loopback"]) as links:
         made = world(links)
         kept = Delta()
-        take = made.take(delta=kept)
-        ran(made, take)
+        transfer = made.transfer(delta=kept)
+        ran(made, transfer)
         show(made, 2, [(0, 0, 10)])
-        ran(made, take)
+        ran(made, transfer)
         assert kept.asks_first and kept.density is not None
         kept._ask_s = 3600.0
         show(made, 3, [(0, 0, 10)])
-        assert ran(made, take) == made.part.nbytes
+        assert ran(made, transfer) == made.part.nbytes
         assert not kept.asks_first
         kept._ask_s = 0.0
         show(made, 4, [])
-        assert ran(made, take) == 0, "what was measured while all was read lets it ask again"
+        assert ran(made, transfer) == 0, "what was measured while all was read lets it ask again"

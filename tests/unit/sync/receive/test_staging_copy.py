@@ -9,10 +9,10 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError, StaleDescriptor
 from penstock.sync.copy_plan import Copy
-from penstock.sync.publish.snapshot import Replica
+from penstock.sync.publish.snapshot import VersionSnapshot
 from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.staging_copy import Shadow
-from penstock.sync.receive.transfer import Take
+from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory
 
@@ -54,11 +54,11 @@ def test_a_version_is_received_beside_the_live_one_and_flipped() -> None:
         live = held(wants[0], links, seed=1)
         part = parts(holdings, wants, 4096)[0]
         before, expected = whole(live), naive(part, [whole(one) for one in sources], whole(live))
-        with Shadow(live.regions.memories, links) as shadow:
+        with StagingCopy(live.regions.memories, links) as staging_copy:
             given = {one.layout.member: LocalLink(one, same_process=False) for one in sources}
-            Take(part, shadow.regions).run(given)
+            Transfer(part, staging_copy.regions).run(given)
             assert np.array_equal(whole(live), before)
-            assert shadow.flip(part) > 0
+            assert staging_copy.flip(part) > 0
         assert np.array_equal(whole(live), expected)
 
 
@@ -68,7 +68,7 @@ def test_a_snapshot_outlives_the_change(on_host: bool) -> None:
         holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 1)
         live, receiver = held(holdings[0], links), held(wants[1], links, seed=1)
         part = parts(holdings, wants, 1 << 20)[1]
-        with Replica(live.layout, live.regions.memories, links, on_host=on_host) as replica:
+        with VersionSnapshot(live.layout, live.regions.memories, links, on_host=on_host) as replica:
             with pytest.raises(StaleDescriptor):
                 replica.held.map()
             replica.snapshot(4)
@@ -77,8 +77,8 @@ def test_a_snapshot_outlives_the_change(on_host: bool) -> None:
                 content(one)[:] = 0
             link = LocalLink(replica.held, same_process=False)
             assert link.map.version == 4
-            Take(part, receiver.regions).run({"p0": link})
+            Transfer(part, receiver.regions).run({"p0": link})
             assert np.array_equal(whole(receiver), expected)
             replica.snapshot(5)
             with pytest.raises(StaleDescriptor):
-                Take(part, receiver.regions).run({"p0": link})
+                Transfer(part, receiver.regions).run({"p0": link})

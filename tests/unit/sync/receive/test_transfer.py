@@ -15,9 +15,9 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
-from penstock.sync.local_version import Answer, Held
+from penstock.sync.local_version import Answer, LocalVersion
 from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.transfer import LEAST_BYTES, Take
+from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.types import MIB
 
@@ -34,16 +34,16 @@ def links(request: pytest.FixtureRequest) -> Iterator[Links]:
 class World:
     """Publishers of one version, a receiver, its part."""
 
-    sources: list[Held]
-    receiver: Held
+    sources: list[LocalVersion]
+    receiver: LocalVersion
     part: object
 
     def links(self, version: int = 1) -> dict[str, LocalLink]:
         near = "loopback" in self.receiver.regions.links.transports
         return {one.layout.member: LocalLink(one, same_process=near) for one in self.sources}
 
-    def take(self, **options: object) -> Take:
-        return Take(self.part, self.receiver.regions, names=self.receiver.layout.names, stall_s=10.0, **options)
+    def transfer(self, **options: object) -> Transfer:
+        return Transfer(self.part, self.receiver.regions, names=self.receiver.layout.names, stall_s=10.0, **options)
 
     def expected(self) -> np.ndarray:
         return naive(self.part, [whole(one) for one in self.sources], whole(self.receiver))
@@ -61,10 +61,10 @@ def world(links: Links, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regions=2
 
 def test_every_byte_arrives_and_is_verified(links: Links) -> None:
     made = world(links)
-    expected, take = made.expected(), made.take()
-    report = take.run(made.links())
+    expected, transfer = made.expected(), made.transfer()
+    report = transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
-    assert take.moved_bytes == made.part.nbytes
+    assert transfer.moved_bytes == made.part.nbytes
     assert report.nbytes == made.part.nbytes == sum(one.nbytes for one in report.links)
     assert {one.path for one in report.links} == {next(iter(links.transports))}
 
@@ -82,10 +82,10 @@ def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
     with open_links(only=["loopback"]) as links:
         made = world(links, shapes, froms=froms, to=to, num_regions=num_regions, bucket_bytes=bucket_bytes)
         expected = made.expected()
-        take = made.take(watermark_bytes=LEAST_BYTES)
-        take.run(made.links())
+        transfer = made.transfer(watermark_bytes=LEAST_BYTES)
+        transfer.run(made.links())
         assert np.array_equal(whole(made.receiver), expected)
-        assert take.moved_bytes == made.part.nbytes
+        assert transfer.moved_bytes == made.part.nbytes
 
 
 def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
@@ -100,15 +100,15 @@ def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
     near = "loopback" in links.transports
     expected = made.expected()
     given = {one.layout.member: Counting(one, same_process=near) for one in made.sources}
-    made.take(watermark_bytes=MIB).run(given)
+    made.transfer(watermark_bytes=MIB).run(given)
     assert np.array_equal(whole(made.receiver), expected)
     assert len(asked) == len(made.sources) and min(asked) > 1
 
 
 def test_again_for_the_next_version(links: Links) -> None:
     made = world(links)
-    take = made.take()
-    take.run(made.links())
+    transfer = made.transfer()
+    transfer.run(made.links())
     for one in made.sources:
         one.fence()
         for memory in one.regions.memories:
@@ -116,14 +116,14 @@ def test_again_for_the_next_version(links: Links) -> None:
         one.begin(2)
         one.ready()
     expected = made.expected()
-    take.run(made.links())
+    transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
 
 
 class Filling(LocalLink):
     """A source that did not have all rows when it was asked for its map: it is asked for digests before each read."""
 
-    def __init__(self, held: Held, *, same_process: bool = True) -> None:
+    def __init__(self, held: LocalVersion, *, same_process: bool = True) -> None:
         super().__init__(held, same_process=same_process)
         self.map = msgspec.structs.replace(self.map, is_ready=False)
 
@@ -140,11 +140,11 @@ class Lying(LocalLink):
 def test_a_flipped_byte_is_named_and_not_verified(links: Links) -> None:
     made = world(links, bucket_bytes=1 << 30)
     given = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
-    take = made.take()
+    transfer = made.transfer()
     with pytest.raises(IntegrityError) as caught:
-        take.run(given)
-    assert take.moved_bytes < made.part.nbytes
-    assert take.lost == "p1" and caught.value.uri == "p1" and caught.value.mutated
+        transfer.run(given)
+    assert transfer.moved_bytes < made.part.nbytes
+    assert transfer.lost == "p1" and caught.value.uri == "p1" and caught.value.mutated
     assert caught.value.tensor in made.receiver.layout.names
 
 
@@ -158,21 +158,21 @@ def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
             return said
 
     given = made.links() | {"p0": Fencing(made.sources[0], same_process="loopback" in links.transports)}
-    take = made.take()
+    transfer = made.transfer()
     with pytest.raises(StaleDescriptor):
-        take.run(given)
-    assert take.lost == "p0"
-    assert take.moved_bytes < made.part.nbytes
+        transfer.run(given)
+    assert transfer.lost == "p0"
+    assert transfer.moved_bytes < made.part.nbytes
 
 
 def test_nothing_touched_is_said_to_be_so(links: Links) -> None:
     made = world(links, froms=(0, 1))
     given, before = made.links(), whole(made.receiver)
     made.sources[0].fence()
-    take = made.take()
+    transfer = made.transfer()
     with pytest.raises(StaleDescriptor) as caught:
-        take.run(given)
-    assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and take.moved_bytes == 0
+        transfer.run(given)
+    assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
 def test_a_source_that_is_never_ready_stalls(links: Links) -> None:
@@ -180,10 +180,10 @@ def test_a_source_that_is_never_ready_stalls(links: Links) -> None:
     made.sources[1].fence()
     made.sources[1].begin(1)
     made.sources[1].ready([0])
-    take = Take(made.part, made.receiver.regions, stall_s=1.0)
+    transfer = Transfer(made.part, made.receiver.regions, stall_s=1.0)
     with pytest.raises(SourceStalled) as caught:
-        take.run(made.links())
-    assert take.lost == "p1" and "p1" in str(caught.value)
+        transfer.run(made.links())
+    assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
 def test_rows_are_waited_for_as_they_become_ready(links: Links) -> None:
@@ -201,7 +201,7 @@ def test_rows_are_waited_for_as_they_become_ready(links: Links) -> None:
     filling = threading.Thread(target=fill)
     given = made.links()
     filling.start()
-    report = made.take().run(given)
+    report = made.transfer().run(given)
     filling.join()
     assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
 
@@ -213,30 +213,30 @@ def test_a_source_that_is_gone_is_named(links: Links) -> None:
         def digests(self, strips: Strips, *, wait_s: float) -> Answer:
             raise PeerLost("it does not answer")
 
-    take = made.take()
+    transfer = made.transfer()
     with pytest.raises(PeerLost) as caught:
-        take.run(made.links() | {"p1": Gone(made.sources[1])})
-    assert take.lost == "p1" and "p1" in str(caught.value)
+        transfer.run(made.links() | {"p1": Gone(made.sources[1])})
+    assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
 def test_the_watermark_is_kept(links: Links) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     expected = made.expected()
-    report = made.take(watermark_bytes=MIB).run(made.links())
+    report = made.transfer(watermark_bytes=MIB).run(made.links())
     assert np.array_equal(whole(made.receiver), expected) and 0 < report.peak_bytes <= MIB < report.nbytes
 
 
 def test_a_watermark_too_small_says_the_least() -> None:
     with open_links(only=["loopback"]) as links, pytest.raises(BudgetTooSmall) as caught:
-        world(links).take(watermark_bytes=1000)
+        world(links).transfer(watermark_bytes=1000)
     assert caught.value.minimum_bytes == LEAST_BYTES
 
 
 def test_what_does_not_fit_is_refused_before_a_byte(links: Links) -> None:
     made = world(links)
     with pytest.raises(PlanError, match="no link to p1"):
-        made.take().run({"p0": made.links()["p0"]})
+        made.transfer().run({"p0": made.links()["p0"]})
     made.sources[1].fence()
     made.sources[1].begin(7)
     with pytest.raises(PlanError, match="several versions"):
-        made.take().run(made.links())
+        made.transfer().run(made.links())

@@ -12,11 +12,11 @@ from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
 from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Wanted, wanted
+from penstock.sync.recording.requirements import Requirements, wanted
 from penstock.sync.shards import declared
 
 
-def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor]) -> Wanted:
+def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor]) -> Requirements:
     """Synced and loaded must be the same."""
     model, true = Holder(shape, load), Holder(shape, load)
     table = table_of(tensors)
@@ -165,7 +165,7 @@ def test_staged_a_shadow_is_filled_and_flipped_then_installed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     want = wanted(model, record(model, table), table)
     live = [row.tensor.clone() for row in want.rows[: want.num_live]]
-    shadow = [row.tensor for row in want.rows]
+    staging_copy = [row.tensor for row in want.rows]
     shadows = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in live]
     # The same rows, those of live memory in a shadow of it.
     rows = [
@@ -175,7 +175,7 @@ def test_staged_a_shadow_is_filled_and_flipped_then_installed() -> None:
     move([declared(tensors)], [rows])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    for tensor, arrived in zip(shadow, shadows, strict=False):
+    for tensor, arrived in zip(staging_copy, shadows, strict=False):
         tensor.copy_(arrived)
     want.install()
     want.finish()

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.peer.weight_layout import tabulate
 from penstock.sync.recording.layout import fill
 from penstock.sync.recording.record import record
-from penstock.sync.recording.stride_map import MAX_BOXES, DigitMap, Grid, NotBoxes, between, boxes, chain, restrict
+from penstock.sync.recording.stride_map import MAX_BOXES, Grid, NotBoxes, StrideMap, between, boxes, chain, restrict
 from penstock.types import Box, DType
 
 EXTENTS = (1, 2, 3, 4, 6, 12)
@@ -139,8 +139,8 @@ def test_too_many_boxes_are_refused() -> None:
 
 
 def test_reshapes_that_do_not_divide_each_other_are_refused() -> None:
-    first = DigitMap(source_start=(0, 0), target_start=(0,), digits=((3, 1, 1, 0, 4), (4, 0, 1, 0, 1)))
-    then = DigitMap(source_start=(0,), target_start=(0, 0), digits=((4, 0, 3, 1, 1), (3, 0, 1, 0, 1)))
+    first = StrideMap(source_start=(0, 0), target_start=(0,), digits=((3, 1, 1, 0, 4), (4, 0, 1, 0, 1)))
+    then = StrideMap(source_start=(0,), target_start=(0, 0), digits=((4, 0, 3, 1, 1), (3, 0, 1, 0, 1)))
     with pytest.raises(NotBoxes, match="divide"):
         list(chain(first, then))
-    assert not list(chain(first, DigitMap(source_start=(20,), target_start=(0,), digits=())))
+    assert not list(chain(first, StrideMap(source_start=(20,), target_start=(0,), digits=())))
