@@ -1,1 +1,1 @@
-"""Fetch: a model arrives from peers, and from storage once for all of them."""
+"""Fetch: read a model from peers, and from storage once for all of them."""

@@ -46,28 +46,28 @@ T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
 LEAST_ASK_S = 0.5
-"""Least time for a question to the hub, whatever `wait_s`: who does not wait is to have an answer that is there."""
+"""Shortest timeout of a request to the hub: with `wait_s=0` a hub that is up must still have time to answer."""
 ASK_S = 0.2
-"""Pause between questions whether somebody holds a model, while nobody does."""
+"""Pause between two requests to the hub while no member holds the model."""
 
 
 class PlacedTarget(dict[str, torch.Tensor]):
-    """A target, empty as an empty dict is, that says where its new tensors are to lie.
+    """An empty target that places its new tensors in memory of its own choice.
 
     Attributes:
-        arenas: what they lie in, where they do.
+        arenas: the arenas that the tensors lie in, if any.
     """
 
     arenas: Sequence[Arena] = ()
 
     def place(self, table: TensorTable) -> list[torch.Tensor]:
-        """Memory for each row: its bytes, flat uint8, aligned to its elements."""
+        """Return the memory of each row: its bytes, flat uint8, aligned to its elements."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FetchTarget:
-    """What is to be fetched, and where it goes: `rows`, or new memory."""
+    """The tensors to fetch and their destination: `rows`, or new memory if `rows` is None."""
 
     identity: Identity
     layout: WeightLayout
@@ -113,12 +113,12 @@ class FetchTarget:
 
 
 class Discovery:
-    """Questions of one fetch.
+    """The discovery of one fetch: what to fetch, by the fallback's headers or by what members hold.
 
     Args:
-        identity: what the worker says of its weights; fields the fallback or the fleet knows may be empty.
-        member: who asks.
-        settings: deadlines, and how storage is read.
+        identity: the identity that the caller gave; fields that the fallback or the fleet knows may be empty.
+        member: this process's member.
+        settings: deadlines, and settings of reading storage.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings) -> None:
@@ -133,7 +133,10 @@ class Discovery:
         wait_s: float | None,
         stack: ExitStack,
     ) -> FetchTarget:
-        """See `Fleet.fetch`. A session that is opened is closed with `stack`."""
+        """Return the tensors to fetch; see `Fleet.fetch` for arguments and errors.
+
+        Ownership: a session that this opens is closed with `stack`.
+        """
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target) if is_given else {}
         if tensors:
@@ -168,7 +171,7 @@ class Discovery:
                 if not revision.startswith(asked):
                     raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
                 asked = ""
-            if len(layout.table) < len(manifest.tensors):  # tied targets: what is held is not all of it
+            if len(layout.table) < len(manifest.tensors):  # tied targets: this process holds a subset of the tensors
                 revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
         elif asked.startswith("w1-") and self._have_read(layout, revision, asked):
             asked = ""
@@ -185,7 +188,7 @@ class Discovery:
         )
 
     def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
-        """What a member holds, its identity equal to ours but for fields we leave open; waits for a first holder."""
+        """Return the state of a member whose identity equals ours, except for open fields; wait for a first holder."""
         asked = {name for name in open_fields if not getattr(identity, name)}
         return _patiently(
             lambda left_s: self._held_now(identity, asked, f" after {wait_s} s", within_s=left_s),
@@ -197,7 +200,7 @@ class Discovery:
     def _held_now(
         self, identity: Identity, asked: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
-        """See `_held`. NotFound: nobody holds it now; `since` says how long that was so."""
+        """Return the holder with the most chunks now. Raises NotFound without one; `since` completes its message."""
         best: HoldingState | None = None
         others: dict[str, str] = {}
         for member in self._member.hub.status(identity.model, within_s=within_s).members:
@@ -218,17 +221,18 @@ class Discovery:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
         message = f"no member holds {identity.model!r} with this identity{since}{seen}"
-        raise NotFound(message, hint="see `penstock why`; give fallback= to read storage")
+        raise NotFound(message, hint="run `penstock why`, or give fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, asked: str) -> bool:
-        """Whether members read these very files, which have no digests, and found what is asked for."""
+        """Return True if members read the same files, which have no manifest, and got the requested revision."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
-        with contextlib.suppress(SourceError, HubUnavailable):  # then they are read as any others
+        # Without a holder, or without the hub, the files are read and compared like any others.
+        with contextlib.suppress(SourceError, HubUnavailable):
             return self._held_now(same, set()).is_of(asked)
         return False
 
     def _ask_layout(self, held: HoldingState, wait_s: float) -> WeightLayout:
-        """The tensors of a key, from a member that holds it; waits for one that has a place."""
+        """Return the layout of a key from a member that holds it; wait for a member that has a free reader's place."""
         return _patiently(
             lambda left_s: self._ask_layout_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
         )
@@ -236,16 +240,19 @@ class Discovery:
     def _ask_layout_now(self, held: HoldingState, within_s: float) -> WeightLayout:
         asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
         reply = self._member.find_holders(asked, within_s=within_s)
-        last: PenstockError = NotFound(f"no member holds {held.identity.model!r} any more")
+        last: PenstockError = NotFound(
+            f"no member holds {held.identity.model!r} any more", hint="fetch again, or give fallback= to read storage"
+        )
         for upstream in reply.upstreams:
             try:
                 with self._member.peer(
                     upstream, held.key, stall_s=self._settings.stall_s / 4
-                ) as peer:  # others know, too
+                ) as peer:  # a quarter of the stall: a slow member must not use up the time, others know the layout
                     peer.lease()
                     layout = from_message(peer.table())
                     if layout.digest != held.identity.layout:
-                        raise FormatError("its tensors are not those of its layout", uri=f"penstock:{upstream.member}")
+                        message = f"the member's tensor table has layout {layout.digest}, not {held.identity.layout}"
+                        raise FormatError(message, uri=f"penstock:{upstream.member}")
                     return layout
             except PenstockError as error:
                 last = error
@@ -253,7 +260,7 @@ class Discovery:
 
 
 def _patiently(ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-    """Ask, with the seconds left, until there is an answer; raise what is `passing` only once the time is over."""
+    """Call `ask` with the seconds left until it returns; raise errors of the kinds `passing` only after `wait_s`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -1,7 +1,7 @@
-"""What a user calls: `join` a fleet, `run` from it, `offer` and `hub.server` to it, `leave`.
+"""The public API of the fleet: `join` it, then `fetch`, `offer`, `serve` and `leave`.
 
-In: a model's name, a hub or none, targets. Out: filled targets, a `FetchReport`; then a source for others.
-Not here: the running fetch (`run`), the hub's side (`hub.app`), holding weights for engines (`keeper.keeper`).
+In: a model's name, a hub or none, targets. Out: filled targets and a `FetchReport`; then this process is a source.
+Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights for engines (`keeper.keeper`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from penstock.storage.weight_set import Uris
 
 
 class Fleet:
-    """This process as a member. A context manager; leaving it drains readers and leaves.
+    """This process as a member of the fleet. A context manager: its exit drains the readers and leaves the fleet.
 
-    Made by `join`. One thread at a time calls its methods.
+    Made by `join`. Only one thread at a time may call its methods.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
@@ -61,42 +61,46 @@ class Fleet:
         wait_s: float | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> FetchReport:
-        """Fill `target` from members that hold the model, and from storage what none of them has or reads.
+        """Fill `target` from members that hold the model, and from storage with what no member has or reads.
 
         Args:
             target: a module or a dict of tensors, filled in place; or an empty dict, filled with new tensors at the
                 end, all or none.
-            fallback: where storage has it; None: only from members.
-            device: of new tensors.
+            fallback: URI of the model in storage; None: read from members only.
+            device: device of new tensors.
             storage_options: see `load`.
             wait_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
             trace: where to save a Chrome trace.
 
         Returns:
-            What came from where. From then on, until `leave`, this process is a source.
+            A report of the sources that were used. From then on, until `leave`, this process is a source.
 
         Raises:
-            NotFound: nobody holds it and there is no fallback.
+            NotFound: no member holds the model and there is no fallback.
             PlanError: the target's tensors are not those of the fallback.
-            SourceError, IntegrityError: see `Fetch.run`; `mutated` says whether a target that was given was touched.
+            SourceError, IntegrityError: see `Fetch.run`; `mutated` is True if a given target was written to.
 
-        Ownership: the tensors are the caller's, and must not change while this process serves them: see `fence`.
+        Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
         phases = Phases(_name="discover")
         record = open_trace(trace)
         is_over = threading.Event()
         with ExitStack() as stack:
             stack.callback(is_over.set)
-            found = Discovery(self.identity, self.member, self._settings).find(
+            target_weights = Discovery(self.identity, self.member, self._settings).find(
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            weights, made = found.allocate(target, self._max_readers, is_over.is_set)
+            weights, made = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
             self.member.show(weights)
-            storage = StorageReader(found.session, found.layout, weights.rows) if found.session is not None else None
+            storage = (
+                StorageReader(target_weights.session, target_weights.layout, weights.rows)
+                if target_weights.session is not None
+                else None
+            )
             phases.enter("connect")
-            outcome = self._fill(weights, storage, phases, record, is_new=made is not None)
+            provenance = self._fill(weights, storage, phases, record, is_new=made is not None)
             weights.set_state("whole")
             self.member.beat_now()
             if made is not None:
@@ -105,17 +109,17 @@ class Fleet:
             if trace is not None:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
-            header_bytes = found.session.weights.opening_bytes if found.session is not None else 0
+            header_bytes = target_weights.session.weights.opening_bytes if target_weights.session is not None else 0
             return report_of(
-                weights, outcome, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
+                weights, provenance, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
             )
 
     def _fill(
         self, weights: LocalWeights, storage: StorageReader | None, phases: Phases, record: Trace, *, is_new: bool
     ) -> Provenance:
-        """Run the fetch of a holding that is shown; one that fails is hidden.
+        """Run the fetch into weights that other members can read already; stop serving them if it fails.
 
-        Raises: as `fetch`; `mutated` where the memory was given (not `is_new`) and touched.
+        Raises the errors of `fetch`, with `mutated` set if the caller's own memory (not `is_new`) was written to.
         """
         running = Fetch(
             self.member,
@@ -127,32 +131,32 @@ class Fleet:
         )
         try:
             with running:
-                outcome = running.run()
+                provenance = running.run()
             phases.enter("commit")
             if weights.damage is not None:
                 raise weights.damage
-            if not weights.has_manifest:  # with one, each byte was compared with what it should be
+            if not weights.has_manifest:  # with a manifest every chunk was compared with it already
                 weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and not is_new:
-                # Storage writes before it hands chunks on.
+                # Storage writes to the target before it passes chunks on, so its byte count tells, too.
                 is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
                 error.mutated = error.mutated or is_touched
             raise
-        return outcome
+        return provenance
 
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
-        """Be a source of weights that this process has already: digest them, then let others read.
+        """Digest weights that this process has already, then let other members read them.
 
         Args:
             tensors: contiguous, on one device; they must not change until `fence` or `leave`.
-            revision: what they are; None: the root of their digests.
+            revision: name of the revision; None: the root of their digests.
 
         Returns:
-            The key under which they are offered.
+            The key under which members find them.
         """
         layout, rows = layout_of_tensors(targets_of(tensors))
         chunks = np.arange(layout.chunks.num_chunks)
@@ -170,15 +174,15 @@ class Fleet:
         return weights.key
 
     def fence(self) -> None:
-        """Before the weights change: give no more leases and make readers' descriptors stale; they go elsewhere."""
+        """Stop serving before the weights change: grant no new leases and make the readers' descriptors stale."""
         for weights in self.member.weights:
             self.member.hide(weights, 0.0)
 
     def serve(self, *, timeout_s: float | None = None) -> None:
-        """Be a source until `leave`, SIGTERM or SIGINT; then drain readers and leave.
+        """Serve as a source until `leave`, SIGTERM or SIGINT; then drain the readers and leave.
 
         Args:
-            timeout_s: return after this long, still a member; None: no bound.
+            timeout_s: return after this long and stay a member; None: no limit.
 
         Raises:
             IntegrityError: see `check`; this process has left the fleet.
@@ -191,10 +195,10 @@ class Fleet:
             raise
 
     def check(self) -> None:
-        """Raise unless what this process serves is still what was verified. Costs microseconds.
+        """Raise an error if served weights changed in memory after they were verified. Costs microseconds.
 
-        One chunk of it is digested again with every beat. Weights that differ are no longer served from that moment;
-        fetch them again, or call `fence` if the change was meant.
+        One chunk is digested again with every heartbeat. Weights that differ are no longer served from that moment;
+        fetch them again, or call `fence` before an intended change.
 
         Raises:
             IntegrityError: a chunk changed in memory; names the chunk and the model.
@@ -202,7 +206,7 @@ class Fleet:
         self.member.check()
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Give no new leases, wait for readers at most `drain_s`, say good-bye. Idempotent."""
+        """Grant no new leases, wait for readers at most `drain_s`, and sign off from the hub. Idempotent."""
         self._left.set()
         self.member.leave(drain_s)
 
@@ -236,27 +240,27 @@ def join(
     min_gb_per_s: float = 0.0,
     memory_bytes: int | str | None = None,
 ) -> Fleet:
-    """Become a member of the fleet that exchanges `model`.
+    """Join the fleet that exchanges `model`.
 
     Args:
-        model: the name members agree on.
-        hub: `http(s)://host:port`, `unix:///path`; None: this host's own, which the first to join hosts.
-        token: of hub and doors, where they ask for one.
-        revision: exchange only this one, by its `w1-` root or as that begins, or by a word of one's own; empty: that of
-            the fallback, or what the fleet has.
-        dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only when all agree.
+        model: the name that all members use for it.
+        hub: `http(s)://host:port`, `unix:///path`; None: the hub of this host, which the first process to join runs.
+        token: token for the hub, if it requires one.
+        revision: exchange only this revision, named by its `w1-` root, a prefix of the root, or a name of your own;
+            empty: the fallback's revision, or the one that the fleet has.
+        dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only if all are equal.
         quantization: the quantisation config, or a digest of it.
-        parallel: coordinates, e.g. `{"tp": "1/4"}`.
-        rack: a word near hosts share.
+        parallel: parallel coordinates, e.g. `{"tp": "1/4"}`.
+        rack: a label that hosts near each other share.
         listen: `host:port` where other hosts reach this member; None: this host only.
-        transports: names allowed (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
-        max_readers: readers of this member at once; more are sent elsewhere.
-        max_bytes_per_s: of all readers of this member together, e.g. `"2G"`; 0: no cap.
-        min_gb_per_s: members that give less than this are not used, and said to be slow; 0: any pace will do.
-        memory_bytes: bound of host staging when storage is read.
+        transports: allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
+        max_readers: concurrent readers of this member; further ones are sent to other members.
+        max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
+        min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
+        memory_bytes: limit of host staging memory when storage is read.
 
     Raises:
-        HubUnavailable: there is no hub at `hub`. ConfigError, MissingExtra: an argument, or a package for it.
+        HubUnavailable: no hub answers at `hub`. ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
     require_name("model", model)
     require_connection(hub, token, rack, listen, transports)
@@ -279,7 +283,7 @@ def join(
     )
     cap = parse_bytes(max_bytes_per_s)
     member = Member(
-        # A question must be given up well before a fetch gives up for want of an answer.
+        # A request to the hub must time out well before the fetch itself stalls.
         HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         rack=rack,
         listen=listen,

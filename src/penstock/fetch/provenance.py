@@ -1,7 +1,7 @@
-"""Where the bytes of one fetch came from: by path, and why by that one.
+"""Provenance of one fetch: bytes by path, the reason for each path, and the sources that failed.
 
-In: what was verified, from whom; faults. Out: shares and reasons in words.
-Not here: the fetch (`run`), what the caller is told at the end (`report`).
+In: verified bytes with their source, and faults. Out: shares and reasons in words.
+Not here: the fetch (`run`), its final report (`report`).
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ NO_MEMBER = "no member had these chunks or was reading them"
 
 @dataclass(slots=True)
 class Provenance:
-    """Where the bytes came from."""
+    """A record of the sources of one fetch's bytes."""
 
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    """Upstreams that failed, and why."""
+    """Upstreams that failed, with the reason."""
     full: dict[str, str] = field(default_factory=dict)
-    """Member -> what it said when all its readers' places were taken; told only where the fetch fails."""
+    """Member -> its refusal when all its readers' places were taken; reported only if the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
-    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
+    """Path -> reason for it: why no nearer transport, why storage, or that it is the nearest."""
     why_storage: str = NO_MEMBER
 
-    def took(self, path: str, nbytes: int) -> None:
-        """Note bytes that were verified."""
+    def add_bytes(self, path: str, nbytes: int) -> None:
+        """Add verified bytes of a path."""
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
         if path.startswith("storage "):
             self.why[path] = self.why_storage
 
-    def goes_alone(self, hub_says: str) -> None:
-        """Storage is read without the hub's word, since it says this, or nothing."""
+    def read_without_claim(self, hub_says: str) -> None:
+        """Record that storage is read without a claim, because the hub refused or did not answer."""
         self.faults.append(f"hub: {hub_says}; storage is read without a claim")
         self.why_storage = f"read without a claim, the hub: {hub_says}"
 
-    def stalled(self, kind: type[SourceError], what: str, asked: str) -> SourceError:
-        """That nothing came any more, and what was tried."""
+    def stall_error(self, kind: type[SourceError], what: str, asked: str) -> SourceError:
+        """Return the error for a fetch without progress; its message names the sources that were tried."""
         full = [f"{member[:8]}: {said}" for member, said in self.full.items()]
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
-        hint = "see `penstock why` for what each holder lacks; give fallback= to read storage"
+        hint = "run `penstock why` to see what each holder lacks, or give fallback= to read storage"
         return kind(f"{what}: {tried}; {asked}", hint=hint)
 
     def shares(self) -> str:
-        """Paths by their share: `75% shm <- MEMBER, 25% storage URI`."""
+        """Return the paths with their shares: `75% shm <- MEMBER, 25% storage URI`."""
         total = max(1, sum(self.nbytes_by_path.values()))
         ordered = sorted(self.nbytes_by_path.items(), key=lambda item: -item[1])
         return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
 
     def reasons(self) -> str:
-        """Why by these paths, each reason once."""
-        found = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
-        return "; ".join(dict.fromkeys(found))
+        """Return the reasons for the paths that were used, each reason once."""
+        used = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
+        return "; ".join(dict.fromkeys(used))

@@ -1,6 +1,6 @@
-"""The verb behind `penstock pull`: a model from the fleet into files, or to a device to see how it gets there.
+"""The implementation of `penstock pull`: fetch a model from the fleet into files, or to a device as a test.
 
-In: a model's name. Out: a directory of shards with index and manifest, whole or not there; a `FetchReport`.
+In: a model's name. Out: a directory of shards with index and manifest, which appears only when complete; a report.
 Not here: fetching (`join`), the format (`storage.safetensors`).
 """
 
@@ -28,7 +28,7 @@ from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
 from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
-"""Of a shard, at most, but for a tensor that is larger. Source: the default of transformers' `save_pretrained`."""
+"""Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
 
 
 def pull(
@@ -39,20 +39,20 @@ def pull(
     fallback: Uris | None = None,
     wait_s: float | None = None,
 ) -> FetchReport:
-    """Fetch the fleet's model; write it to a directory, or only see how it gets to a device.
+    """Fetch the fleet's model and write it to a directory, or only to a device.
 
     Args:
-        fleet: a member, as of `join`.
-        to: a directory that is not there, or empty; it appears whole, with its manifest. None: nothing is written.
-        device: where it is fetched to; the host, where it is written.
+        fleet: a member, from `join`.
+        to: a directory that does not exist or is empty; it appears complete, with its manifest. None: write nothing.
+        device: destination of the fetch; must be the host if `to` is given.
         fallback, wait_s: see `Fleet.fetch`.
 
     Returns:
         The fetch's report; with `to`, `phases` has `write` too.
 
     Raises:
-        ConfigError: the directory is there and has something in it; nothing was fetched.
-        DiskFull, DestinationError: it cannot be written; nothing is left of it.
+        ConfigError: the directory exists and is not empty; nothing was fetched.
+        DiskFull, DestinationError: the directory cannot be written; nothing of it remains.
         PenstockError: see `Fleet.fetch`.
 
     Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
@@ -74,7 +74,7 @@ def pull(
 
 
 class _Files(PlacedTarget):
-    """Tensors that lie in the files themselves: mapped, so that the kernel writes them out as they come."""
+    """A target whose tensors are mappings of the output files, so that the kernel writes them as they arrive."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Files(PlacedTarget):
         self._output: OutputSet | None = None
 
     def place(self, table: TensorTable) -> list[torch.Tensor]:
-        """See `PlacedTarget`. Makes the files, with room for all. DiskFull, DestinationError."""
+        """Create the files at full size and map them; see `PlacedTarget`. Raises DiskFull, DestinationError."""
         placed, body_nbytes = _places(table)
         output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"})
         output.create()
@@ -93,9 +93,9 @@ class _Files(PlacedTarget):
         return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
 
     def publish(self, target: Path, weights: LocalWeights) -> None:
-        """Let the files appear at `target`, with index and manifest."""
+        """Publish the files at `target`, with index and manifest."""
         assert self._output is not None
-        # The names, shapes and places are read back from what was written; the digests are those of the fetch.
+        # Names, shapes and offsets are read back from the files that were written; the digests are those of the fetch.
         with open_weights(
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
@@ -103,14 +103,14 @@ class _Files(PlacedTarget):
         self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest})
 
     def close(self) -> None:
-        """Leave nothing that was not published."""
+        """Remove the files if they were not published. Idempotent."""
         if self._output is not None:
             self._output.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
-    """The rows at places in files of at most `SHARD_BYTES`, the widest elements of each first; bytes of each file."""
+    """Place the rows in files of at most `SHARD_BYTES`, widest elements first; also return the bytes of each file."""
     nbytes = table.nbytes.tolist()
     file_index, offset = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
     bodies = [0]
@@ -132,13 +132,13 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
-    """The manifest of what was written, with the digests that were verified when it came."""
+    """Return the manifest of the written files, with the digests that the fetch verified."""
     layout = weights.layout
     row_of = {name: row for row, name in enumerate(layout.table.names)}
     rows = np.array([row_of[name] for name in written.tensors.names], np.int64)
     counts = num_leaves(layout.table.nbytes, layout.chunks.leaf_bytes)
     if len(rows) != len(layout.table):
-        raise IntegrityError(f"{len(rows)} tensors were written of {len(layout.table)}")
+        raise IntegrityError(f"the written files have {len(rows)} tensors, the fetched model has {len(layout.table)}")
     return replace(
         written,
         leaf_bytes=layout.chunks.leaf_bytes,

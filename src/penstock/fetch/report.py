@@ -1,6 +1,6 @@
-"""What a fetch did: what came from where and why, seconds by phase, verified against what.
+"""The report of a fetch: bytes by source with the reasons, seconds by phase, and the digests compared with.
 
-In: a holding and an outcome. Out: frozen values and a few lines for people.
+In: the filled weights and their provenance. Out: a frozen value, and a summary of a few lines.
 Not here: progress while it runs (`penstock status`).
 """
 
@@ -26,12 +26,12 @@ class FetchReport(Summarised):
     num_tensors: int
     nbytes: int
     storage_bytes: int
-    """Bytes of weights this process asked of storage."""
+    """Bytes of weights that this process requested from storage."""
     header_bytes: int
-    """Bytes it asked of storage besides, to know what the weights are; 0 without a fallback.
+    """Bytes that it requested from storage to learn names and shapes of the weights; 0 without a fallback.
 
-    Of each file 16 KiB (the file, where it is shorter), or the header where that is longer; the index and the manifest
-    whole. Every member with a fallback reads them: they say which weights it wants, and so whom it may ask.
+    16 KiB of each file (or the whole file if it is shorter), or the header if that is longer; index and manifest whole.
+    Every member with a fallback reads them: they determine the key, and so the members that it may read from.
     """
     wall_s: float
     phases: Mapping[str, float]
@@ -39,9 +39,9 @@ class FetchReport(Summarised):
     nbytes_by_path: Mapping[str, int]
     """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
     why: Mapping[str, str]
-    """Path -> why by that one: why no nearer transport, why storage, or that it is the nearest."""
+    """Path -> reason for it: why no nearer transport, why storage, or that it is the nearest."""
     faults: tuple[str, ...]
-    """Sources that failed on the way, and how."""
+    """Sources that failed during the fetch, with the reason."""
     verified: bool
     """Whether every byte was compared with a digest that was there before this process read the byte."""
     verified_against: str
@@ -53,7 +53,7 @@ class FetchReport(Summarised):
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a summary of a few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
             f"{nbytes / GB:.2f} GB by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
@@ -69,10 +69,10 @@ class FetchReport(Summarised):
 
 
 def report_of(
-    weights: LocalWeights, outcome: Provenance, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
+    weights: LocalWeights, provenance: Provenance, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
 ) -> FetchReport:
-    """The report of a fetch that ended well."""
-    verified, against = _verified(weights, outcome)
+    """Return the report of a successful fetch."""
+    verified, against = _verified(weights, provenance)
     return FetchReport(
         model=weights.identity.model,
         key=weights.key,
@@ -83,26 +83,26 @@ def report_of(
         header_bytes=header_bytes,
         wall_s=sum(phases.values()),
         phases=phases,
-        nbytes_by_path=dict(outcome.nbytes_by_path),
-        why=dict(outcome.why),
-        faults=tuple(outcome.faults),
+        nbytes_by_path=dict(provenance.nbytes_by_path),
+        why=dict(provenance.why),
+        faults=tuple(provenance.faults),
         verified=verified,
         verified_against=against,
     )
 
 
-def _verified(weights: LocalWeights, outcome: Provenance) -> tuple[bool, str]:
+def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
     """Return whether every byte was compared with a digest, and whose digests these were."""
     if weights.has_manifest:
         return True, "the manifest's digests"
     if weights.identity.revision.startswith("w1-"):  # all digests were held to their root: see `check_revision`
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
-    hashed = sum(nbytes for path, nbytes in outcome.nbytes_by_path.items() if path.startswith("storage "))
+    hashed = sum(nbytes for path, nbytes in provenance.nbytes_by_path.items() if path.startswith("storage "))
     if not hashed:
         return True, first
     alone = "hashed on read, nothing to compare with"
-    total = sum(outcome.nbytes_by_path.values())
+    total = sum(provenance.nbytes_by_path.values())
     if hashed == total:
         return False, alone
     return False, f"{hashed / GB:.2f} of {total / GB:.2f} GB {alone}; the rest compared with {first}"

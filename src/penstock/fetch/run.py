@@ -1,7 +1,7 @@
-"""Filling one holding: chunks from upstreams, chunks claimed from storage, each verified and served on at once.
+"""A running fetch: read chunks from upstreams and claimed chunks from storage; verify each, then serve it to others.
 
-In: a member, a registered holding, perhaps a way to read storage. Out: a whole holding, and where its bytes came from.
-Not here: who the upstreams are (`plan.relay`, at the hub), what a caller passes and gets (`join`).
+In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
+Not here: the choice of upstreams (`plan.relay`, at the hub), the API for callers (`join`).
 
     hub --upstreams--> follow logs --> assign --> fetch: read chunks --> compute: digest, compare --> holding.gain
      '----claims----> fetch: read storage ------------------------------^
@@ -44,38 +44,39 @@ from penstock.transport.reads import wait_all
 from penstock.types import GB, I64
 
 READS_AT_ONCE = 6
-"""Reads of upstreams under way at once in all; three of each, so that its link has work while one ends."""
+"""Concurrent reads of all upstreams together."""
 READS_OF_ONE = 3
+"""Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
 PARTS_AT_ONCE = 2
-"""Claims read from storage at once: one more is begun when little is left of the last, so that reading never pauses."""
+"""Claims read from storage at once: the next begins when little of the last is left, so that reading never pauses."""
 NUM_VERIFYING = 2
 TURN_S = 0.05
-"""Longest pause between looks at what can be assigned; news end it, and so does a capped upstream's next turn."""
+"""Longest pause between two rounds of assignment; news from an upstream or a capped upstream's next turn end it."""
 ALONE_CHUNKS = 16
-"""Chunks read at once without a claim: 256 MiB, so that the hub is soon asked again."""
+"""Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 FORGIVE_S = 2.0
-"""An upstream that failed is tried again after this long, if the hub still names it; doubled each time."""
+"""An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
 BUSY_S = 0.5
-"""A full holder is asked again after this long: places become free as readers end, and it has done nothing wrong."""
+"""A holder without a free reader's place is tried again after this: places become free as readers finish."""
 HEARD_S = 1.0
-"""What the hub said of others' progress holds until twice its pause has passed, and this long for its answer."""
+"""The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
-"""Part of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
+"""Fraction of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
 class Fetch(Closing):
-    """One running fetch. A context manager: leaving it ends every thread, and nothing writes to the holding after.
+    """One running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
 
     Attributes:
-        is_touched: whether a byte may have been written to the holding's memory, verified or not.
+        is_touched: True once a byte may have been written to the destination memory, verified or not.
 
     Args:
-        member: who fetches.
-        holding: registered, filling.
-        storage: how to read chunks nobody has; None: only from peers.
-        stall_s: deadline by progress.
-        trace: where spans go.
-        on_first: called once, when the first byte is about to be asked for.
+        member: this process's member.
+        weights: the weights to fill; registered, in the state `filling`.
+        storage: reads chunks that no member has; None: read from peers only.
+        stall_s: seconds without progress after which the fetch fails.
+        trace: receives spans.
+        on_first: called once, just before the first byte is requested.
     """
 
     def __init__(
@@ -89,27 +90,27 @@ class Fetch(Closing):
         on_first: Callable[[], None],
     ) -> None:
         self._member, self._weights, self._storage, self.stall_s = member, weights, storage, stall_s
-        self.outcome, self.is_touched = Provenance(), False
+        self.provenance, self.is_touched = Provenance(), False
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._following: list[UpstreamReader] = []
-        self._forgive: dict[str, tuple[float, float]] = {}
-        self._arrived: deque[ReceivedChunks] = deque()
+        self._readers: list[UpstreamReader] = []
+        self._retry_after: dict[str, tuple[float, float]] = {}
+        self._received: deque[ReceivedChunks] = deque()
         self._lock, self._on_first = threading.Lock(), [on_first]
-        self._closing, self._ask_now = threading.Event(), threading.Event()
-        self._claim_read, self._knows_members = threading.Event(), threading.Event()
-        self._fetch = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
-        self._part = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
-        self._compute = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
+        self._closing, self._hub_now = threading.Event(), threading.Event()
+        self._claim_wanted, self._hub_answered = threading.Event(), threading.Event()
+        self._peer_reads = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
+        self._storage_reads = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
+        self._verifying = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
-        self._gave_nothing: set[str] = set()
+        self._failed_since_progress: set[str] = set()
         self._others_read_until = 0.0
         self.ticket = Ticket(weights.layout.nbytes, self._is_under_way, received=self._received_bytes)
         self._hunger, self._quiet = Silence(), Silence()
         self._begun = time.monotonic()
         self._is_storage_out = False
-        self._hub_says = "not asked yet"
+        self._hub_answer = "not asked yet"
         self._is_alone = self._is_refused = False
         self._threads: list[threading.Thread] = []
 
@@ -117,15 +118,15 @@ class Fetch(Closing):
         """Return once every chunk is verified.
 
         Raises:
-            SourceUnavailable, SourceStalled: nobody has what is missing, or nobody gave a byte, for `stall_s`.
-            IntegrityError: holders disagree on what the bytes are, or a verified chunk changed in our memory.
+            SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or none sent a byte.
+            IntegrityError: holders state different digests, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
         if self._weights.is_whole:
             self.ticket.finish()
-        self._start(self._ask_for_upstreams, "penstock-flight")
+        self._start(self._poll_upstreams, "penstock-flight")
         if self._storage is not None:
-            self._start(self._ask_for_claims, "penstock-claims")
+            self._start(self._poll_claims, "penstock-claims")
         while not self.ticket.done:
             pause_s = self.assign()
             with self.ticket.changed:
@@ -135,61 +136,61 @@ class Fetch(Closing):
                 self.ticket.fail(self._weights.damage)
             self._look_at_reads()
             if self.ticket.look() > self.stall_s:
-                kind = SourceStalled if self._following or self._gave_nothing else SourceUnavailable
+                kind = SourceStalled if self._readers or self._failed_since_progress else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
                 asked = "storage" if self._storage is not None else "no fallback was given; the hub"
-                self.ticket.fail(self.outcome.stalled(kind, what, f"{asked}: {self._hub_says}"))
+                self.ticket.fail(self.provenance.stall_error(kind, what, f"{asked}: {self._hub_answer}"))
         self.ticket.check()
-        return self.outcome
+        return self.provenance
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    # -- talking to the hub, each in a thread of its own
+    # -- Requests to the hub; upstreams and claims in a thread each, so that one never waits for the other.
 
-    def _ask_for_upstreams(self) -> None:
+    def _poll_upstreams(self) -> None:
         while not self._closing.is_set():
             wait_s = 0.5
-            self._ask_now.clear()
+            self._hub_now.clear()
             self._drop_failed()
             try:
                 reads = self._storage is not None and not self._is_storage_out
                 reply = self._member.upstreams(self._weights, can_read_storage=reads)
                 wait_s = reply.ask_again_s
                 self._is_alone = self._is_refused = False
-                self._heard_of_readers(reply)
+                self._note_storage_readers(reply)
                 if self._storage is None:
-                    self._hub_says = f"named {len(reply.upstreams)} members to take from"
+                    self._hub_answer = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
-                self._hub_failed(error)  # known upstreams stay in use
-            self._knows_members.set()
+                self._note_hub_failure(error)  # known upstreams stay in use
+            self._hub_answered.set()
             self._closing.wait(self._rest_s)
-            if not self._ask_now.wait(wait_s / 4) and not self._is_idle():
-                self._ask_now.wait(wait_s * 3 / 4)
+            if not self._hub_now.wait(wait_s / 4) and not self._is_idle():
+                self._hub_now.wait(wait_s * 3 / 4)
 
     @property
     def _rest_s(self) -> float:
-        """Before a slow hub is asked again; short beside a stall, so that it is seen in time when nothing comes."""
+        """Pause before the next request to a slow hub; well below `stall_s`, so that a stall is noticed in time."""
         return min(self._member.hub.rest_s, self.stall_s / 8)
 
-    def _hub_failed(self, error: PenstockError) -> None:
-        """It did not answer, or it refused us: that will not be otherwise later, so nobody waits for it."""
+    def _note_hub_failure(self, error: PenstockError) -> None:
+        """Record that the hub did not answer or refused us. A refusal is final: retrying cannot change it."""
         self._is_refused = isinstance(error, PermissionDenied)
-        self._hub_says = f"it refused: {error.message}" if self._is_refused else error.message
-        if self._is_refused and self._storage is None and not self._following:
+        self._hub_answer = f"it refused: {error.message}" if self._is_refused else error.message
+        if self._is_refused and self._storage is None and not self._readers:
             self.ticket.fail(error)
 
     def _is_idle(self) -> bool:
-        """Whether nobody that is followed has anything for us now: then others are asked for sooner."""
+        """Return True if no upstream has a chunk for us now; the hub is then polled sooner."""
         with self._lock:
             missing = ~self._weights.have
-            return not (self._flying.any() or any((one.has & missing).any() for one in self._following))
+            return not (self._flying.any() or any((reader.has & missing).any() for reader in self._readers))
 
-    def _following_of(self, upstream: Upstream, rank: int) -> UpstreamReader:
-        """Return a reader that follows an upstream."""
+    def _make_reader(self, upstream: Upstream, rank: int) -> UpstreamReader:
+        """Start a reader for one upstream."""
         member = self._member
         return UpstreamReader(
             member.peer(upstream, self._weights.key),
@@ -202,86 +203,86 @@ class Fetch(Closing):
         )
 
     def _follow(self, upstreams: Sequence[Upstream]) -> None:
-        """Follow those the hub named, in its order; those it no longer names are left in use, last."""
+        """Start readers for new upstreams and sort all by the hub's order; those no longer named stay, ranked last."""
         now, named = time.monotonic(), {upstream.member for upstream in upstreams}
         with self._lock:
             if self._closing.is_set():
                 return
-            known = {one.upstream.member: one for one in self._following}
+            known = {reader.upstream.member: reader for reader in self._readers}
             for rank, upstream in enumerate(upstreams):
                 if upstream.member in known:
                     known[upstream.member].rank = rank
-                elif self._forgive.get(upstream.member, (0.0, 0.0))[0] <= now:
-                    self._following.append(self._following_of(upstream, rank))
-            for one in self._following:
-                if one.upstream.member not in named:
-                    one.rank = len(named)
-            self._following.sort(key=lambda one: one.rank)
-            self._weights.parent = self._following[0].upstream.member if self._following else ""
+                elif self._retry_after.get(upstream.member, (0.0, 0.0))[0] <= now:
+                    self._readers.append(self._make_reader(upstream, rank))
+            for reader in self._readers:
+                if reader.upstream.member not in named:
+                    reader.rank = len(named)
+            self._readers.sort(key=lambda reader: reader.rank)
+            self._weights.parent = self._readers[0].upstream.member if self._readers else ""
 
     def _drop_failed(self) -> None:
-        """Drop upstreams that failed or are full; complain of those that failed, and try each again later.
+        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones.
 
-        A full holder is no fault: a complaint would make the hub discount its chunks and hand them out to be read from
-        storage again. It was: eight cold starters read storage 3.3 to 5.9 times.
+        A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned them to be
+        read from storage again: eight cold starters read storage 3.3 to 5.9 times.
         """
         now = time.monotonic()
         with self._lock:
-            failed = [one for one in self._following if one.error is not None and not one.num_flying]
-            for one in failed:
-                self._following.remove(one)
-                who = one.upstream.member
-                if isinstance(one.error, SourceBusy):
-                    self._forgive[who] = (now + BUSY_S, self._forgive.get(who, (0.0, FORGIVE_S / 2))[1])
-                    self.outcome.full[who] = str(one.error)
+            failed = [reader for reader in self._readers if reader.error is not None and not reader.num_flying]
+            for reader in failed:
+                self._readers.remove(reader)
+                who = reader.upstream.member
+                if isinstance(reader.error, SourceBusy):
+                    self._retry_after[who] = (now + BUSY_S, self._retry_after.get(who, (0.0, FORGIVE_S / 2))[1])
+                    self.provenance.full[who] = str(reader.error)
                     continue
-                wait_s = min(2 * self._forgive.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
-                self._forgive[who] = (float("inf") if one.is_too_slow else now + wait_s, wait_s)
-                self.outcome.faults.append(f"{who[:8]}: {one.fault}")
-        for one in failed:
-            assert one.error is not None
-            if not isinstance(one.error, SourceBusy):
-                self._member.complain(one.upstream.member, self._weights.key, one.error, one.proof)
-            one.close()
+                wait_s = min(2 * self._retry_after.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
+                self._retry_after[who] = (float("inf") if reader.is_too_slow else now + wait_s, wait_s)
+                self.provenance.faults.append(f"{who[:8]}: {reader.fault}")
+        for reader in failed:
+            assert reader.error is not None
+            if not isinstance(reader.error, SourceBusy):
+                self._member.complain(reader.upstream.member, self._weights.key, reader.error, reader.proof)
+            reader.close()
 
-    def _ask_for_claims(self) -> None:
+    def _poll_claims(self) -> None:
         assert self._storage is not None
         while not (self._closing.is_set() or self._weights.is_whole or self._is_storage_out):
             wait_s = 0.5
             ranges: Ranges = ()
             try:
-                if self._should_go_alone():
+                if self._should_skip_claims():
                     ranges, wait_s = to_ranges(self._next_missing()), TURN_S
                 else:
                     reply = self._member.claim(self._weights)
-                    ranges, wait_s, self._hub_says = reply.ranges, reply.ask_again_s, reply.why
+                    ranges, wait_s, self._hub_answer = reply.ranges, reply.ask_again_s, reply.why
                 if ranges:
                     wait_s = 0.0 if self._read_claim(ranges) else TURN_S
             except PenstockError as error:
-                self._hub_failed(error)
+                self._note_hub_failure(error)
                 wait_s = 0.0 if self._is_refused and not self._is_alone else wait_s
             self._closing.wait(wait_s if ranges else max(wait_s, self._rest_s))
         while self._is_storage_out and not self._closing.is_set():
             try:
-                self._member.claim(self._weights, ask=False)  # others read what this one was given
+                self._member.claim(self._weights, ask=False)  # give the claim back, so that others read its chunks
                 return
             except PenstockError:
                 self._closing.wait(0.5)
 
-    def _heard_of_readers(self, reply: UpstreamsReply) -> None:
-        """Note whether others read storage and get on: who waits for what they read has nobody to blame."""
+    def _note_storage_readers(self, reply: UpstreamsReply) -> None:
+        """Record whether other members read storage and make progress; waiting for their chunks is then no stall."""
         is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
         valid_s = 2 * reply.ask_again_s + HEARD_S
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
-    def _should_go_alone(self) -> bool:
-        """Whether the hub refused us, or nothing came for so long that storage is read without its word.
+    def _should_skip_claims(self) -> bool:
+        """Return True if storage must be read without a claim: the hub refused us, or no byte came for half a stall.
 
-        Then the hub is away, or members that have what is missing live and give nothing.
+        In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
         """
         if not self._is_alone and (self._is_refused or self._hunger.seconds > self.stall_s / 2):
             self._is_alone = True
-            self.outcome.goes_alone(self._hub_says)
+            self.provenance.read_without_claim(self._hub_answer)
         return self._is_alone
 
     def _next_missing(self) -> I64:
@@ -289,9 +290,9 @@ class Fetch(Closing):
             return np.flatnonzero(~self._weights.have & ~self._flying)[:ALONE_CHUNKS]
 
     def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
-        """Have claimed chunks read; returns when it is time for the next claim.
+        """Start reading claimed chunks from storage, and wait until the next claim should be made.
 
-        False: none of them was missing any more.
+        Returns False if none of the chunks is missing any more.
         """
         assert self._storage is not None
         chunks = np.concatenate([np.arange(start, stop) for start, stop in ranges])
@@ -301,210 +302,220 @@ class Fetch(Closing):
                 return False
             self._flying[chunks] = self._claimed[chunks] = True
             self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
-            self._claim_read.clear()
-            self._part.post(ReadFromStorage(self, self._storage, chunks))
-        while not (self._claim_read.wait(self.stall_s) or self._closing.is_set()):
+            self._claim_wanted.clear()
+            self._storage_reads.post(ReadFromStorage(self, self._storage, chunks))
+        while not (self._claim_wanted.wait(self.stall_s) or self._closing.is_set()):
             pass  # storage has its own deadline
         return True
 
-    def claim_is_read(self) -> None:
-        """Little of the last claim is left to be read, or nothing."""
-        self._claim_read.set()
+    def request_next_claim(self) -> None:
+        """Wake the thread that asks for claims: little of the last claim is left to be read, or nothing."""
+        self._claim_wanted.set()
 
-    def _landed(self, chunks: I64) -> None:
-        """These chunks are under way no more. Order: with the lock held."""
+    def _clear_flags(self, chunks: I64) -> None:
+        """Clear the flags of chunks that are no longer under way. The caller holds the lock."""
         self._flying[chunks] = self._claimed[chunks] = False
         self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
-    # -- progress: whose deadline runs
+    # -- Progress and deadlines.
 
     def _received_bytes(self) -> int:
-        """Bytes received so far, those of unfinished reads too; only grows."""
+        """Return the bytes received so far, including unfinished reads; the number only grows."""
         with self._lock:
             nbytes = self._read_bytes + sum(step.received_bytes for step in self._reading)
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        """Whether storage is read, bytes are verified, or all we can do is wait for members that read storage.
+        """Return True while the lack of received bytes is not a stall of the fetch.
 
-        Or for a hub that is late: on a host of two cores 64 starters keep it from answering for longer than a stall's
-        half, and those that then read storage without its word made it later still.
+        That is so while storage is read, bytes are verified, or the missing chunks are being read from storage by other
+        members; and while the hub is merely slow. On a host of two cores 64 starting processes kept the hub from
+        answering for more than half a stall, and those that then read storage without a claim made it slower still.
         """
-        if self._part.is_busy() or self._compute.is_busy() or (self._storage is not None and self._member.hub.is_busy):
+        if (
+            self._storage_reads.is_busy()
+            or self._verifying.is_busy()
+            or (self._storage is not None and self._member.hub.is_busy)
+        ):
             return True
-        return time.monotonic() < self._others_read_until and not self._gave_nothing and self._is_idle()
+        return time.monotonic() < self._others_read_until and not self._failed_since_progress and self._is_idle()
 
     def _is_under_way(self) -> bool:
-        """Whether something is under way that has a deadline of its own.
+        """Return True if an operation is under way that has its own deadline.
 
-        A read of an upstream that failed since the last verified byte is not: each may cost this fetch one stall, not
-        one each time it is tried again.
+        A read of an upstream that failed since the last verified byte does not count: an upstream may cost this fetch
+        one stall, not one for each retry.
         """
         with self._lock:
-            is_new = any(step.giver.upstream.member not in self._gave_nothing for step in self._reading)
+            is_new = any(
+                step.upstream_reader.upstream.member not in self._failed_since_progress for step in self._reading
+            )
         return is_new or self._is_feeding()
 
     def _look_at_reads(self) -> None:
-        """Note how long nothing came, and end reads that give less than `LEAST_BYTES` within their deadline."""
+        """Measure the time without bytes, and end reads that receive less than `LEAST_BYTES` within their deadline."""
         moved, received = self.ticket.moved_bytes, self._received_bytes()
         self._hunger.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._quiet.look(moved, received)
         with self._lock:
-            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {one: [] for one in self._following}
+            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._readers}
             for step in self._reading:
-                reading.setdefault(step.giver, []).append(step)
-        for one, steps in reading.items():
-            if one.is_silent(sum(step.received_bytes for step in steps), self.read_stall_s, is_read=bool(steps)):
+                reading.setdefault(step.upstream_reader, []).append(step)
+        for reader, steps in reading.items():
+            if reader.is_silent(sum(step.received_bytes for step in steps), self.read_stall_s, is_read=bool(steps)):
                 message = f"it gave less than {LEAST_BYTES} bytes for {self.read_stall_s:g} s"
-                error = SourceStalled(message, uri=f"penstock:{one.upstream.member}")
+                error = SourceStalled(message, uri=f"penstock:{reader.upstream.member}")
                 for step in steps:
                     step.stop(error)
 
     @property
     def read_stall_s(self) -> float:
-        """How long an upstream that gives nothing is waited for: less where there is storage to read instead."""
+        """Seconds to wait for an upstream that sends nothing: half a stall if storage can be read instead."""
         can_read_storage = self._storage is not None and not self._is_storage_out
         return self.stall_s / 2 if can_read_storage else self.stall_s
 
-    def reads(self, step: ReadFromUpstream) -> None:
-        """A read of an upstream begins."""
+    def begin_read(self, step: ReadFromUpstream) -> None:
+        """Register a read of an upstream that begins now."""
         with self._lock:
             self._reading.add(step)
 
-    # -- what is read from whom
+    # -- Assignment of chunks to upstreams.
 
     def assign(self) -> float:
-        """Post reads for every upstream that has room and something for us; when to look again, at the latest."""
+        """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
         posts, pause_s, is_first = [], TURN_S, True
         with self._lock:
-            for one in self._following:
-                if one.error is not None and not one.num_flying:
-                    self._ask_now.set()
-                if (early_s := one.not_before - time.monotonic()) > 0:
+            for reader in self._readers:
+                if reader.error is not None and not reader.num_flying:
+                    self._hub_now.set()
+                if (early_s := reader.not_before - time.monotonic()) > 0:
                     pause_s = min(pause_s, early_s)
-                while one.error is None and one.num_flying < READS_OF_ONE and time.monotonic() >= one.not_before:
-                    chunks = self._choose(one)
+                while (
+                    reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
+                ):
+                    chunks = self._choose(reader)
                     if not len(chunks):
                         break
                     self._flying[chunks] = True
-                    one.num_flying += 1
-                    posts.append(ReadFromUpstream(self, one, chunks))
-                if is_first and int(self._wanted(one).sum()) < one.step_chunks:
-                    one.hurry()  # what it is known to have is soon read
-                is_first &= not one.holds_back
+                    reader.num_flying += 1
+                    posts.append(ReadFromUpstream(self, reader, chunks))
+                if is_first and int(self._wanted(reader).sum()) < reader.step_chunks:
+                    reader.request_news()  # its known chunks will soon be read; learn of more in time
+                is_first &= not reader.holds_back
             if posts and not self._closing.is_set():
-                self._fetch.post(*posts)
+                self._peer_reads.post(*posts)
         if pause_s < TURN_S:
             self.ticket.wake()  # for `run` to look again when it is time
         return pause_s
 
-    def _choose(self, one: UpstreamReader) -> I64:
-        """Chunks to take from it now: those it has that we want and that no earlier one will give."""
-        found: I64 = np.flatnonzero(self._wanted(one))[: one.step_chunks]
-        earlier = [other for other in self._following if other.rank < one.rank and other.holds_back]
-        if not len(found) or all(one.is_much_faster_than(other) for other in earlier):
+    def _choose(self, reader: UpstreamReader) -> I64:
+        """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
+        found: I64 = np.flatnonzero(self._wanted(reader))[: reader.step_chunks]
+        earlier = [other for other in self._readers if other.rank < reader.rank and other.holds_back]
+        if not len(found) or all(reader.is_much_faster_than(other) for other in earlier):
             return found
-        return found[-1:] if one.should_probe() else found[:0]
+        return found[-1:] if reader.should_probe() else found[:0]
 
-    def _wanted(self, one: UpstreamReader) -> Bools:
-        return one.has & ~self._weights.have & ~self._flying
+    def _wanted(self, reader: UpstreamReader) -> Bools:
+        return reader.has & ~self._weights.have & ~self._flying
 
-    # -- what steps ask and report
+    # -- Called by the work items below.
 
-    def begins(self) -> None:
-        """A byte is about to be asked for."""
+    def note_first_read(self) -> None:
+        """Call `on_first`, at the first call only: a byte is about to be requested."""
         with self._lock:
-            told, self._on_first = self._on_first, []
-        for tell in told:
-            tell()
+            callbacks, self._on_first = self._on_first, []
+        for callback in callbacks:
+            callback()
 
     def nbytes_of(self, chunks: I64) -> int:
-        """Bytes of these chunks."""
+        """Return the number of bytes of these chunks."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
     def leaves_of(self, chunks: I64) -> I64:
-        """Indices of their leaves in the line."""
+        """Return the indices of the chunks' leaves in the layout."""
         return self._weights.layout.chunks.leaves_of(chunks)
 
-    def got(self, arrival: ReceivedChunks) -> None:
-        """The bytes of these chunks are in place: have them verified."""
+    def add_received(self, arrival: ReceivedChunks) -> None:
+        """Queue chunks whose bytes are in place, to be verified."""
         with self._lock:
-            self._arrived.append(arrival)
-        self._compute.post(VerifyReceived(self, int(arrival.chunks[0])))
+            self._received.append(arrival)
+        self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
-        """Digest and compare what arrived, as much at once as there is, and serve it on; bytes digested."""
+        """Digest and compare a batch of received chunks, and let others read them; return the verified bytes."""
         with self._lock:
-            batch = next_batch(self._arrived, NUM_VERIFYING)
+            batch = next_batch(self._received, NUM_VERIFYING)
         if not batch:
-            return 0  # a step before this one had it
+            return 0  # an earlier work item verified these chunks in its batch
         good = []
-        for one, wrong in verify(self._weights, batch):
+        for entry, wrong in verify(self._weights, batch):
             if len(wrong):
-                self._refuse(one, int(wrong[0]))
+                self._refuse(entry, int(wrong[0]))
             else:
-                good.append((one, self.nbytes_of(one.chunks)))
+                good.append((entry, self.nbytes_of(entry.chunks)))
         self._note(good)
         if self._weights.is_whole:
             self.ticket.finish()
         return sum(nbytes for _, nbytes in good)
 
     def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
-        """These were verified, and are served on."""
+        """Account for verified chunks: progress, provenance and pace."""
         weights = self._weights
         with self._lock:
             if good:
-                self._gave_nothing.clear()
-            for one, nbytes in good:
-                self._landed(one.chunks)
-                self.outcome.took(one.path, nbytes)
+                self._failed_since_progress.clear()
+            for entry, nbytes in good:
+                self._clear_flags(entry.chunks)
+                self.provenance.add_bytes(entry.path, nbytes)
                 self.ticket.moved_bytes += nbytes
-                if one.giver is not None:
-                    self.outcome.why[one.path] = one.giver.why.get(one.path) or NEAREST
+                if entry.upstream_reader is not None:
+                    self.provenance.why[entry.path] = entry.upstream_reader.why.get(entry.path) or NEAREST
             weights.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
-            weights.path, weights.why = self.outcome.shares(), self.outcome.reasons()
+            weights.path, weights.why = self.provenance.shares(), self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
-        """A chunk of it is wrong: it is read again, and not from there."""
+        """Reject chunks with a wrong digest: they are read again, and the source is not used any more."""
         message = f"chunk {wrong} differs from its digest"
-        if arrival.giver is None:
-            bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="fetch the files anew")
+        if arrival.upstream_reader is None:
+            bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="download the files again")
             self.storage_failed(bad, arrival.chunks)
             return
-        arrival.giver.gave_wrong(wrong)
-        arrival.giver.fail(IntegrityError(message, uri=f"penstock:{arrival.giver.upstream.member}"))
-        self.lost(arrival.chunks)
+        arrival.upstream_reader.note_wrong_chunk(wrong)
+        arrival.upstream_reader.fail(IntegrityError(message, uri=f"penstock:{arrival.upstream_reader.upstream.member}"))
+        self.release_chunks(arrival.chunks)
 
-    def lost(self, chunks: I64) -> None:
-        """These chunks did not arrive: they are wanted again."""
+    def release_chunks(self, chunks: I64) -> None:
+        """Make chunks available for assignment again after a failed read."""
         with self._lock:
-            self._landed(chunks)
+            self._clear_flags(chunks)
         self.ticket.wake()
 
     def storage_failed(self, error: PenstockError, chunks: I64) -> None:
-        """This worker reads no more of it. The end, unless there is a member to go on with."""
-        self.outcome.faults.append(f"storage: {error}")
+        """Stop reading storage. The fetch fails unless it has an upstream to continue with."""
+        self.provenance.faults.append(f"storage: {error}")
         self._is_storage_out = True
-        self._knows_members.wait(self.stall_s)  # the hub's answer, or that there is none, comes well before
-        if not self._following:
+        # Storage may fail before the hub has named the first upstream; its requests time out well before `stall_s`.
+        self._hub_answered.wait(self.stall_s)
+        if not self._readers:
             self.ticket.fail(error)
-        self.lost(chunks)
+        self.release_chunks(chunks)
 
-    def landed(self, one: UpstreamReader, step: ReadFromUpstream) -> None:
-        """A read of this upstream ended, or was never begun."""
+    def end_read(self, reader: UpstreamReader, step: ReadFromUpstream) -> None:
+        """Unregister a read of an upstream that ended or never began."""
         with self._lock:
-            one.num_flying -= 1
+            reader.num_flying -= 1
             if step in self._reading:
                 self._reading.discard(step)
                 self._read_bytes += step.received_bytes
-            if one.error is not None:
-                self._gave_nothing.add(one.upstream.member)
+            if reader.error is not None:
+                self._failed_since_progress.add(reader.upstream.member)
 
     def close(self) -> None:
-        """End every thread. Idempotent."""
+        """End every thread and close every upstream. Idempotent."""
         with self._lock:
-            self._closing.set()  # whatever the hub says from now on begins nothing
-        for event in (self._ask_now, self._claim_read, self._knows_members):
+            self._closing.set()  # under the lock: answers of the hub must not start readers from now on
+        for event in (self._hub_now, self._claim_wanted, self._hub_answered):
             event.set()
         if not self.ticket.done:
             self.ticket.cancel()
@@ -512,71 +523,72 @@ class Fetch(Closing):
             reading = list(self._reading)
         for step in reading:
             step.stop(Cancelled("the fetch is over"))
-        for executor in (self._part, self._fetch, self._compute):
+        for executor in (self._storage_reads, self._peer_reads, self._verifying):
             executor.close()
         for thread in self._threads:
-            thread.join(timeout=END_S)  # it may be waiting for the hub
+            thread.join(timeout=END_S)  # bounded: the thread may be waiting for the hub
         with self._lock:
-            following, self._following = self._following, []
-        for one in following:
-            one.close()
-            if one.error is not None and not isinstance(one.error, SourceBusy):
-                self.outcome.faults.append(f"{one.upstream.member[:8]}: {one.error.message}")
-        # A circle would keep the memory that was filled until Python's collector comes by, whoever drops the tensors.
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.close()
+            if reader.error is not None and not isinstance(reader.error, SourceBusy):
+                self.provenance.faults.append(f"{reader.upstream.member[:8]}: {reader.error.message}")
+        # Break the reference cycle: it would keep the filled memory alive until Python's cyclic collector runs, even
+        # after the caller dropped the tensors.
         self.ticket.is_busy, self.ticket.received = bool, None
 
 
 class ReadFromUpstream(Work):
-    """Read chunks from an upstream's memory into ours."""
+    """A work item that reads chunks from an upstream's memory into ours."""
 
-    __slots__ = ("_chunks", "_fetch", "_posted", "giver")
+    __slots__ = ("_chunks", "_fetch", "_posted", "upstream_reader")
 
-    def __init__(self, fetch: Fetch, one: UpstreamReader, chunks: I64) -> None:
+    def __init__(self, fetch: Fetch, reader: UpstreamReader, chunks: I64) -> None:
         first = int(chunks[0])
-        super().__init__(fetch.ticket, first, f"{one.path} {first}", fetch.nbytes_of(chunks))
-        self._fetch, self.giver, self._chunks = fetch, one, chunks
+        super().__init__(fetch.ticket, first, f"{reader.path} {first}", fetch.nbytes_of(chunks))
+        self._fetch, self.upstream_reader, self._chunks = fetch, reader, chunks
         self._posted: list[PendingRead] = []
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of it that arrived, verified or not."""
+        """Bytes received so far, verified or not."""
         return sum(read.moved_bytes for read in self._posted)
 
     def stop(self, error: PenstockError) -> None:
-        """End it early, where its transport can: nothing is written once the step has ended."""
+        """End the read early if its transport supports that; nothing is written once this item has ended."""
         for read in list(self._posted):
             if isinstance(read, Stoppable):
                 read.fail(error)
 
     def start(self) -> Pending | None:
-        """See `Step.start`. An upstream's failure is its own, not the fetch's."""
-        one, fetch, begun = self.giver, self._fetch, time.monotonic()
-        fetch.reads(self)
+        """Read the chunks; see `Work.start`. A failure ends the use of this upstream, not the fetch."""
+        reader, fetch, begun = self.upstream_reader, self._fetch, time.monotonic()
+        fetch.begin_read(self)
         try:
             self._read()
         except (Cancelled, DestinationError):
             raise
-        except PenstockError as error:  # also what keeps its memory from ours: others, or storage, may do
-            one.fail(error)
-            fetch.lost(self._chunks)
-            fetch.landed(one, self)
+        except PenstockError as error:  # also PlanError, if no transport connects the two memories: others may work
+            reader.fail(error)
+            fetch.release_chunks(self._chunks)
+            fetch.end_read(reader, self)
             return None
-        one.gave(self.nbytes, time.monotonic() - begun)
-        fetch.landed(one, self)
-        fetch.assign()  # its next read is under way before these bytes are verified
-        wanted = one.leaves[fetch.leaves_of(self._chunks)]
-        fetch.got(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=one.path, giver=one))
+        reader.note_read(self.nbytes, time.monotonic() - begun)
+        fetch.end_read(reader, self)
+        fetch.assign()  # the next read starts before these bytes are verified, so that the link stays busy
+        wanted = reader.leaves[fetch.leaves_of(self._chunks)]
+        fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
         return None
 
     def _read(self) -> None:
-        fetch, reads = self._fetch, self.giver.reads(self._chunks)
-        fetch.begins()
+        fetch, reads = self._fetch, self.upstream_reader.reads_of(self._chunks)
+        fetch.note_first_read()
         failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
         fetch.is_touched |= is_touched
         if failed is not None:
             raise failed
         for transport, _, source, _ in reads:
-            self.giver.came_by(transport, source)
+            self.upstream_reader.note_transport_used(transport, source)
 
     def _posting(self, reads: list[Read]) -> Iterator[tuple[Transport, PendingRead]]:
         for transport, into, source, rows in reads:
@@ -585,12 +597,12 @@ class ReadFromUpstream(Work):
             yield transport, read
 
     def abandon(self) -> None:
-        """The fetch is over."""
-        self._fetch.landed(self.giver, self)
+        """Unregister the read without running it: the fetch has ended."""
+        self._fetch.end_read(self.upstream_reader, self)
 
 
 class ReadFromStorage(Work):
-    """Read claimed chunks from storage."""
+    """A work item that reads claimed chunks from storage."""
 
     __slots__ = ("_chunks", "_fetch", "_storage")
 
@@ -602,28 +614,32 @@ class ReadFromStorage(Work):
     def start(self) -> Pending | None:
         """See `Step.start`."""
         fetch, left, is_told = self._fetch, set(self._chunks.tolist()), False
-        fetch.begins()
+        fetch.note_first_read()
         try:
             for chunks in self._storage.read(self._chunks):
                 fetch.is_touched = True
                 left -= set(chunks.tolist())
-                fetch.got(ReceivedChunks(chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", giver=None))
+                fetch.add_received(
+                    ReceivedChunks(
+                        chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", upstream_reader=None
+                    )
+                )
                 if fetch.ticket.done:
                     break
                 if not is_told and len(left) <= LITTLE * len(self._chunks):
                     is_told = True
-                    fetch.claim_is_read()
+                    fetch.request_next_claim()
         except PenstockError as error:
             if error.blame != "source":
                 raise
             fetch.storage_failed(error, np.array(sorted(left), np.int64))
         if not is_told:
-            fetch.claim_is_read()
+            fetch.request_next_claim()
         return None
 
 
 class VerifyReceived(Work):
-    """Digest chunks that arrived, these or others."""
+    """A work item that verifies a batch of received chunks; which ones is decided when it runs."""
 
     __slots__ = ("_fetch",)
 

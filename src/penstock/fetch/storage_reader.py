@@ -1,7 +1,7 @@
-"""Reading claimed chunks from storage, each byte once, straight to where it belongs.
+"""Read claimed chunks from storage, each byte once, directly into the destination tensors.
 
-In: an open session of the loader, and chunk numbers. Out: bytes in the holding's tensors, not yet verified.
-Not here: which chunks (`run`, by the hub's claims), how they are read (`engine`).
+In: an open session of the loader, and chunk numbers. Out: bytes in the destination tensors, not yet verified.
+Not here: the choice of chunks (`run`, by the hub's claims), the reads themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Least chunks handed on together, 64 MiB: others get the first of a claim while the rest is read."""
+"""Chunks passed on together, at least; 64 MiB: members read the first chunks of a claim while the rest is read."""
 HAND_ON_S = 1.0
-"""What waited for so long for the others is handed on alone, so that slow storage is seen to get on."""
+"""Chunks that waited this long are passed on even if fewer than `AT_ONCE` are ready, so slow storage shows progress."""
 GATHER_S = 0.025
-"""Least time between two hand-overs: from fast storage more is handed on together, since each costs a millisecond of
-digesting, telling and posting. A chunk waits so long for others once, on its way to all members."""
+"""Shortest time between two batches: each costs a millisecond of digesting, reporting and posting, so fast storage
+passes on more at once. A chunk is delayed by this once on its way to all members."""
 
 
 class StorageReader:
-    """One worker's reads of storage.
+    """The storage reads of one fetch.
 
     Args:
-        session: of the weight set whose tensors the line has; closed by this.
-        line: its table has the files and offsets of that weight set.
-        rows: flat uint8, where each row of the line goes.
+        session: session of the weight set; closed by this object.
+        layout: layout whose table has the files and offsets of that weight set.
+        rows: flat uint8, the destination of each row of the layout.
 
     Attributes:
-        nbytes: bytes asked of storage so far.
+        nbytes: bytes requested from storage so far.
     """
 
     def __init__(self, session: Session, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
@@ -53,15 +53,15 @@ class StorageReader:
 
     @property
     def received_bytes(self) -> int:
-        """A number that grows with every byte that storage gives, of reads that are not done too; not their sum."""
+        """A progress counter: it grows with every byte received from storage, but is not the sum of the bytes."""
         given = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
             return given + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
 
     def read(self, chunks: I64) -> Iterator[I64]:
-        """Read these chunks into their rows; yield some of them each time, once their bytes are there.
+        """Read these chunks into their rows; yield chunks as soon as their bytes are complete.
 
-        Raises what the loader raises. Leaving the iterator early ends the reading.
+        Raises the loader's errors. Closing the iterator early ends the reading.
         """
         pieces, owner = self._layout.chunks.pieces_apart(chunks)
         table, count = self._layout.table, len(pieces.row)
@@ -93,7 +93,8 @@ class StorageReader:
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
-            # The first is why: closing its run ends a read beside it too, by the staging they share.
+            # Two claims may be read at once, over one staging pool. Closing the failed run makes the other fail, too,
+            # so the first error is the cause.
             self._error = self._error or error
             raise self._error from None
         finally:
@@ -104,7 +105,7 @@ class StorageReader:
             run.close()
 
     def _begin(self, asked: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
-        """A run that reads these rows into these tensors."""
+        """Start a run of the loader that reads these rows into these tensors."""
         session = self._session
         with self._lock:
             if not self._is_warm:
@@ -116,7 +117,7 @@ class StorageReader:
             return run
 
     def check_unchanged(self) -> None:
-        """See `Session.check_unchanged`."""
+        """Raise an error if the files changed during the fetch; see `Session.check_unchanged`."""
         self._session.check_unchanged()
 
     def close(self) -> None:

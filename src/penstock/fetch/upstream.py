@@ -1,7 +1,7 @@
-"""One upstream of a fetch: lease, map and log by a thread of its own; what may be read from it now.
+"""One upstream of a fetch: a thread keeps its lease, map and log; the chunks that can be read from it now.
 
-In: a `PeerClient`. Out: which chunks it has, their leaves, transports and segments; why it failed.
-Not here: which chunks are taken from it (`run`).
+In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
+Not here: the choice of chunks to read from it (`run`).
 """
 
 from __future__ import annotations
@@ -34,54 +34,53 @@ from penstock.transport.protocol import Coding, Handle, Transport
 from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0
-"""How long a log request waits for news; it renews the lease too."""
+"""Time that a log request waits for news at the peer; each request also renews the lease."""
 GATHER_S = 0.002
-"""Least time between two log requests: what an upstream gains meanwhile is one answer and one wake-up."""
+"""Shortest time between two log requests: chunks verified in between come in one answer and cause one wake-up."""
 PLENTY_S = 0.02
-"""An upstream of which more is known than one read takes is asked again after this at the latest; else at once."""
+"""Longest pause of log requests while more chunks are known than one read takes; else the next request is immediate."""
 SPARE_S = 0.25
-"""One that only stands in is connected to, and asked, so much later: most fetches end without it."""
+"""Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it."""
 PATIENCE_S = 0.5
-"""An upstream that gained nothing and gave nothing for this long no longer holds back those after it."""
+"""After this long without new chunks and without bytes, an upstream no longer holds back those after it."""
 STEP_S = 0.02
-"""What one read from it should take: short beside a stall, long beside the cost of a step (0.1 ms)."""
+"""Target duration of one read: short compared with a stall, long compared with the cost of a read (0.1 ms)."""
 MAPPED_STEP_CHUNKS = 32
-"""The first steps from memory that is mapped, 512 MiB: `STEP_S` of PCIe. From one chunk on it takes rounds of Python,
-10 ms, until a step is as long as its Python; more keeps a chain's next member waiting for its first news."""
+"""Size of the first reads from mapped memory, 512 MiB: `STEP_S` of PCIe. Growing from one chunk took 10 ms of Python;
+starting larger delays the first news for the next member of a chain."""
 MAX_STEP_CHUNKS = 128
-"""2 GiB. A step costs a receiver 1 to 2 ms of Python, 0.6 GB of NVLink. Source: docs/design/003-fetch.md."""
+"""2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/003-fetch.md."""
 CAPPED_STEP_S = 0.1
-"""What one read takes of a capped upstream's time: its bytes come evenly, not in bursts."""
+"""Duration of one read of a capped upstream: its bytes arrive evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
-"""An upstream's pace is compared with the floor once it was read for this long: the first reads set up links."""
+"""Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
 PROBE_S = 1.0
-"""A later upstream is asked for one chunk this often, to know what it could give."""
+"""Interval at which a later upstream is read for one chunk, to measure its pace."""
 MUCH_FASTER = 4.0
-"""A later upstream is taken from beside an earlier one once it gives so many times as much: well above what the two can
-differ by where they share a link."""
+"""A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
+of two upstreams that share a link."""
 END_S = 0.5
-"""How long an ending waits for threads that only talk: what they do after it concerns nobody."""
+"""Time that closing waits for threads that only send requests; they touch no memory, so they may end later."""
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
-"""What is posted: the transport, our memory, the peer's, and what of it."""
+"""One read to post: the transport, our memory, the peer's memory, and the segments."""
 
 
 class UpstreamReader:
-    """What is known of one upstream while it is followed.
+    """The state of one upstream, kept up to date by a thread that follows its log.
 
     Attributes:
-        rank: its place in the hub's order; 0 is the parent.
-        has: chunks that can be read from it.
+        rank: its position in the hub's order; 0 is the parent.
+        has: per chunk, True if it can be read from this upstream.
         num_flying: reads under way.
-        fault: why it is no longer used; "" while it is.
-        is_too_slow: whether that is its pace.
-        proof: that it said wrong digests, where that is its fault and can be shown.
+        fault: the reason why it is no longer used; "" while it is used.
+        is_too_slow: True if its pace is that reason.
+        proof: evidence that it stated wrong digests, if it did and that can be proven.
         path: transport and member, for reports.
         why: path -> why no nearer transport, and why it is compressed or not.
 
     Args:
-        min_bytes_per_s: an upstream that gives less while it is read, or caps its readers below it, is used no more by
-            this fetch; 0: any pace will do.
+        min_bytes_per_s: stop using the upstream if it is slower, or caps its readers below this; 0: no minimum.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class UpstreamReader:
         self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
         self._read_s, self._read_until = 0.0, 0.0
         self._alive_at = self._probed_at = time.monotonic()
-        self._gives, self._silence = _Pace(self._alive_at), Silence()
-        self._closing, self._hurry = threading.Event(), threading.Event()
+        self._recent_pace, self._silence = _Pace(self._alive_at), Silence()
+        self._closing, self._news_wanted = threading.Event(), threading.Event()
         self._generation = -1
-        self._doubted: int | None = None
+        self._suspect_chunk: int | None = None
         self.proof: Proof | None = None
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
@@ -123,12 +122,12 @@ class UpstreamReader:
 
     @property
     def fault(self) -> str:
-        """Why it is no longer used."""
+        """Reason why the upstream is no longer used; empty: it is used."""
         return self.error.message if self.error is not None else ""
 
     @property
     def holds_back(self) -> bool:
-        """Whether those after it should wait for what it has or will have."""
+        """True if later upstreams should not be read for chunks that this one has or will have."""
         return self.error is None and time.monotonic() - self._alive_at < PATIENCE_S
 
     @property
@@ -138,52 +137,52 @@ class UpstreamReader:
         return min(read, self._cap) if self._cap else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
-        """Whether waiting for an earlier one is a waste: it gives little, be its link slow or what it waits for."""
-        return self.pace > MUCH_FASTER * other._gives.value(time.monotonic())
+        """Return True if waiting for an earlier upstream wastes time, because it provides far less than this one."""
+        return self.pace > MUCH_FASTER * other._recent_pace.value(time.monotonic())
 
     def should_probe(self) -> bool:
-        """Whether it is time to ask it for a chunk out of turn."""
+        """Return True at most once in `PROBE_S`: time to read one chunk out of turn and measure the pace."""
         now = time.monotonic()
         if now - self._probed_at < PROBE_S:
             return False
         self._probed_at = now
         return True
 
-    def came_by(self, transport: Transport, source: Descriptor) -> None:
-        """Bytes were read; a transport that codes some says by now whether these were."""
+    def note_transport_used(self, transport: Transport, source: Descriptor) -> None:
+        """Record a finished read's transport: one that compresses says only now whether it compressed these bytes."""
         if isinstance(transport, Coding):
             name, why = transport.way(source)
-            self._by(name, "; ".join(filter(None, (self._why_no_nearer, why))))
+            self._set_path(name, "; ".join(filter(None, (self._why_no_nearer, why))))
 
-    def _by(self, name: str, why: str) -> None:
+    def _set_path(self, name: str, why: str) -> None:
         self.path = f"{name} <- {self.upstream.member[:8]}"
         self.why[self.path] = why
 
-    def hurry(self) -> None:
-        """More is wanted of it than is known."""
-        self._hurry.set()
+    def request_news(self) -> None:
+        """Send the next log request now: more chunks are wanted than are known."""
+        self._news_wanted.set()
 
-    def _rest(self) -> None:
-        """Until news of it are worth asking for."""
-        self._hurry.wait(SPARE_S if self.rank else PLENTY_S)
-        self._hurry.clear()
+    def _wait_for_news(self) -> None:
+        """Wait until the next log request is useful."""
+        self._news_wanted.wait(SPARE_S if self.rank else PLENTY_S)
+        self._news_wanted.clear()
 
-    def reads(self, chunks: I64) -> list[Read]:
-        """What to post for these chunks, transport by transport."""
-        found = []
-        for pair, segments in self._weights.segments(chunks, self._row_region, self._row_offset).items():
-            found.append((*self._transports[pair], segments))
-        return found
+    def reads_of(self, chunks: I64) -> list[Read]:
+        """Return the reads to post for these chunks, one for each pair of regions."""
+        return [
+            (*self._transports[pair], segments)
+            for pair, segments in self._weights.segments(chunks, self._row_region, self._row_offset).items()
+        ]
 
-    def gave(self, nbytes: int, seconds: float) -> None:
-        """Note a read: its pace sets how much the next one takes."""
+    def note_read(self, nbytes: int, seconds: float) -> None:
+        """Record a finished read; its pace determines the size of the next one."""
         self._alive_at = now = time.monotonic()
         self.moved_bytes += nbytes
-        self._gives.add(now, nbytes)
+        self._recent_pace.add(now, nbytes)
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
         if self._read_s > JUDGED_AFTER_S:
-            self._judge(self.moved_bytes / self._read_s, "gives")
+            self._check_floor(self.moved_bytes / self._read_s, "gives")
         if seconds < STEP_S:
             is_full = 2 * nbytes >= self.step_chunks * self._weights.layout.chunks.chunk_bytes
             more = 8 if is_full and seconds < STEP_S / 8 else 2
@@ -196,89 +195,94 @@ class UpstreamReader:
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
-        """Whether its reads under way, which have received so much, got less than `LEAST_BYTES` for so long.
+        """Return True if the reads under way received less than `LEAST_BYTES` within `stall_s`.
 
-        Of all of them together, since they may share a connection.
+        All reads of this upstream count together, because they may share a connection.
         """
         if not is_read:
             self._silence.begin()
             return False
         return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
-    def _judge(self, bytes_per_s: float, how: str) -> None:
-        """Stop using the upstream if it gives less than the caller's floor.
+    def _check_floor(self, bytes_per_s: float, how: str) -> None:
+        """Stop using the upstream if it is slower than the caller's minimum.
 
-        The only holder is held to the floor too: the fetch then reads storage, or fails.
+        That applies to the only holder, too: the fetch then reads storage, or fails.
         """
         floor = self._min_bytes_per_s
         if bytes_per_s < floor:
             self.is_too_slow = True
             message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
-            self.fail(SourceStalled(message, hint="see why no nearer transport was taken, or lower min_gb_per_s"))
+            hint = "run `penstock why` to see why no nearer transport was chosen, or lower min_gb_per_s"
+            self.fail(SourceStalled(message, hint=hint))
 
-    def _heed_cap(self, max_bytes_per_s: int) -> None:
-        """Keep to what the holder lets this reader take a second; 0: no cap."""
+    def _apply_cap(self, max_bytes_per_s: int) -> None:
+        """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
         self._cap = max_bytes_per_s
         if max_bytes_per_s:
-            self._judge(max_bytes_per_s, "gives at most")
+            self._check_floor(max_bytes_per_s, "gives at most")
 
-    def gave_wrong(self, chunk: int) -> None:
-        """Have the holder digest this chunk again, once it is no longer read from: it gives up what is damaged.
+    def note_wrong_chunk(self, chunk: int) -> None:
+        """Remember a wrong chunk, which the holder is asked to digest again when this reader ends.
 
-        The hub believes no reader about another member's bytes, so this is how the others are kept from them.
+        The hub does not trust one reader's word about another member's bytes. The holder stops serving damaged weights
+        itself, and that protects the other readers.
         """
-        self._doubted = chunk
+        self._suspect_chunk = chunk
 
     def fail(self, error: PenstockError) -> None:
-        """Use it no more; the first error stays, without the frames it came through.
+        """Stop using the upstream; keep the first error, without its traceback.
 
-        They refer to this, and this to the memory that is filled: one dead upstream would keep all weights of a fetch
-        that is long over, until Python's collector comes by.
+        The traceback's frames refer to this object, and this to the destination memory: one dead upstream would keep
+        all weights of a finished fetch alive until Python's cyclic collector runs.
         """
         if self.error is None:
             self.error = without_frames(error)
         self._closing.set()
-        self._hurry.set()
+        self._news_wanted.set()
         self._ticket.wake()
 
     def close(self) -> None:
-        """End the following; the lease is given back by its thread. Waits for that, a moment at most."""
+        """Stop following the log; the thread releases the lease. Waits for the thread `END_S` at most."""
         self._closing.set()
-        self._hurry.set()
+        self._news_wanted.set()
         self.peer.interrupt()
         self.thread.join(timeout=END_S)
 
     def _follow(self) -> None:
         if self.rank:
-            self._rest()
+            self._wait_for_news()
         if self._closing.is_set():
             return
         try:
             with self.peer as peer:
                 lease = peer.lease()
-                self._heed_cap(lease.max_bytes_per_s)
+                self._apply_cap(lease.max_bytes_per_s)
                 self._connect(peer.map())
                 self._alive_at = time.monotonic()
                 try:
                     self._read_log(peer)
                 finally:
-                    if self._doubted is not None:
-                        with contextlib.suppress(PenstockError):  # gone, or SourceBusy: it was damaged, and is given up
-                            peer.recheck(self._doubted)
+                    if self._suspect_chunk is not None:
+                        # An error is expected: SourceBusy says that the holder found the damage and stopped serving.
+                        with contextlib.suppress(PenstockError):
+                            peer.recheck(self._suspect_chunk)
         except PenstockError as error:
             if not self._closing.is_set():
                 self.fail(error)
 
     def _connect(self, found: HoldingMap) -> None:
-        """Hold its map to our line, and choose a transport for each pair of regions.
+        """Check the peer's map against our layout, and choose a transport for each pair of regions.
 
         Raises:
-            PlanError: it cuts the line another way, or no transport reaches it. FormatError: the map does not fit.
+            PlanError: the peer's chunks differ, or no transport reaches it. FormatError: the map does not fit.
         """
         chunks, ours = self._weights.layout.chunks, self._weights.place
         same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
         if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
-            raise PlanError(f"its chunks are cut another way: {same}")
+            expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
+            message = f"(leaf_bytes, chunk_bytes, num_chunks) are {same} at the peer and {expected} here"
+            raise PlanError(message, hint="members must run releases with the same chunk size")
         room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in found.regions]
         self._row_region, self._row_offset = region, _ = locate_rows(self._weights.layout, found, room)
         held = ours.row_region >= 0
@@ -292,29 +296,29 @@ class UpstreamReader:
                 self.step_chunks = self.step_chunks if self._cap else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
-            self._by(transport.name, why)
+            self._set_path(transport.name, why)
         self._generation = found.generation
 
     def _read_log(self, peer: PeerClient) -> None:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
-            self._heed_cap(reply.max_bytes_per_s)
+            self._apply_cap(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
-                self._learn(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
+                self._add_news(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
             if reply.state == "whole" or len(chunks):
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
                 self._closing.wait(NEWS_S)  # nothing more will come; only the lease is renewed
             elif len(chunks):
                 self._closing.wait(GATHER_S)
-                self._rest()
+                self._wait_for_news()
             serial = reply.serial
 
-    def _learn(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
+    def _add_news(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
         layout, table = self._weights.layout, self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
@@ -337,7 +341,7 @@ class UpstreamReader:
 
 
 class _Pace:
-    """Bytes per second of the clock, over the last one to two `PROBE_S`."""
+    """A moving average of bytes per second of wall time, over the last one to two `PROBE_S`."""
 
     def __init__(self, now: float) -> None:
         self._since, self._nbytes, self._before = now, 0, 0.0
@@ -351,6 +355,6 @@ class _Pace:
         return max(self._before, self._nbytes / max(now - self._since, PROBE_S / 2))
 
     def _turn(self, now: float) -> None:
-        passed_s = now - self._since  # looked at once: another thread may turn it meanwhile
+        passed_s = now - self._since  # computed once: another thread may change `_since` between check and use
         if passed_s >= PROBE_S:
             self._before, self._since, self._nbytes = self._nbytes / passed_s, now, 0

@@ -1,7 +1,7 @@
-"""Chunks whose bytes arrived: digested together, compared, and from then on the holding's.
+"""Verify received chunks: digest them together, compare, and mark the right ones as verified.
 
-In: arrivals, from upstreams and from storage. Out: the chunks of each that are wrong; the others are gained.
-Not here: reading them (`steps`), what becomes of wrong ones (`run`).
+In: received chunks, from upstreams and from storage. Out: the wrong chunks of each batch; the others can be served.
+Not here: reading chunks, and the reaction to wrong ones (`run`).
 """
 
 from __future__ import annotations
@@ -22,43 +22,46 @@ MAX_CHUNKS = 128
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReceivedChunks:
-    """Chunks in place, not yet verified."""
+    """Chunks whose bytes are in place and not yet verified."""
 
     chunks: I64
     wanted: U64 | None
-    """Their digests as the giver says; None: from storage."""
+    """Their digests as the upstream stated them; None: read from storage."""
     path: str
-    giver: UpstreamReader | None
+    upstream_reader: UpstreamReader | None
 
 
-def next_batch(arrived: deque[ReceivedChunks], num_takers: int) -> list[ReceivedChunks]:
-    """A taker's share of what waits, the first first; one at least, if there is one."""
-    share, batch, count = -(-len(arrived) // num_takers), list[ReceivedChunks](), 0
-    while arrived and len(batch) < share and (not batch or count + len(arrived[0].chunks) <= MAX_CHUNKS):
-        batch.append(arrived.popleft())
+def next_batch(waiting: deque[ReceivedChunks], num_threads: int) -> list[ReceivedChunks]:
+    """Remove and return one thread's share of the waiting chunks, oldest first; at least one entry if any waits."""
+    share, batch, count = -(-len(waiting) // num_threads), list[ReceivedChunks](), 0
+    while waiting and len(batch) < share and (not batch or count + len(waiting[0].chunks) <= MAX_CHUNKS):
+        batch.append(waiting.popleft())
         count += len(batch[-1].chunks)
     return batch
 
 
 def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple[ReceivedChunks, I64]]:
-    """Digest all and compare; arrivals without a wrong chunk are gained. Each with its wrong chunks.
+    """Digest a batch and compare; mark entries without a wrong chunk as verified.
+
+    Returns:
+        Each entry with its wrong chunks; an empty array if all are right.
 
     Raises:
-        IntegrityError: storage and a member say different digests.
+        IntegrityError: storage and a member state different digests.
     """
     table = weights.layout.chunks
-    chunks = np.concatenate([one.chunks for one in batch])
+    chunks = np.concatenate([entry.chunks for entry in batch])
     digests, at, found = weights.digest(chunks), 0, []
-    for one in batch:
-        stop = at + int((table.first_leaf[one.chunks + 1] - table.first_leaf[one.chunks]).sum())
-        mine, wanted, at = digests[at:stop], one.wanted, stop
+    for entry in batch:
+        stop = at + int((table.first_leaf[entry.chunks + 1] - table.first_leaf[entry.chunks]).sum())
+        mine, wanted, at = digests[at:stop], entry.wanted, stop
         if wanted is None and weights.has_manifest:
-            wanted = weights.leaves[table.leaves_of(one.chunks)]
-        wrong = weights.differing_chunks(one.chunks, mine, wanted) if wanted is not None else one.chunks[:0]
+            wanted = weights.leaves[table.leaves_of(entry.chunks)]
+        wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
         if wanted is None:
-            weights.record_digests(one.chunks, mine, "storage, as it was read here")
-        found.append((one, mine, wrong))
-    good = [(one.chunks, mine) for one, mine, wrong in found if not len(wrong)]
+            weights.record_digests(entry.chunks, mine, "storage, as it was read here")
+        found.append((entry, mine, wrong))
+    good = [(entry.chunks, mine) for entry, mine, wrong in found if not len(wrong)]
     if good:
         weights.mark_verified(*(np.concatenate(column) for column in zip(*good, strict=True)))
-    return [(one, wrong) for one, _, wrong in found]
+    return [(entry, wrong) for entry, _, wrong in found]

@@ -1,1 +1,1 @@
-"""One process of a fleet: its weights, the server other members ask, and the client that asks them."""
+"""Peer: one process of a fleet: its weights, the server for other members, and the client for theirs."""

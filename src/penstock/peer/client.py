@@ -1,7 +1,7 @@
-"""One upstream, as a reader sees it: ask its door for a lease, its map, and what it gains.
+"""The client of another member's server: get a lease, the memory map, the tensor table and the log of verified chunks.
 
-In: an `Upstream` of the hub's. Out: a `Lease`, a `HoldingMap`, `LogReply`s; typed errors.
-Not here: the other side (`server`), reading the bytes (`transport`), which chunks (`fetch.run`).
+In: an `Upstream` from the hub. Out: a `Lease`, a `HoldingMap`, `LogReply`s; typed errors.
+Not here: the server (`server`), reading the bytes (`transport`), the choice of chunks (`fetch.run`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from penstock.transport.http import LOOPBACK, data_port
 T = TypeVar("T")
 
 MAX_REPLY_BYTES = 256 << 20
-"""Longest answer that is read: the table of four million tensors."""
+"""Longest accepted answer: the table of four million tensors."""
 
 
 class _Answer(http.client.HTTPResponse):
-    """An answer under one deadline, from its first wait to its last byte; longer only for the bytes that came."""
+    """An HTTP response with one deadline for all of it, extended only by the bytes that arrive."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -63,7 +63,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class _TlsConnection(http.client.HTTPSConnection):
-    """To a door that must show the certificate by which the hub knows its member, where it knows one."""
+    """A TLS connection that requires the certificate by which the hub knows the member, if the hub knows one."""
 
     def __init__(self, host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None, names: str) -> None:
         super().__init__(host, port, timeout=timeout_s, context=trust)
@@ -75,22 +75,22 @@ class _TlsConnection(http.client.HTTPSConnection):
         shown = certificate_names(self.sock.getpeercert() or {})
         if self._names and shown != self._names:
             self.close()
-            raise PermissionError(f"it shows the certificate of {shown}, and the hub knows it by {self._names}")
+            raise PermissionError(f"the peer's certificate names {shown}, but the hub knows the member as {self._names}")
 
 
 class PeerClient(Closing):
-    """One reader's conversation with one door. A context manager; one thread uses it, any may interrupt it.
+    """A client of one peer's server for one key. A context manager; one thread uses it, any thread may interrupt it.
 
-    The grant, and then the secret name of the lease, are all that a door is shown. A member announces its own doors, so
-    whatever else went there, the reader's token for one, would be that member's to use.
+    The client sends the grant, and then the secret id of the lease, and no other credential: a member announces its own
+    addresses, so a token sent there could be misused by that member.
 
     Args:
-        upstream: whom, and the grant to show.
-        member: who we are.
-        key: what we want.
-        same_host: whether its Unix door can be reached.
+        upstream: the peer, and the grant to send.
+        member: id of this process's member.
+        key: key of the weights to read.
+        same_host: True if the peer's Unix socket can be reached.
         stall_s: deadline of every answer.
-        trust: how a door's certificate is checked, and what it is shown; None: as the system does.
+        trust: TLS context to check the peer's certificate and present ours; None: the system's defaults.
     """
 
     def __init__(
@@ -109,57 +109,60 @@ class PeerClient(Closing):
         self._ending, self._is_ending = threading.Lock(), False
         self._same_host, self._stall_s = same_host, stall_s
         self._connection: http.client.HTTPConnection | None = None
-        self._door: PeerAddress | None = None
+        self._address: PeerAddress | None = None
 
     def _connect(self) -> http.client.HTTPConnection:
         why: list[str] = []
-        for door in self.upstream.doors:
-            address = parse_peer_url(door)
+        for url in self.upstream.doors:
+            address = parse_peer_url(url)
             if address is None:
-                why.append(f"{door!r} is no address of a door")
+                why.append(f"{url!r} is not a valid address of a peer")
             elif address.path and not self._same_host:
-                why.append(f"{door} is on another host")
+                why.append(f"{url} is on another host")
             elif address.path and (fault := private_socket_fault(address.path)):
-                why.append(f"{door}: {fault}")  # containers of one host may share no /tmp, or somebody else owns it
+                # Containers of one host may have separate /tmp directories, or another user may own the socket.
+                why.append(f"{url}: {fault}")
             else:
-                self._door = address
+                self._address = address
                 if address.path:
                     return _UnixConnection(address.path, self._stall_s)
                 if address.is_tls:
                     names = self.upstream.certificate
                     return _TlsConnection(address.host, address.port, self._stall_s, self._trust, names)
                 return http.client.HTTPConnection(address.host, address.port, timeout=self._stall_s)
-        raise PeerLost(f"it has no door to be reached from here: {'; '.join(why)}", uri=self._uri())
+        message = f"no address of the member can be reached from this process: {'; '.join(why)}"
+        raise PeerLost(message, uri=self._uri(), hint="give the member listen=HOST:PORT if it is on another host")
 
     def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Check that a map's data ports are at the member's own address: where its door is.
+        """Check that the data ports in a map have the same address as the member's server.
 
-        A descriptor may name any address, and this process would connect to it and send it a request.
+        Without the check, a malicious descriptor could make this process send a request to any address.
 
         Raises:
-            FormatError: one is elsewhere, or malformed.
+            FormatError: a data port has another address, or is malformed.
         """
-        assert self._door is not None
-        hosts = {self._door.host}
-        if self._door.path:
-            # Connected to by Unix socket, so it is a process of this user on this host.
-            doors = (parse_peer_url(door) for door in self.upstream.doors)
-            hosts = {"", *LOOPBACK, *(door.host for door in doors if door is not None)}
+        assert self._address is not None
+        hosts = {self._address.host}
+        if self._address.path:
+            # Connected by Unix socket, so the peer is a process of this user on this host.
+            addresses = (parse_peer_url(url) for url in self.upstream.doors)
+            hosts = {"", *LOOPBACK, *(address.host for address in addresses if address is not None)}
         for offered in regions:
             if "http" in offered:
                 address = data_port(offered["http"])
                 if ("" if address.path else address.host) not in hosts:
                     where = address.path or f"{address.host}:{address.port}"
-                    message = f"its map names a data port at {where}, which is not where its door is"
-                    raise FormatError(message, uri=self._uri(), hint="its member listens at one address for both")
+                    message = f"its map names a data port at {where}, which is not the address of its server"
+                    raise FormatError(message, uri=self._uri(), hint="a member must listen at one address for both")
 
     def lease(self, *, attach: bool = False) -> Lease:
-        """The right to read; with `attach`, to use the memory itself, which a keeper keeps for as long.
+        """Get a lease to read; with `attach`, to map the memory itself, which a keeper does not free meanwhile.
 
         Raises:
-            SourceBusy: all places are taken. PermissionDenied: the grant does not do, or it keeps nothing for others.
-            NotFound: it has not got the key.
-            PeerLost: it is gone. SourceStalled: it does not answer.
+            SourceBusy: all readers' places are taken.
+            PermissionDenied: the grant was refused, or (`attach`) the member is not a keeper.
+            NotFound: the member does not hold the key.
+            PeerLost: the member cannot be reached. SourceStalled: it does not answer in time.
             PlanError: it speaks another major version of the protocol.
         """
         body = msgspec.msgpack.encode(
@@ -171,29 +174,29 @@ class PeerClient(Closing):
         return lease
 
     def _check_version(self, theirs: str) -> None:
-        """PlanError where the door speaks another major version."""
+        """Raise PlanError if the peer speaks another major version of the protocol."""
         if fault := version_fault(theirs, "the member", "this process"):
             raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)
 
     def map(self) -> HoldingMap:
-        """Where its bytes are; after `lease`."""
-        found = self._ask("GET", f"{self._path()}/map", HoldingMap)
-        self.check_data_ports(found.regions)
-        return found
+        """Return the peer's memory map. Call `lease` first."""
+        peer_map = self._ask("GET", f"{self._path()}/map", HoldingMap)
+        self.check_data_ports(peer_map.regions)
+        return peer_map
 
     def table(self) -> TableMessage:
-        """Its tensors; after `lease`."""
+        """Return the peer's tensor table. Call `lease` first."""
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
     def log(self, after: int, wait_s: float) -> LogReply:
-        """What it gained since, waiting for news at most `wait_s`; renews the lease."""
+        """Return the chunks verified since serial `after`, waiting at most `wait_s` for news; renew the lease."""
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Have it digest a chunk that differs here; returns if the chunk is right there.
+        """Ask the peer to digest a chunk that differs here; return if the chunk is right there.
 
         Raises:
-            SourceBusy: it differs there, too; the holder no longer serves that memory.
+            SourceBusy: the chunk is wrong there, too; the peer no longer serves that memory.
         """
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
@@ -209,7 +212,7 @@ class PeerClient(Closing):
             try:
                 return msgspec.msgpack.decode(raw, type=kind)
             except msgspec.DecodeError as error:
-                raise FormatError(f"a malformed answer: {error}", uri=self._uri()) from error
+                raise FormatError(f"the answer to {verb} {path} is malformed: {error}", uri=self._uri()) from error
         raise self._refusal(code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -221,17 +224,19 @@ class PeerClient(Closing):
             if connection.sock is not None:
                 connection.sock.settimeout(self._stall_s)  # the last answer's deadline left a shorter one
             with contextlib.suppress(BrokenPipeError):
-                # A full door answers before it is asked, and closes; its answer says so.
+                # A server without a free connection answers before it reads the request, and closes. Its answer is
+                # still in the socket's buffer.
                 connection.request(verb, path, body)
             response = connection.getresponse()
             raw = response.read(MAX_REPLY_BYTES)
             return response.status, raw
         except TimeoutError as error:
             self._connection.close()
-            raise SourceStalled("its door does not answer", uri=self._uri()) from error
+            message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
+            raise SourceStalled(message, uri=self._uri()) from error
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             self._connection.close()
-            raise PeerLost(f"its door is gone: {error}", uri=self._uri()) from error
+            raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
 
     def _refusal(self, code: int, raw: bytes) -> PenstockError:
         try:
@@ -239,8 +244,8 @@ class PeerClient(Closing):
         except msgspec.DecodeError:
             fault = Fault(error=f"HTTP {code}")
         if code == 429:
-            others = ", ".join(one[:8] for one in fault.alternatives)
-            return SourceBusy(fault.error, uri=self._uri(), hint=f"its readers have or will have the same: {others}")
+            others = ", ".join(reader[:8] for reader in fault.alternatives)
+            return SourceBusy(fault.error, uri=self._uri(), hint=f"read from one of its readers instead: {others}")
         kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
         kind = kinds.get(code, PeerLost)
         return kind(fault.error, uri=self._uri(), hint=fault.hint or None)
@@ -249,27 +254,27 @@ class PeerClient(Closing):
         return f"penstock:{self.upstream.member}"
 
     def interrupt(self) -> None:
-        """End a request under way in another thread; it raises PeerLost there. The goodbye of `close` is left alone."""
+        """Abort a request of another thread, which raises PeerLost there; the release in `close` is not aborted."""
         with self._ending:
             waiting = None if self._is_ending or self._connection is None else self._connection.sock
             if waiting is not None:
-                with contextlib.suppress(OSError):  # it has just ended by itself
+                with contextlib.suppress(OSError):  # the connection has just ended by itself
                     waiting.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the lease back, if the door still listens. Idempotent."""
+        """Release the lease if the peer still answers, and close the connection. Idempotent."""
         with self._ending:
             self._is_ending = True
         connection, lease = self._connection, self._lease
         self._lease = None
         if connection is not None:
-            connection.close()  # it may have been interrupted
+            connection.close()  # an interrupted connection cannot carry the release
             if lease is not None and not self._release(connection, lease):
-                self._release(connection, lease)  # it was of an interrupted request; else it expires there
+                self._release(connection, lease)  # one retry on a new connection; after that the lease expires there
             connection.close()
 
     def _release(self, connection: http.client.HTTPConnection, lease: Lease) -> bool:
-        """Whether there is no use in asking again."""
+        """Send the release of a lease; return False if a retry may help."""
         try:
             if connection.sock is not None:
                 connection.sock.settimeout(self._stall_s)

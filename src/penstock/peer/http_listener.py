@@ -1,7 +1,7 @@
-"""A door's sockets: a thread a connection, within the limits of `net.limits`.
+"""The sockets of a member's server: one thread for each connection, within the limits of `net.limits`.
 
-In: an address, a handler of requests. Out: its connections, by TLS where there is a context.
-Not here: what is asked and answered (`server`), which connections are let in (`net.listener`).
+In: an address, a handler of requests. Out: its connections, over TLS if there is a context.
+Not here: requests and answers (`server`), admission of connections (`net.listener`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.net.listener import ThreadedListener
 from penstock.net.timed import TimedReader
 
 LIMITS = ConnectionLimits()
-"""Of each socket: far more than a holder has readers."""
+"""Limits of each listening socket: far above the number of readers that a holder has."""
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-"""For whoever finds no place: a reader takes it for a busy source, and asks another."""
+"""Answer to a connection that is refused: a reader treats the member as busy, and asks another."""
 
 
 class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
-    """One connection, whose requests come to an end.
+    """A request handler with a deadline for each request and each answer. One instance serves one connection.
 
     Attributes:
-        place: of this connection; whoever answers a caller that showed who it is calls `place.prove`.
+        place: admission of this connection; a handler that has authenticated the caller calls `place.prove`.
         peer: the caller's host; empty for a Unix socket.
     """
 
@@ -40,7 +40,7 @@ class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
         super().__init__(sock, (peer, 0), None)  # type: ignore[arg-type]
 
     def setup(self) -> None:
-        """Answers are small and waited for."""
+        """Prepare the connection: no Nagle delay, since answers are small and waited for; reads with a deadline."""
         super().setup()
         if self.connection.family != socket.AF_UNIX:
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -49,7 +49,7 @@ class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._incoming)
 
     def handle_one_request(self) -> None:
-        """See http.server, which ends the connection at a TimeoutError."""
+        """Serve one request; `http.server` ends the connection at a TimeoutError."""
         limits = self.place.limits
         first_s = limits.idle_s if self.place.is_proven else limits.head_s
         self._incoming.expect(limits.head_s, limits.head_bytes, first_s=first_s)
@@ -57,40 +57,40 @@ class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
         self.place.end()
 
     def parse_request(self) -> bool:
-        """See http.server: a head is whole."""
-        # The answer may wait for news; taking it has its own deadline, see `taking`.
+        """Parse the head of a request, which is complete now; see `http.server`."""
+        # The answer may wait for news. Sending it has its own deadline, see `taking`.
         self.place.begin(self.place.limits.idle_s + self.place.limits.answer_s)
         return super().parse_request()
 
     def take_body(self, nbytes: int) -> bytes:
-        """Read so many bytes behind the head."""
+        """Read a body of `nbytes` bytes that follows the head."""
         self._incoming.allow(nbytes)
         return self.rfile.read(nbytes)
 
     def taking(self, nbytes: int) -> None:
-        """Give the caller so long to take an answer of this length; the connection is cut after that."""
+        """Set the deadline by which the caller must have read an answer of this length."""
         self.place.begin(self.place.limits.answer_s + nbytes / MIN_BYTES_PER_S)
         self.connection.settimeout(None)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the audit line is written where the grant is checked."""
+        """Do nothing: the audit line is written where the grant is checked."""
 
     def address_string(self) -> str:
-        """A Unix peer has no address."""
+        """Return the peer's host, or "unix": a Unix peer has no address."""
         return self.peer or "unix"
 
 
 def listen_tcp(
     host: str, port: int, handler: Callable[[socket.socket, Connection, str], object], tls: ssl.SSLContext | None
 ) -> ThreadedListener:
-    """Serve on `host:port`; 0 chooses a port. OSError, OverflowError: it cannot be bound."""
+    """Serve on `host:port`; port 0 takes a free one. Raises OSError or OverflowError if it cannot be bound."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return _listen(bound, (host, port), handler, tls)
 
 
 def listen_unix(path: str, handler: Callable[[socket.socket, Connection, str], object]) -> ThreadedListener:
-    """Serve at a path, to this user's processes. OSError: it cannot be bound."""
+    """Serve on a Unix socket, to this user's processes only. Raises OSError if it cannot be bound."""
     return _listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), os.fspath(path), handler, None)
 
 
@@ -111,5 +111,5 @@ def _listen(
 
     refusal = _FULL if tls is None else b""
     return ThreadedListener(
-        bound, Admission(LIMITS, name="door"), serve, name="penstock-door", tls=tls, refusal=refusal
+        bound, Admission(LIMITS, name="peer server"), serve, name="penstock-peer", tls=tls, refusal=refusal
     )

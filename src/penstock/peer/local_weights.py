@@ -1,9 +1,9 @@
-"""Weights of one key in this process's memory: where they lie, which chunks are verified, what readers are told.
+"""Weights of one key in this process's memory: their regions, the verified chunks, and the map and log for readers.
 
-In: a line and its tensors, registered with transports; chunks as they are verified. Out: the map and the log.
+In: a layout and its tensors, registered with transports; chunks as they are verified. Out: the map and the log.
 Not here: serving them (`server`), filling them (`fetch.run`).
 
-    gain(chunks, leaves) --> log --> log_after(serial): a reader learns of chunks while we still receive
+    mark_verified(chunks, leaves) --> log --> log_after(serial): readers learn of chunks while we still receive
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """Where the line's rows lie: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+    """The placement of a layout's rows: regions of memory, and each row's region (-1: no bytes) and offset in it."""
 
     regions: tuple[Memory, ...]
     row_region: I64
@@ -45,7 +45,7 @@ class RowPlacement:
 
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
-    """Find the regions behind flat uint8 tensors: their arena where they lie in one, else their torch storage."""
+    """Find the regions behind flat uint8 tensors: the arena that they lie in, else their torch storage."""
     regions: list[Memory] = []
     at: dict[int, int] = {}
     row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
@@ -68,22 +68,22 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
-    """Numbers that a peer sent, little endian. FormatError where the bytes are no whole number of them."""
+    """Decode little-endian numbers that a peer sent. Raises FormatError if the length is not a multiple of their size."""
     if len(raw) % np.dtype(kind).itemsize:
-        raise FormatError(f"a column of {len(raw)} bytes")
+        raise FormatError(f"a peer sent a column of {len(raw)} bytes, not a multiple of {np.dtype(kind).itemsize}")
     return np.frombuffer(raw, kind).astype(np.int64)
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
-    """Per row of the line a peer's region and the offset in it; both mean nothing for a row of no bytes.
+    """Return, for each row of the layout, a peer's region and the offset in it; undefined for rows without bytes.
 
     Args:
-        line: ours.
-        where: what the peer says.
+        layout: our layout.
+        where: the peer's map.
         room: bytes of each of its regions.
 
     Raises:
-        FormatError: a row lies outside, or it says another number of rows.
+        FormatError: a row lies outside its region, or the map has another number of rows.
     """
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
@@ -94,33 +94,33 @@ def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) ->
         fits = bool(((of >= 0) & (of < len(room))).all())
         fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[held])).all())
     if not fits:
-        raise FormatError("a peer's map does not fit the line")
+        raise FormatError(f"a peer's map of {len(region)} rows does not fit the layout of {len(nbytes)} tensors")
     return region, offset
 
 
 def device_id(device: torch.device) -> str:
-    """A GPU's UUID, whatever number this process gives it; empty for the host."""
+    """Return a GPU's UUID, which does not depend on this process's numbering; empty for the host."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 class LocalWeights:
-    """One rank's weights of a key.
+    """The weights of one key in this process's memory.
 
     Args:
-        identity: what they are; its key names them.
-        line: their order and chunks.
-        rows: per row of the line its bytes, flat uint8, all on one device; kept alive by this.
-        leaves: the digests they must have, where a manifest says so.
-        arenas: what the rows lie in, where they do.
-        max_readers: leases given at once.
+        identity: identity of the weights; its key names them.
+        layout: order of the tensors, and chunks.
+        rows: bytes of each row of the layout, flat uint8, all on one device; kept alive by this object.
+        leaves: the digests that a manifest states; None: no manifest.
+        arenas: arenas that the rows lie in, if any.
+        max_readers: concurrent leases of readers.
 
     Attributes:
-        leaves: per leaf of the line its digest; true for chunks in `have`, and for all where a manifest said so.
-        have: per chunk whether it was verified.
+        leaves: digest of each leaf of the layout; valid for chunks in `have`, and for all chunks with a manifest.
+        have: per chunk, True if it was verified.
         changed: notified when `have`, `state` or `generation` changes.
-        kept: whether engines of this host may use the memory itself: it does not change while the holding is whole.
-        damage: why it must not be read any more: bytes that were verified changed in memory; None: none are known to.
-        tier: where the bytes rest while they are not in `rows`; empty: they are.
+        kept: True if engines of this host may map the memory: it does not change while the state is `whole`.
+        damage: the error if verified bytes changed in memory, so that nothing may be read any more; else None.
+        tier: the tier that has the bytes while they are not in `rows`; empty: they are in `rows`.
     """
 
     def __init__(
@@ -164,11 +164,11 @@ class LocalWeights:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every chunk is verified."""
+        """True if every chunk is verified."""
         return bool(self.have.all())
 
     def register(self, links: Links) -> None:
-        """Make the regions reachable by every transport that can; needed before `map` and before reading into them."""
+        """Register the regions with every transport that supports them; needed before `map` and before reading."""
         if self._handles:
             return
         shown: list[dict[str, Handle]] = []
@@ -182,11 +182,11 @@ class LocalWeights:
         self._handles, self._into = shown, into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Our registrations of a region, by the transports that can read into it."""
+        """Return our registrations of a region, by name of the transport that can read into it."""
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """How a peer reads this; under a lease, with descriptors that end with it where the transport can do that."""
+        """Return the map for a peer; under a lease, with descriptors that end with it if the transport supports that."""
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -207,19 +207,19 @@ class LocalWeights:
         )
 
     def take_back(self, lease: str) -> None:
-        """Refuse the descriptors that were given under a lease, where the transport can."""
+        """Revoke the descriptors issued under a lease, for transports that support that."""
         for handles in self._handles:
             for handle in handles.values():
                 if isinstance(handle, Lending):
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """What to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.
+        """Return the segments to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.
 
         Args:
-            chunks: which, in the order wanted.
+            chunks: chunk numbers, in the order wanted.
             theirs_region: the peer's region of each row.
-            theirs_offset: where each row starts in it.
+            theirs_offset: offset of each row in the peer's region.
         """
         pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
@@ -230,15 +230,15 @@ class LocalWeights:
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # In an arena of ours what lies between neighbours is nobody's; elsewhere it may be another tensor, and
-            # where chunks are as small as that, another chunk.
+            # In our own arena the gaps between neighbours are unused, so a read may overwrite them. Elsewhere a gap may
+            # be another tensor, or another chunk if chunks are as small as the alignment.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
             found[theirs, ours] = segments.joined(padding_bytes=padding)
         return found
 
     def digest(self, chunks: I64) -> U64:
-        """Digest these chunks as they lie in memory: their leaves, chunk after chunk. The bytes must be there."""
+        """Digest these chunks in memory; return their leaf digests, chunk after chunk. The bytes must be complete."""
         table = self.layout.chunks
         at = table.leaves_of(chunks)
         row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
@@ -257,7 +257,7 @@ class LocalWeights:
         return out
 
     def differing_chunks(self, chunks: I64, got: U64, wanted: U64) -> I64:
-        """Which of the chunks have a leaf that differs."""
+        """Return the chunks with at least one differing leaf."""
         if np.array_equal(got, wanted):
             return chunks[:0]
         counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
@@ -272,10 +272,10 @@ class LocalWeights:
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
     def record_digests(self, chunks: I64, leaves: U64, teller: str) -> None:
-        """Note what somebody says the digests of chunks are, where no manifest says it: all who say it must agree.
+        """Record the digests of chunks as one source states them; without a manifest all sources must agree.
 
         Raises:
-            IntegrityError: they do not; nobody can tell who is right.
+            IntegrityError: two sources disagree, and without a manifest neither can be trusted.
         """
         if self.has_manifest:
             return
@@ -288,8 +288,8 @@ class LocalWeights:
                 if len(wrong):
                     other = self._told_by[self._told[wrong[0]]]
                     raise IntegrityError(
-                        f"{other} and {teller} say different digests of chunk {int(wrong[0])}",
-                        hint="nobody can tell who is right without a manifest: write one with `penstock manifest`",
+                        f"{other} and {source} state different digests of chunk {int(wrong[0])}, and there is no manifest",
+                        hint="write a manifest with `penstock manifest`; it decides which source is right",
                     )
             new = self._told[chunks] < 0
             if new.any():
@@ -299,7 +299,7 @@ class LocalWeights:
                 self._told_by.append(teller)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
-        """These chunks are verified, with these leaves: from now on others may read them."""
+        """Mark chunks as verified, with these leaf digests: from now on other members may read them."""
         with self.changed:
             new = ~self.have[chunks]
             if not new.all():
@@ -312,24 +312,24 @@ class LocalWeights:
             self.changed.notify_all()
 
     def root(self) -> str:
-        """The `w1-` revision of all digests: what is held, once it is whole."""
+        """Return the `w1-` revision: the root of all digests, meaningful once every chunk is verified."""
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, asked: str = "") -> None:
-        """Hold the digests to the revision, and to what was asked for, where those are roots, or begin as one does.
+        """Check that the digests' root is the identity's revision and the requested one; only for `w1-` revisions.
 
         Raises:
-            IntegrityError: they are another's.
+            IntegrityError: the digests belong to another revision.
         """
-        found = self.root()
+        root = self.root()
         for named in (self.identity.revision, asked):
-            if named.startswith("w1-") and not found.startswith(named):
-                raise IntegrityError(f"the digests are of revision {found}, not {named}", uri=f"penstock:{self.key}")
+            if named.startswith("w1-") and not root.startswith(named):
+                raise IntegrityError(f"the digests are of revision {root}, not {named}", uri=f"penstock:{self.key}")
 
     def spot_check(self, chance: random.Random) -> int | None:
-        """Digest one verified chunk again; its number if its bytes are no longer those that were verified.
+        """Digest one verified chunk again; return its number if its bytes have changed since, else None.
 
-        The first is any, then each comes in its turn: all of them were looked at after as many calls.
+        The first call picks a random chunk, later calls the next one, so as many calls as chunks check all of them.
         """
         with self.changed:
             had = np.flatnonzero(self.have)
@@ -340,25 +340,25 @@ class LocalWeights:
         return self._looked_at if self.has_changed(self._looked_at) else None
 
     def has_changed(self, chunk: int) -> bool:
-        """Digest a chunk again: whether it was verified and its bytes are other ones now."""
-        one = np.array([chunk], np.int64)
+        """Digest a chunk again; return True if it was verified and its bytes have changed."""
+        chunks = np.array([chunk], np.int64)
         with self._looking:
             with self.changed:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
                 return False
-            got, wanted = self.digest(one), self.leaves[self.layout.chunks.leaves_of(one)]
-        # Memory that was given up while it was digested may be another's by now.
-        return len(self.differing_chunks(one, got, wanted)) > 0 and generation == self.generation
+            got, wanted = self.digest(chunks), self.leaves[self.layout.chunks.leaves_of(chunks)]
+        # If the generation changed, the memory was released during the digest and may have another use by now.
+        return len(self.differing_chunks(chunks, got, wanted)) > 0 and generation == self.generation
 
     def mark_damaged(self, chunk: int) -> IntegrityError:
-        """Record that a verified chunk changed in memory; readers and the hub are told. Returns the error."""
+        """Record that a verified chunk changed in memory, for readers and the hub; return the error."""
         row = int(self.layout.chunks.pieces(np.array([chunk], np.int64)).row[0])
         error = IntegrityError(
             f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
             uri=f"penstock:{self.key}",
             tensor=self.layout.table.names[row],
-            hint="call fence() before weights change; if nothing of yours wrote to them, suspect the memory",
+            hint="call fence() before you change weights; if your code did not write to them, test this host's memory",
         )
         with self.changed:
             self.damage, self.why = error, error.message
@@ -366,7 +366,7 @@ class LocalWeights:
         return error
 
     def set_state(self, state: State) -> None:
-        """Say so to readers."""
+        """Set the state and wake readers that wait for news."""
         if state == "whole":
             self._root = self.root()
         with self.changed:
@@ -374,7 +374,7 @@ class LocalWeights:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Readers' descriptors go stale, the registrations end. The tensors stay the caller's. Idempotent."""
+        """End the registrations and make readers' descriptors stale. The caller keeps the tensors. Idempotent."""
         with self.changed:
             self.generation += 1
             handles, self._handles, self._into, self.state = self._into, [], [], "draining"
@@ -382,19 +382,19 @@ class LocalWeights:
         _close(handles)
 
     def move_out(self, tier: str) -> None:
-        """Let go of the memory: the same bytes are in this tier. After `close`."""
+        """Drop the references to the memory, since a tier has the same bytes now. Call `close` first."""
         with self._looking, self.changed:
             self.rows, self.place, self.tier, self.state = [], place_rows([]), tier, "whole"
             self._look_at(self.rows)
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
-        """The bytes are here again, all of them, and nobody reads them yet: it is to be registered anew."""
+        """Take memory that has all bytes again. It must be registered before others can read it."""
         with self._looking, self.changed:
             self.rows, self.place, self.tier, self.state = list(rows), place_rows(rows, arenas), "", "whole"
             self._look_at(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Chunks gained since, or after at most `wait_s` none. A serial past the end starts anew."""
+        """Return the chunks verified since `serial`, waiting at most `wait_s`; a serial past the end starts at 0."""
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:
@@ -413,7 +413,7 @@ class LocalWeights:
             )
 
     def status(self) -> HoldingState:
-        """What the hub is told. Of what is only in its source no chunk can be read, until it was read anew."""
+        """Return the state to report to the hub; without chunks if the bytes are only in the tier `source`."""
         with self.changed:
             is_away = self.tier == SOURCE
             is_damaged = self.damage is not None and not is_away

@@ -1,6 +1,6 @@
-"""Waiting to be told to stop: by a call in this process, by SIGTERM, by SIGINT; or for a reason to fail.
+"""Wait for a request to stop: a call in this process, SIGTERM or SIGINT; or for a failed check.
 
-In: an event, a check. Out: whether the event was set. Not here: what is done then (`fetch.join`, `keeper.keeper`).
+In: an event, a check. Out: True if the event was set. Not here: the reaction (`fetch.join`, `keeper.keeper`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from types import FrameType
 from typing import Any
 
 _LOOK_S = 0.2
-"""Signals are heard between waits."""
+"""Length of one wait: Python runs signal handlers of the main thread only between waits."""
 
 
 def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s: float | None = None) -> bool:
-    """Wait until `stopped` is set, by whomever, or a signal comes, which sets it; False: `timeout_s` passed.
+    """Wait until `stopped` is set, by any thread or by a signal; return False if `timeout_s` passed first.
 
     Args:
         stopped: ends the wait.
-        check: called several times a second; what it raises ends the wait, too.
-        timeout_s: of the wait; None: no bound.
+        check: called several times a second; an error that it raises ends the wait, too.
+        timeout_s: limit of the wait; None: no limit.
 
-    Order: hears signals in the main thread only; their handlers are put back before it returns.
+    Order: handles signals in the main thread only; restores the previous handlers before it returns.
     """
     before: dict[int, Any] = {}
 

@@ -22,21 +22,21 @@ from penstock.plan.chunks import CHUNK_BYTES, ChunkTable, chunk_table
 from penstock.types import DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
-"""Most tensors of a layout that a peer describes; the largest checkpoint of today has 70,000."""
+"""Most tensors accepted in a peer's layout; the largest checkpoint of today has 70,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WeightLayout:
-    """What all holders of a key agree on."""
+    """The tensor table and the chunks that all holders of a key share."""
 
     table: TensorTable
-    """Sorted by name. Files and offsets are those of storage, where the line came from there."""
+    """Sorted by name. Files and offsets are those of storage, if the layout was made from there."""
     chunks: ChunkTable
     digest: str
 
     @classmethod
     def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> WeightLayout:
-        """The line of these tensors, in whatever order they are given."""
+        """Return the layout of these tensors, given in any order."""
         ordered = table.take(name_order(table))
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
@@ -44,12 +44,12 @@ class WeightLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return int(self.table.nbytes.sum())
 
 
 class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A line's tensors as one member tells another."""
+    """The message that describes a layout to another member."""
 
     leaf_bytes: int
     chunk_bytes: int
@@ -62,7 +62,7 @@ prepare(TableMessage)
 
 
 def to_message(layout: WeightLayout) -> TableMessage:
-    """The line, to be sent."""
+    """Return the message that describes a layout."""
     table, chunks = layout.table, layout.chunks
     return TableMessage(
         leaf_bytes=chunks.leaf_bytes,
@@ -74,7 +74,7 @@ def to_message(layout: WeightLayout) -> TableMessage:
 
 
 def from_message(message: TableMessage) -> WeightLayout:
-    """The line a peer described. FormatError where it is none."""
+    """Return the layout that a peer described. Raises FormatError if the message is inconsistent."""
     if not len(message.names) == len(message.dtypes) == len(message.shapes) <= MAX_TENSORS:
         raise FormatError("a peer's tensor table has columns of different lengths, or too many rows")
     if len(set(message.names)) < len(message.names):
@@ -88,7 +88,7 @@ def from_message(message: TableMessage) -> WeightLayout:
 
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
-    """Tensors that are not in files as a table."""
+    """Return a table of tensors that are not in files."""
     nbytes = []
     for dtype, shape in zip(dtypes, shapes, strict=True):
         count = 1
@@ -97,9 +97,9 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
         try:
             nbytes.append(bits_to_bytes(count, dtype))
         except ValueError as error:
-            raise FormatError(f"a tensor of no whole bytes: {error}") from error
+            raise FormatError(f"a tensor does not fill whole bytes: {error}") from error
     if sum(nbytes) >= 1 << 62:
-        raise FormatError(f"tensors of {sum(nbytes)} bytes")
+        raise FormatError(f"the tensors' sizes add up to {sum(nbytes)} bytes, above the limit of 4 EiB")
     none = np.zeros(len(nbytes), np.int64)
     return TensorTable(
         names=tuple(names),
@@ -112,12 +112,12 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
 
 
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
-    """Live tensors as a line, and each row's bytes as a flat uint8 view.
+    """Return the layout of live tensors, and each row's bytes as a flat uint8 view.
 
     Tied tensors (one memory under several names) are one row, under the name that sorts first.
 
     Raises:
-        PlanError: a tensor is not contiguous, or of a dtype the format has not.
+        PlanError: a tensor is not contiguous, or has a dtype that the format does not support.
     """
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
@@ -128,7 +128,8 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
             continue
         seen.add(place)
         if not tensor.is_contiguous():
-            raise PlanError(f"a tensor of strides {tensor.stride()} cannot be exchanged", tensor=name)
+            message = f"a tensor of strides {tensor.stride()} cannot be exchanged: it is not contiguous"
+            raise PlanError(message, tensor=name, hint="call .contiguous() on it")
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
         if dtype is DType.F4:
@@ -141,9 +142,10 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
 
 
 def revision_of(manifest: Manifest) -> str:
-    """What says that two readers of storage read the same bytes.
+    """Return a revision that is equal for two readers of storage only if they read the same bytes.
 
-    With digests the manifest's own `w1-`. Without them headers alone do not, so the files' identities go in.
+    With digests it is the manifest's `w1-` revision. Headers alone do not prove that, so without digests the files'
+    identities are part of it.
     """
     if manifest.leaves is not None:
         return manifest.revision

@@ -27,7 +27,7 @@ def make(*, has_manifest: bool = False) -> LocalWeights:
 
 
 def arrived(*chunks: int, wanted: U64 | None = None) -> ReceivedChunks:
-    return ReceivedChunks(chunks=np.array(chunks), wanted=wanted, path="a path", giver=None)
+    return ReceivedChunks(chunks=np.array(chunks), wanted=wanted, path="a path", upstream_reader=None)
 
 
 def test_takers_share_what_waits_first_come_first_and_take_no_more_than_is_digested_at_once(monkeypatch) -> None:
