@@ -75,7 +75,9 @@ class _TlsConnection(http.client.HTTPSConnection):
         shown = certificate_names(self.sock.getpeercert() or {})
         if self._names and shown != self._names:
             self.close()
-            raise PermissionError(f"the peer's certificate names {shown}, but the hub knows the member as {self._names}")
+            raise PermissionError(
+                f"the peer's certificate names {shown}, but the hub knows the member as {self._names}"
+            )
 
 
 class PeerClient(Closing):

@@ -68,7 +68,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
-    """Decode little-endian numbers that a peer sent. Raises FormatError if the length is not a multiple of their size."""
+    """Decode little-endian numbers that a peer sent. Raises FormatError if the length does not fit their size."""
     if len(raw) % np.dtype(kind).itemsize:
         raise FormatError(f"a peer sent a column of {len(raw)} bytes, not a multiple of {np.dtype(kind).itemsize}")
     return np.frombuffer(raw, kind).astype(np.int64)
@@ -145,20 +145,20 @@ class LocalWeights:
         self.path, self.why, self.parent, self.gb_per_s, self.silent_s = "", "", "", 0.0, -1.0
         self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
         self.damage: IntegrityError | None = None
-        self._looked_at = -1
+        self._checked_chunk = -1
         self.changed = threading.Condition()
         self._root = ""
         self._log: I64 = np.empty(layout.chunks.num_chunks, np.int64)
         self._num_logged = 0
-        self._told_by: list[str] = []
-        self._told: I64 = np.full(layout.chunks.num_chunks, -1)
+        self._sources: list[str] = []
+        self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
-        self._looking = threading.Lock()
-        self._look_at(rows)
+        self._digesting = threading.Lock()
+        self._set_addresses(rows)
 
-    def _look_at(self, rows: Sequence[torch.Tensor]) -> None:
+    def _set_addresses(self, rows: Sequence[torch.Tensor]) -> None:
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
@@ -186,7 +186,7 @@ class LocalWeights:
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """Return the map for a peer; under a lease, with descriptors that end with it if the transport supports that."""
+        """Return the map for a peer; under a lease, with descriptors that end with it where transports can do that."""
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -225,7 +225,7 @@ class LocalWeights:
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
         from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
-        found = {}
+        joined = {}
         for pair in np.unique(from_to).tolist():
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
@@ -234,8 +234,8 @@ class LocalWeights:
             # be another tensor, or another chunk if chunks are as small as the alignment.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
-            found[theirs, ours] = segments.joined(padding_bytes=padding)
-        return found
+            joined[theirs, ours] = segments.joined(padding_bytes=padding)
+        return joined
 
     def digest(self, chunks: I64) -> U64:
         """Digest these chunks in memory; return their leaf digests, chunk after chunk. The bytes must be complete."""
@@ -271,7 +271,7 @@ class LocalWeights:
             return chunks[:0]
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
-    def record_digests(self, chunks: I64, leaves: U64, teller: str) -> None:
+    def record_digests(self, chunks: I64, leaves: U64, source: str) -> None:
         """Record the digests of chunks as one source states them; without a manifest all sources must agree.
 
         Raises:
@@ -280,23 +280,23 @@ class LocalWeights:
         if self.has_manifest:
             return
         with self.changed:
-            known = chunks[self._told[chunks] >= 0]
+            known = chunks[self._source_index[chunks] >= 0]
             if len(known):
                 counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
-                said = leaves[np.repeat(self._told[chunks] >= 0, counts)]
+                said = leaves[np.repeat(self._source_index[chunks] >= 0, counts)]
                 wrong = self.differing_chunks(known, said, self.leaves[self.layout.chunks.leaves_of(known)])
                 if len(wrong):
-                    other = self._told_by[self._told[wrong[0]]]
+                    other = self._sources[self._source_index[wrong[0]]]
                     raise IntegrityError(
-                        f"{other} and {source} state different digests of chunk {int(wrong[0])}, and there is no manifest",
-                        hint="write a manifest with `penstock manifest`; it decides which source is right",
+                        f"{other} and {source} state different digests of chunk {int(wrong[0])}",
+                        hint="write a manifest with `penstock manifest`: only a manifest tells which source is right",
                     )
-            new = self._told[chunks] < 0
+            new = self._source_index[chunks] < 0
             if new.any():
                 counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
                 self.leaves[self.layout.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
-                self._told[chunks[new]] = len(self._told_by)
-                self._told_by.append(teller)
+                self._source_index[chunks[new]] = len(self._sources)
+                self._sources.append(source)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
         """Mark chunks as verified, with these leaf digests: from now on other members may read them."""
@@ -335,14 +335,14 @@ class LocalWeights:
             had = np.flatnonzero(self.have)
         if not len(had) or self.damage is not None:
             return None
-        later = had[had > self._looked_at] if self._looked_at >= 0 else had[chance.randrange(len(had)) :]
-        self._looked_at = int(later[0] if len(later) else had[0])
-        return self._looked_at if self.has_changed(self._looked_at) else None
+        later = had[had > self._checked_chunk] if self._checked_chunk >= 0 else had[chance.randrange(len(had)) :]
+        self._checked_chunk = int(later[0] if len(later) else had[0])
+        return self._checked_chunk if self.has_changed(self._checked_chunk) else None
 
     def has_changed(self, chunk: int) -> bool:
         """Digest a chunk again; return True if it was verified and its bytes have changed."""
         chunks = np.array([chunk], np.int64)
-        with self._looking:
+        with self._digesting:
             with self.changed:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
@@ -383,15 +383,15 @@ class LocalWeights:
 
     def move_out(self, tier: str) -> None:
         """Drop the references to the memory, since a tier has the same bytes now. Call `close` first."""
-        with self._looking, self.changed:
+        with self._digesting, self.changed:
             self.rows, self.place, self.tier, self.state = [], place_rows([]), tier, "whole"
-            self._look_at(self.rows)
+            self._set_addresses(self.rows)
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """Take memory that has all bytes again. It must be registered before others can read it."""
-        with self._looking, self.changed:
+        with self._digesting, self.changed:
             self.rows, self.place, self.tier, self.state = list(rows), place_rows(rows, arenas), "", "whole"
-            self._look_at(rows)
+            self._set_addresses(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
         """Return the chunks verified since `serial`, waiting at most `wait_s`; a serial past the end starts at 0."""

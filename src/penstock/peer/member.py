@@ -1,7 +1,7 @@
-"""One life of a process in a fleet: known to the hub, with a door, transports, and what it holds.
+"""A member: one process life in a fleet, with its registration at the hub, its server, transports and weights.
 
-In: a hub, holdings. Out: beats; upstreams, claims and followings for a fetch; a clean leave.
-Not here: what a user calls (`fetch.join`), filling a holding (`fetch.run`).
+In: a hub, local weights. Out: heartbeats; upstreams, claims and clients of peers for a fetch; a clean leave.
+Not here: the API for users (`fetch.join`), filling weights (`fetch.run`).
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ from penstock.types import GB
 log = logging.getLogger("penstock.fleet")
 T = TypeVar("T")
 JOIN_AGAIN_S = 0.1
-"""Pause before a hub of this host that could not be greeted is looked for again."""
+"""Pause before the next attempt to reach this host's own hub."""
 
 
 def host_id() -> str:
-    """What members have in common that can share memory: the boot and the PID namespace."""
+    """Return an id that members share if they can share memory: it names the boot and the PID namespace."""
     return here()
 
 
 def host_links() -> int:
-    """Links to other hosts that carry copies side by side: the RDMA devices, where there are any, else one."""
+    """Return the number of parallel links to other hosts: the RDMA devices if there are any, else one."""
     try:
         return max(1, len(os.listdir("/sys/class/infiniband")))
     except OSError:
@@ -78,21 +78,21 @@ def host_links() -> int:
 
 
 class Member:
-    """One process life. A context manager; leaving it leaves the fleet.
+    """One process life in the fleet. A context manager: its exit leaves the fleet.
 
     Args:
-        hub: the hub; closed by this. It can speak for one member: this.
-        rack: a word that near hosts share.
-        listen: `host:port` where other hosts reach this member, whose hub must then ask who members are, by tokens or
-            certificates; None: this host only.
-        transports: names allowed; None: all that work here.
-        max_bytes_per_s: of all readers of this member together; 0: no cap.
-        min_gb_per_s: upstreams that give less are not used; 0: any pace will do.
-        stall_s: deadline by progress.
+        hub: client of the hub, for this member alone; closed by this object.
+        rack: a label that hosts near each other share.
+        listen: `host:port` where other hosts reach this member; requires a hub that authenticates members by tokens or
+            certificates. None: this host only.
+        transports: allowed transports; None: all that work here.
+        max_bytes_per_s: limit for all readers of this member together; 0: no limit.
+        min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
+        stall_s: seconds without progress after which an operation fails.
 
     Attributes:
-        syncs: what is told of syncs with each beat.
-        hub_is_away: the last beat was not answered: questions that can do without it need not wait for it.
+        syncs: functions that return the sync states to report with each heartbeat.
+        hub_is_away: True if the last heartbeat was not answered; requests that are optional need not wait for the hub.
         damaged: called with a holding whose verified bytes changed in memory, and why, once it is no longer served.
     """
 
@@ -157,7 +157,7 @@ class Member:
         self._beats.start()
 
     def _join(self, within_s: float) -> Welcome:
-        """Greet the hub. Where it is this host's own, wait for another to host it: who did may be stopped."""
+        """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over."""
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -174,42 +174,42 @@ class Member:
             if self._grants is None:
                 self._grants = GrantChecker(welcome.grant_key, self.id)
             else:
-                # Another thread may be telling the new hub of the present epoch at this moment.
+                # Not a new checker: another thread may be reporting the present epoch to the new hub right now.
                 self._grants.trust(welcome.grant_key)
         return welcome
 
     def check_grant(self, request: LeaseRequest) -> None:
-        """GrantRefused unless the hub signed that the asker may read the key of us; passes once."""
+        """Validate and consume a grant. Raises GrantRefused unless the hub signed it for this reader and this key."""
         assert self._grants is not None
         self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def _sign(self, weights: LocalWeights, reply: LogReply) -> LogReply:
-        """Sign what a log says of digests, where a hub could tell that they are wrong."""
+        """Sign the digests in a log reply if the hub could check them by the revision."""
         if not reply.chunks or not weights.identity.revision.startswith(PROVABLE):
             return reply
         return self._signer.sign(reply, weights.key, weights.layout.chunks)
 
-    # -- holdings
+    # -- Served weights.
 
     def show(self, weights: LocalWeights) -> None:
-        """Register it, let others read it, tell the hub at once."""
+        """Register weights with the transports, let others read them, and report them to the hub at once."""
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights
         self.server.show(weights)
         if before is not None and before is not weights:
-            before.close()  # the same weights in other memory
+            before.close()  # the same key was served from other memory, which nobody may read any more
         self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
-        """Tell the hub of one that rests; its door brings it back."""
+        """Report weights that are in another tier to the hub; the server brings them back when a reader asks."""
         with self._lock:
             self._weights[weights.key] = weights
         self.beat_now()
 
     def hide(self, weights: LocalWeights, drain_s: float) -> None:
-        """Give it up: no new readers, wait for those there are at most `drain_s`, then end its registrations."""
+        """Stop serving weights: refuse new readers, wait for present ones at most `drain_s`, end the registrations."""
         weights.set_state("draining")
         self.beat_now()
         self.server.drain(weights.key, drain_s)
@@ -220,23 +220,23 @@ class Member:
 
     @property
     def weights(self) -> list[LocalWeights]:
-        """Everything shown."""
+        """All weights that this member reports."""
         with self._lock:
             return list(self._weights.values())
 
-    # -- the hub
+    # -- The hub.
 
     @property
     def hub(self) -> HubClient:
-        """For questions that change nothing."""
+        """The client of the hub, for read-only requests."""
         return self._hub
 
     def beat_now(self) -> None:
-        """Tell the hub what changed without waiting for the next beat."""
+        """Send the next heartbeat now; do not wait for it."""
         self._beat_now.set()
 
     def report_now(self) -> None:
-        """Tell the hub what changed, and return once it knows; where it is away, the next beat tells it."""
+        """Send a heartbeat and wait for the answer; without an answer, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
             self._call_hub(lambda: self._hub.beat(self.id, self._state()))
 
@@ -254,41 +254,42 @@ class Member:
                 self.hub_is_away = False
             except PenstockError:
                 self.hub_is_away = True
-                # The hub is away; what is known stays usable, and the next beat tells all again.
+                # Without the hub, known upstreams stay usable; the next heartbeat reports the whole state again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
 
     def _spot_check(self) -> None:
-        """Digest a chunk of each holding anew: one whose bytes changed unannounced is given up before it is read."""
+        """Digest one chunk of all served weights again, and stop serving weights that changed in memory."""
         for weights in self.weights:
             chunk = weights.spot_check(self._chance)
             if chunk is not None:
                 self._give_up(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
-        """Digest a chunk that a reader found wrong; whether it is, and the holding therefore given up.
+        """Digest a chunk that a reader reported as wrong; return True if it is, and stop serving the weights then.
 
-        A reader is not believed, only heard. The beats look at a chunk each: they come to one of 3,800 (60 GB) after up
-        to two hours.
+        The reader's word is only a reason to check. The heartbeats check one chunk each, so they reach a certain one of
+        3,800 chunks (60 GB) after up to two hours.
         """
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._give_up(weights, chunk)
         return weights.damage is not None
 
     def _give_up(self, weights: LocalWeights, chunk: int) -> None:
-        """Serve it no more: no new leases, descriptors stale. It stays in our beats, which say why."""
+        """Stop serving damaged weights: no new leases, stale descriptors. The heartbeats report them and the reason."""
         with self._lock:
             if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
             error = weights.mark_damaged(chunk)
         self.server.hide(weights.key)
         if weights.state != "filling":
-            weights.close()  # a fetch under way still reads into it; it fails at its end, and hides it
+            # Not while a fetch still writes into them: it fails at its end, and stops serving them itself.
+            weights.close()
         log.error("member %s no longer serves %s: %s", self.id, weights.identity.model, error)
         self.on_damaged(weights, error)
         self.beat_now()
 
     def check(self) -> None:
-        """Raise IntegrityError if bytes of a holding changed in memory after they were verified."""
+        """Raise IntegrityError if bytes of served weights changed in memory after they were verified."""
         for weights in self.weights:
             if weights.damage is not None:
                 raise weights.damage
@@ -299,16 +300,16 @@ class Member:
         return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs))
 
     def _epoch(self) -> int:
-        """What grants to read this member must name now."""
+        """Return the epoch that grants to read this member must name now."""
         assert self._grants is not None
         return self._grants.epoch()
 
     def _status(self, weights: LocalWeights) -> HoldingState:
-        """What the hub is told of a holding."""
+        """Return the state of weights to report to the hub."""
         return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
     def _call_hub(self, call: Callable[[], T]) -> T:
-        """Call the hub; where it does not know us (it started anew, or we were silent), greet and call again."""
+        """Call the hub; if it does not know this member (it restarted, or we were silent), register and call again."""
         try:
             return call()
         except UnknownMember:
@@ -317,29 +318,29 @@ class Member:
             return call()
 
     def upstreams(self, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
-        """Whom to read from. HubUnavailable when it is away."""
+        """Return the upstreams to read from. Raises HubUnavailable if the hub does not answer."""
         request = UpstreamsRequest(member=self.id, holding=self._status(weights), can_read_storage=can_read_storage)
         return self._call_hub(lambda: self._hub.upstreams(request))
 
     def find_holders(self, asked: HoldingState, *, within_s: float) -> UpstreamsReply:
-        """Who may be asked what the line of a key is: a holding of no chunks. HubUnavailable: not within so long."""
+        """Return members that know the layout of a key. Raises HubUnavailable without an answer in `within_s`."""
         request = UpstreamsRequest(member=self.id, holding=asked)
         return self._call_hub(lambda: self._hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
-        """What to read from storage, or with `ask=False` only give back. HubUnavailable when it is away."""
+        """Claim chunks to read from storage; with `ask=False` only return claims. Raises HubUnavailable."""
         request = ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
         return self._call_hub(lambda: self._hub.claim(request))
 
     def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
-        """Who takes part in a sync, and the right to ask some of them. HubUnavailable when the hub is away."""
+        """Return the members of a sync, with grants for those named. Raises HubUnavailable."""
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
         return self._call_hub(lambda: self._hub.sync(request))
 
     def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> None:
-        """Tell the hub that a source could not be used; lost where the hub is away, or does not take it.
+        """Report to the hub that a source could not be used; dropped if the hub does not answer or refuses it.
 
-        Not for a source that is merely full (`SourceBusy`): the hub would no longer count what it has.
+        Not for a source that is merely full (`SourceBusy`): the hub would no longer count its chunks.
         """
         fault = "unreachable"
         for kind, word in _FAULTS:
@@ -352,7 +353,7 @@ class Member:
             self._call_hub(lambda: self._hub.complain(complaint))
 
     def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
-        """A conversation with a member, about a key; `stall_s`: shorter than ours."""
+        """Return a client of another member for a key; `stall_s`: a deadline other than this member's."""
         return PeerClient(
             upstream,
             member=self.id,
@@ -364,13 +365,13 @@ class Member:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Pace below which an upstream is not used; 0: any pace will do."""
+        """Pace in bytes/s below which an upstream is not used; 0: no minimum."""
         return self._min_gb_per_s * GB
 
-    # -- the end
+    # -- Leaving.
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Give no new leases, wait for readers at most `drain_s`, tell the hub, end. Idempotent.
+        """Grant no new leases, wait for readers at most `drain_s`, sign off from the hub, and end. Idempotent.
 
         Does nothing in a forked child: the member is its parent.
         """
@@ -385,7 +386,7 @@ class Member:
         self._closing.set()
         self._beat_now.set()
         self._beats.join()
-        with contextlib.suppress(PenstockError):  # its lease runs out
+        with contextlib.suppress(PenstockError):  # without an answer the hub forgets this member after its TTL
             self._hub.leave(self.id)
         self._free()
 
@@ -405,13 +406,13 @@ class Member:
 
 
 def _check_loopback(listen: str) -> None:
-    """Check that only this host is listened to: a hub without tokens gives its grants to whoever reaches it.
+    """Check that the address is a loopback one: a hub without authentication gives grants to any process.
 
     Raises:
         ConfigError: other hosts could reach it.
     """
     if host_and_port(listen)[0] not in LOOPBACK:
-        message = f"a member at {listen} would be open to other hosts without a token"
+        message = f"cannot listen on {listen}: without a token the member would be open to other hosts"
         raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
 
 

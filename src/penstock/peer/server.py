@@ -1,7 +1,7 @@
-"""A member's door: how others learn what it holds, ask for the right to read, and follow what it gains.
+"""The server of a member: grants leases, and serves memory maps, tensor tables and logs of verified chunks.
 
-In: HTTP/1.1 on a Unix socket, and on TCP where other hosts are to come; msgpack bodies. Out: maps, leases, logs.
-Not here: weight bytes (`transport`), sockets (`http_listener`), asking (`client`), who may (`hub.grants`).
+In: HTTP/1.1 on a Unix socket, and on TCP for other hosts; msgpack bodies. Out: maps, leases, logs.
+Not here: weight bytes (`transport`), sockets (`http_listener`), the client (`client`), grants (`hub.grants`).
 
     POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
     GET    /v1/leases/L/map                 HoldingMap
@@ -9,8 +9,8 @@ Not here: weight bytes (`transport`), sockets (`http_listener`), asking (`client
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
     POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
     DELETE /v1/leases/L
-    GET    /v1/alive                        204; the one question that anybody may ask
-           /v1/ROOM/...                     what a room of this member's answers, see `RequestHandler`
+    GET    /v1/alive                        204; the only request without authentication
+           /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.transport.http import EVERYWHERE, host_and_port
 MAX_BODY_BYTES = 64 << 10
 """Longest request body; a lease request is under 1 KiB."""
 MAX_WAIT_S = 5.0
-"""Longest a log request waits for news."""
+"""Longest wait of a log request for news."""
 LEASE_TTL_S = 15.0
 """A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
 
@@ -57,20 +57,20 @@ CheckGrant = Callable[[LeaseRequest], None]
 
 
 Recall = Callable[[str], AbstractContextManager[str]]
-"""Brings back memory of a key that rests elsewhere, and keeps it there meanwhile; gives why it is not there yet."""
+"""Brings weights of a key back from another tier and pins them; yields the reason if they are not back yet."""
 
 
 class RequestHandler(Protocol):
-    """What answers below a path of its own; it checks grants itself, before it says anything."""
+    """A handler of all requests below one path. It must check grants itself before it answers."""
 
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
     ) -> object:
-        """A value for msgpack, or None for none; raises what the door tells as a `Fault`.
+        """Return a value for msgpack, or None for an empty answer; errors are sent as a `Fault`.
 
         Args:
-            path: below the room's own.
-            body: reads it; FormatError if it is empty, or above this many bytes.
+            path: parts of the path below the handler's own.
+            body: reads the body; raises FormatError if it is empty or longer than its argument.
         """
         ...
 
@@ -84,17 +84,17 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member. Started by the constructor; threads, one a connection.
+    """The server of one member, with one thread for each connection. Started by the constructor.
 
     Args:
-        path: of the Unix socket; its directory must be private to the user.
-        check_grant: who may read.
-        listen: `host:port` or `[v6]:port` to be reached from other hosts; port 0 chooses. None: this host only.
-        tls: context of the server side, of a listening door; None: plain.
-        max_bytes_per_s: of all readers together; 0: no cap.
+        path: path of the Unix socket; its directory must be private to the user.
+        check_grant: validates a grant.
+        listen: `host:port` or `[v6]:port` for other hosts; port 0 takes a free one. None: this host only.
+        tls: TLS context of the listening TCP socket; None: plain.
+        max_bytes_per_s: limit for all readers together; 0: no limit.
 
     Raises:
-        ConfigError: an address that cannot be bound.
+        ConfigError: an address cannot be bound.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PeerServer:
     def _listen(self, listen: str, tls: ssl.SSLContext | None) -> None:
         host, port = host_and_port(listen)
         if host in EVERYWHERE:
-            message = f"a door at {listen} has no address that others can be told"
+            message = f"cannot listen on {listen}: it is not an address that other members can connect to"
             raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
         server = self._open(listen, lambda: listen_tcp(host, port, _handler(self), tls))
         where = f"[{host}]" if ":" in host else host
@@ -140,34 +140,34 @@ class PeerServer:
             server = bind()
         except (OSError, OverflowError) as error:
             hint = "an address of this host; port 0 takes a free one"
-            raise ConfigError(f"the door cannot be opened at {where}: {error}", hint=hint) from error
+            raise ConfigError(f"the member's server cannot listen at {where}: {error}", hint=hint) from error
         self._servers.append(server)
         return server
 
     def show(self, weights: LocalWeights) -> None:
-        """Let readers ask for this holding; it must be registered."""
+        """Let readers get leases for these weights, which must be registered."""
         with self._lock:
             self._weights[weights.key] = weights
 
     def hide(self, key: str) -> None:
-        """No new leases for this key."""
+        """Grant no new leases for this key."""
         with self._lock:
             self._weights.pop(key, None)
 
     def num_readers(self, key: str) -> int:
-        """Leases in force of this key, those of engines that use the memory itself among them."""
+        """Return the number of leases of this key, including those of engines that map the memory."""
         with self._lock:
             self._expire()
             return sum(leased.weights.key == key for leased in self._leases.values())
 
     def num_attached(self, key: str) -> int:
-        """Engines that use the memory of this key itself."""
+        """Return the number of engines that map the memory of this key."""
         with self._lock:
             self._expire()
             return sum(one.weights.key == key and one.attached for one in self._leases.values())
 
     def retire(self, key: str) -> bool:
-        """Give no new leases for this key, if there is none in force; whether it is so."""
+        """Stop granting leases for this key if it has none; return True if that was done."""
         with self._lock:
             self._expire()
             is_free = all(leased.weights.key != key for leased in self._leases.values())
@@ -176,7 +176,7 @@ class PeerServer:
         return is_free
 
     def drain(self, key: str, wait_s: float) -> int:
-        """Give no new leases and wait until the readers are gone, at most `wait_s`; how many are left."""
+        """Grant no new leases, wait at most `wait_s` for the readers to finish, and return how many are left."""
         with self._lock:
             self._draining.add(key)
         self.hide(key)
@@ -188,17 +188,17 @@ class PeerServer:
         return left
 
     def close(self) -> None:
-        """Stop serving, also those who are connected. Idempotent."""
+        """Stop listening and cut all connections. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
-            # A peer that is stopped leaves its connection open, whose thread would keep the holdings' memory.
+            # A stopped peer process leaves its connection open; the connection's thread would keep the weights alive.
             server.admission.cut_all()
 
     # What the handler asks.
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """A reader's place, or why not. What rests elsewhere is brought back first."""
+        """Grant a lease, or return the reason against it. Weights in another tier are brought back first."""
         self._check_grant(request)
         given = self._lease(request)
         if given is None:
@@ -209,19 +209,20 @@ class PeerServer:
         if given is None:
             with self._lock:
                 is_draining = request.key in self._draining
-            does = "is draining: it lets nobody new in to" if is_draining else "does not hold"
-            raise NotFound(f"this member {does} that key")
+            if is_draining:
+                raise NotFound("this member is draining and takes no new readers of that key")
+            raise NotFound("this member does not hold that key")
         return given
 
     def _lease(self, request: LeaseRequest) -> Lease | Fault | None:
-        """None: it is not shown."""
+        """Grant a lease of weights that are in memory; return None if they are not."""
         with self._lock:
             self._expire()
             weights = self._weights.get(request.key)
             if weights is None:
                 return None
             if request.attach and not (weights.kept and weights.state == "whole"):
-                raise PermissionDenied("this member keeps no memory for others to use", hint="run `penstock keep`")
+                raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock keep`")
             mine = [id_ for id_, one in self._leases.items() if one.weights.key == request.key]
             others = [one for one in mine if self._leases[one].reader != request.member]
             others = [one for one in others if not self._leases[one].attached]
@@ -230,33 +231,33 @@ class PeerServer:
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
             for one in mine:
                 if self._leases[one].reader == request.member:
-                    self._end(one)  # the reader starts anew
+                    self._end(one)  # the reader restarted or reconnected; it needs no second place
             lease = secrets.token_hex(16)
             self._leases[lease] = _Leased(request.member, weights, request.attach)
             weights.num_readers = len(others) + (not request.attach)
         return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
-        """What each reader may take a second now, so that all together keep to the cap; 0: no cap."""
+        """Return the limit of each reader now, in bytes/s, so that all together stay within the total; 0: no limit."""
         with self._lock:
             return self._max_bytes_per_s // max(1, sum(not one.attached for one in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
-        """The holding of a lease, renewed. PermissionDenied when it is none, or has expired."""
+        """Renew a lease and return its weights. Raises PermissionDenied if it is unknown or has expired."""
         with self._lock:
             self._expire()
             found = self._leases.get(lease)
             if found is None:
-                raise PermissionDenied("no such lease, or it has expired", hint="ask for another")
+                raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
             found.seen = time.monotonic()
             return found.weights
 
     def map(self, lease: str) -> HoldingMap:
-        """How the holding of a lease is read, for as long as the lease lasts. PermissionDenied as `leased`."""
+        """Return the memory map for a lease, valid while the lease lasts. Raises PermissionDenied as `leased`."""
         weights = self.leased(lease)
         found = weights.map(lease)
         with self._lock:
-            if lease not in self._leases:  # it ended meanwhile, before there was something to take back
+            if lease not in self._leases:  # it ended meanwhile, before these descriptors existed: revoke them now
                 weights.take_back(lease)
         return found
 
@@ -267,7 +268,7 @@ class PeerServer:
             self._expire()
 
     def expire(self) -> None:
-        """End leases that were not renewed in time, and what was given under them; called with each beat."""
+        """End leases that were not renewed in time, and revoke their descriptors; called with each heartbeat."""
         with self._lock:
             self._expire()
 
@@ -286,11 +287,11 @@ class PeerServer:
 
 
 class VersionRefused(Exception):
-    """The reader speaks another major version of the protocol."""
+    """An error for a reader that speaks another major version of the protocol."""
 
 
 def check_version(body: bytes) -> None:
-    """Check the version of a request that shows a grant, before the rest of it is looked at.
+    """Check the protocol version of a request before the rest of it is decoded.
 
     Raises:
         VersionRefused: another major version. msgspec.DecodeError: it is malformed.
@@ -305,20 +306,20 @@ def _handler(server: PeerServer) -> type[BoundedRequestHandler]:
 
 
 class _Handler(BoundedRequestHandler):
-    """One connection."""
+    """The HTTP handler of one connection."""
 
     peer_server: PeerServer
 
     def do_GET(self) -> None:
-        """Map, table, log, alive."""
+        """Answer requests for map, table, log and alive."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Lease."""
+        """Answer requests for a lease or a recheck."""
         self._answer(self._post)
 
     def do_DELETE(self) -> None:
-        """Release."""
+        """Release a lease."""
         self._answer(self._delete)
 
     def _answer(self, reply: Callable[[list[str], Mapping[str, list[str]]], object]) -> None:
@@ -343,7 +344,7 @@ class _Handler(BoundedRequestHandler):
             self._refuse(error)
         else:
             if url.path != "/v1/alive":
-                # It showed a grant, a lease or a session: `alive` is the one question that asks for nothing.
+                # The caller had a valid grant, lease or session: every request but `alive` needs one.
                 self.place.prove(self.peer)
             self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
 

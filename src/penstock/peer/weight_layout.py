@@ -1,7 +1,7 @@
-"""The line of a holding: its tensors sorted by name, and their chunks; and weight sets and live tensors as lines.
+"""The layout of weights: tensors sorted by name and divided into chunks, equal on all members with the same weights.
 
-In: a tensor table, or tensors by name. Out: a `WeightLayout`, the same on every member that holds the same weights.
-Not here: cutting (`plan.chunks`), where the tensors lie (`local_weights`).
+In: a tensor table, or tensors by name. Out: a `WeightLayout`.
+Not here: dividing into chunks (`plan.chunks`), the tensors' memory (`local_weights`).
 """
 
 from __future__ import annotations
