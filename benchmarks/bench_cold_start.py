@@ -23,8 +23,8 @@ from pathlib import Path
 from penstock.cli.manifest import manifest
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.http_server import Faults, RangeServer
-from penstock.testing.zygote import Zygote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def storage(directory: Path, mb_per_s: float) -> Iterator[RangeServer]:
         yield server
 
 
-def start(zygote: Zygote, server: RangeServer, name: str, count: int, *, alone: bool, timeout_s: float) -> Run:
+def start(fork_server: ForkServer, server: RangeServer, name: str, count: int, *, alone: bool, timeout_s: float) -> Run:
     """Start `count` workers at once, each with the default settings; with `alone` no fleet: each loads by itself.
 
     Raises:
@@ -62,7 +62,7 @@ def start(zygote: Zygote, server: RangeServer, name: str, count: int, *, alone: 
             is_held=True,
             environ={"PENSTOCK_RUNTIME_DIR": runtime},
         )
-        workers = [stack.enter_context(Worker(task, zygote)) for _ in range(count)]
+        workers = [stack.enter_context(Worker(task, fork_server)) for _ in range(count)]
         for worker in workers:
             worker.say_until("ready", timeout_s=timeout_s)
         before, began = server.num_bytes_sent, time.monotonic()
@@ -92,18 +92,19 @@ class Row:
     """As many processes as workers, each loading by itself at once; None: not measured."""
 
 
-def measure(asked: argparse.Namespace, root: Path, mb_per_s: float, zygote: Zygote) -> Iterator[Row]:
+def measure(asked: argparse.Namespace, root: Path, mb_per_s: float, fork_server: ForkServer) -> Iterator[Row]:
     """Every number of workers from storage of one bandwidth."""
     label = f"{mb_per_s:g} MB/s" if mb_per_s else "unthrottled"
     with storage(root, mb_per_s) as server:
-        alone = start(zygote, server, "m", 1, alone=True, timeout_s=asked.timeout_s).seconds
+        alone = start(fork_server, server, "m", 1, alone=True, timeout_s=asked.timeout_s).seconds
         for count in [int(word) for word in asked.workers.split(",")]:
             runs = [
-                start(zygote, server, "m", count, alone=False, timeout_s=asked.timeout_s) for _ in range(asked.reps)
+                start(fork_server, server, "m", count, alone=False, timeout_s=asked.timeout_s)
+                for _ in range(asked.reps)
             ]
             independent = None
             if not asked.no_loads:
-                independent = start(zygote, server, "m", count, alone=True, timeout_s=asked.timeout_s).seconds
+                independent = start(fork_server, server, "m", count, alone=True, timeout_s=asked.timeout_s).seconds
             yield Row(storage=label, num_workers=count, runs=runs, alone_s=alone, independent_s=independent)
 
 
@@ -162,9 +163,9 @@ def main() -> int:
         if asked.manifest:
             manifest(str(root / "m"))
         nbytes = sum(path.stat().st_size for path in (root / "m").glob("*.safetensors"))
-        zygote = stack.enter_context(Zygote())
+        fork_server = stack.enter_context(ForkServer())
         for word in asked.mb_per_s.split(","):
-            for row in measure(asked, root, float(word), zygote):
+            for row in measure(asked, root, float(word), fork_server):
                 lines.append(line_of(row, nbytes))
                 print(lines[-1], flush=True)
                 for fault in sorted({fault for run in row.runs for fault in run.faults}):

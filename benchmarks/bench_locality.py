@@ -23,7 +23,7 @@ from pathlib import Path
 import penstock
 from penstock.config import parse_bytes
 from penstock.jobs.convert import ConvertReport, convert
-from penstock.jobs.workers.launch import Crew, LocalCrew
+from penstock.jobs.workers.launch import Launcher, LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
@@ -61,7 +61,7 @@ def cached(directory: Path | None) -> Iterator[None]:
 
 
 class Hosts:
-    """A crew of which each worker has a cache of its own, and hears that others may be far away.
+    """A launcher of which each worker has a cache of its own, and hears that others may be far away.
 
     Args:
         caches: of the workers, in the order in which they are started.
@@ -70,20 +70,20 @@ class Hosts:
     listen: str | None = "127.0.0.1"
 
     def __init__(self, caches: Sequence[Path]) -> None:
-        self._caches, self._hosts = list(caches), dict[str, LocalCrew]()
+        self._caches, self._hosts = list(caches), dict[str, LocalLauncher]()
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`."""
-        host = self._hosts[worker] = LocalCrew()
+        """See `Launcher.spawn`."""
+        host = self._hosts[worker] = LocalLauncher()
         with cached(self._caches[(len(self._hosts) - 1) % len(self._caches)]):
             host.spawn(worker, device, address, secret)
 
     def ended(self, worker: str) -> str | None:
-        """See `Crew.ended`."""
+        """See `Launcher.ended`."""
         return self._hosts[worker].ended(worker)
 
     def kill(self, worker: str) -> None:
-        """See `Crew.kill`."""
+        """See `Launcher.kill`."""
         self._hosts[worker].kill(worker)
 
     def close(self) -> None:
@@ -114,15 +114,15 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
     with RangeServer(source) as server, ExitStack() as stack:
         index = f"{server.url}/model.safetensors.index.json"
 
-        def row(case: str, missing_bytes: int, crew: Crew) -> Row:
+        def row(case: str, missing_bytes: int, launcher: Launcher) -> Row:
             served(server)
-            report = convert(index, home / "out", devices="cpu", workers=2, task_bytes=task_bytes, crew=crew)
+            report = convert(index, home / "out", devices="cpu", workers=2, task_bytes=task_bytes, launcher=launcher)
             if not penstock.verify(home / "out").verified:
                 raise SystemExit(f"{case}: the result is not what its manifest says")
             shutil.rmtree(home / "out")
             return row_of(case, missing_bytes, served(server), report)
 
-        with cached(home / "cache"), LocalCrew() as one_host:
+        with cached(home / "cache"), LocalLauncher() as one_host:
             for case, shards in (("cold", []), ("half in the cache", [first]), ("all in the cache", [first, second])):
                 shutil.rmtree(home / "cache", ignore_errors=True)
                 for shard in shards:
@@ -133,9 +133,9 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
         for cache, shard in zip(caches, (first, second), strict=True):
             with cached(cache):
                 penstock.load(f"{server.url}/{shard.name}")
-        crew = Hosts(caches)
-        stack.callback(crew.close)
-        yield row("two hosts, a half each", 0, crew)
+        launcher = Hosts(caches)
+        stack.callback(launcher.close)
+        yield row("two hosts, a half each", 0, launcher)
 
 
 def row_of(case: str, missing_bytes: int, served_bytes: int, report: ConvertReport) -> Row:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from penstock.jobs.convert import convert
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 
 WORKERS, SLOWER = 4, 5
@@ -44,7 +44,7 @@ def in_milliseconds(tensor: torch.Tensor, name: str) -> torch.Tensor:
 in_milliseconds.rows = True  # type: ignore[attr-defined]
 
 
-class Watched(LocalCrew):
+class Watched(LocalLauncher):
     """Does something to one worker once every worker has had a task for sure."""
 
     def __init__(self, fate: str) -> None:
@@ -74,7 +74,7 @@ class Watched(LocalCrew):
 
 def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
     """Seconds from the tenth of the tasks to the last, and those of workers at their own pace."""
-    with tempfile.TemporaryDirectory(prefix="ps-stragglers-") as folder, Watched(fate) as crew:
+    with tempfile.TemporaryDirectory(prefix="ps-stragglers-") as folder, Watched(fate) as launcher:
         report = convert(
             source,
             Path(folder) / "out",
@@ -82,13 +82,13 @@ def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
             devices="cpu",
             workers=WORKERS,
             task_bytes=task_bytes,
-            crew=crew,
-            on_progress=crew.progress,
+            launcher=launcher,
+            on_progress=launcher.progress,
         )
-    seconds = crew.last - crew.began
+    seconds = launcher.last - launcher.began
     return {
         "seconds": seconds,
-        "rate": (report.num_tasks - crew.done_before) / seconds,
+        "rate": (report.num_tasks - launcher.done_before) / seconds,
         "tasks": report.num_tasks,
         "stolen": report.num_stolen,
         "twice": report.num_twice,

@@ -16,7 +16,7 @@ COMMANDS = {
     "--drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
-    "--spool --trace --ray --rates --dry-run --format",
+    "--scratch --trace --ray --rates --dry-run --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",

@@ -27,7 +27,7 @@ from penstock.cli.main import app
 from penstock.config import environment
 from penstock.testing import commands
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.zygote import Zygote
+from penstock.testing.fork_server import ForkServer
 from penstock.types import MIB
 
 pytest.importorskip("torch")
@@ -59,16 +59,16 @@ def blocks(page: Path) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
-def run_command(command: str, zygote: Zygote) -> subprocess.CompletedProcess[str]:
+def run_command(command: str, fork_server: ForkServer) -> subprocess.CompletedProcess[str]:
     """As a shell would; `penstock` itself without the seconds of its imports."""
     words = shlex.split(command)
     if words[0] == "penstock" and not SHELLS & {*words}:
-        return commands.run(zygote, words[1:])
+        return commands.run(fork_server, words[1:])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", command],
@@ -80,12 +80,12 @@ def run_command(command: str, zygote: Zygote) -> subprocess.CompletedProcess[str
     )
 
 
-def run_console(block: Block, page: Path, zygote: Zygote) -> None:
+def run_console(block: Block, page: Path, fork_server: ForkServer) -> None:
     for line in block.text.splitlines():
         if not line.startswith("$ "):
             continue
         command, _, comment = line[2:].partition("  # exit ")
-        done = run_command(command, zygote)
+        done = run_command(command, fork_server)
         assert done.returncode == int(comment or 0), f"{page.name}:{block.line}: {command}\n{done.stdout}{done.stderr}"
 
 
@@ -99,12 +99,12 @@ def place(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path, place, zygote: Zygote) -> None:
+def test_the_blocks_of_a_page_run(page: Path, place, fork_server: ForkServer) -> None:
     write_llama("llama", total_bytes=2 * MIB, shards=2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.kind == "console":
-            run_console(block, page, zygote)
+            run_console(block, page, fork_server)
             continue
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
 

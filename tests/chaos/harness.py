@@ -30,8 +30,8 @@ from penstock.cli.manifest import manifest
 from penstock.errors import PenstockError, SourceStalled
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Worker, digests
+from penstock.testing.fork_server import Forked, ForkServer
 from penstock.testing.http_server import RangeServer
-from penstock.testing.zygote import Forked, Zygote
 from penstock.types import MIB
 
 STALL_S = 6.0
@@ -130,11 +130,11 @@ class World:
     """What all rounds share: checkpoints of 8 MiB, and a process that has imported everything. A context manager.
 
     Args:
-        zygote: that process; None: one of its own.
+        fork_server: that process; None: one of its own.
     """
 
-    def __init__(self, zygote: Zygote | None = None) -> None:
-        self._stack, self._given = ExitStack(), zygote
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
+        self._stack, self._given = ExitStack(), fork_server
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-", dir="/tmp"))
         self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
         self.directory.chmod(0o711)
@@ -142,7 +142,7 @@ class World:
         """Ground truth that a kind has computed once."""
 
     def __enter__(self) -> World:
-        self.zygote = self._given or self._stack.enter_context(Zygote())
+        self.fork_server = self._given or self._stack.enter_context(ForkServer())
         write_llama(self.directory / "plain", num_layers=1, hidden=512, vocab=2048, shards=2)
         write_llama(self.directory / "many", total_bytes=8 * MIB, shards=2)
         write_llama(self.directory / "other", num_layers=1, hidden=512, vocab=2048, shards=2, seed=3)
@@ -190,14 +190,14 @@ class Round:
     # What kinds use.
 
     def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
-        """Call a function in a process of this round, which is killed at its end; as `Zygote.fork`."""
+        """Call a function in a process of this round, which is killed at its end; as `ForkServer.fork`."""
         told = {
             "function": function,
             "argument": argument,
             "directory": str(self.directory),
             "name": f"{len(self.forked):02}-{function.rpartition('.')[2].replace(':', '-')}",
         }
-        forked = self.world.zygote.fork("tests.chaos.processes:run", told, self.environ() | dict(environ or {}))
+        forked = self.world.fork_server.fork("tests.chaos.processes:run", told, self.environ() | dict(environ or {}))
         self.forked.append(forked)
         return forked
 

@@ -226,12 +226,12 @@ def convert(told: dict[str, Any]) -> int:
 
     from penstock.errors import PenstockError
     from penstock.jobs.convert import convert as convert_now
-    from penstock.jobs.workers import launch as crew
+    from penstock.jobs.workers import launch as launcher
 
     torch.set_num_threads(1)
     if told["limit_file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (told["limit_file_bytes"], resource.RLIM_INFINITY))
-    vars(crew)["Zygote"] = lambda imports: fork_server()
+    vars(launcher)["ForkServer"] = lambda imports: fork_server()
     try:
         report = convert_now(on_progress=lambda num, total: say("done", num=num, total=total), **told["arguments"])
     except PenstockError as error:
@@ -243,8 +243,8 @@ def convert(told: dict[str, Any]) -> int:
 
 def fork_server() -> Any:
     """Return a production fork server that was itself forked: it needs no seconds to import torch."""
-    from penstock.jobs.workers import fork_server as zygote
-    from penstock.testing.zygote import Graft
+    from penstock.jobs.workers import fork_server
+    from penstock.testing.fork_server import Graft
 
     class Process:
         def __init__(self, pid: int) -> None:
@@ -268,14 +268,14 @@ def fork_server() -> Any:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     me, pid = os.getpid(), os.fork()
     if not pid:
-        zygote.end_with_parent(me)
+        fork_server.end_with_parent(me)
         line = os.dup2(there.fileno(), 3)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
         os.closerange(4, 1 << 16)  # the coordinator's own: the lock of its journal, its connections
         sys.argv[1:] = [str(line)]
         try:
-            zygote.main()
+            fork_server.main()
         finally:
             os._exit(0)
     there.close()

@@ -46,9 +46,9 @@ from penstock.errors import PenstockError
 from penstock.testing import commands
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests, say, set_constants
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.keeper import KeeperProcess
 from penstock.testing.sync import SyncTask, SyncWorker, truth
-from penstock.testing.zygote import Zygote
 
 RESULTS = Path("benchmarks/results/cpu2_202611")
 MODEL_BYTES = 16_000_000
@@ -138,20 +138,20 @@ class Soak:
 
     def _start(self) -> None:
         enter = self._stack.enter_context
-        self.zygote = enter(Zygote())
+        self.fork_server = enter(ForkServer())
         self.checkpoint = self.directory / "m"
         write_llama(self.checkpoint, total_bytes=MODEL_BYTES)
         self.wanted = digests(by_safetensors(self.checkpoint))
         self.hub = f"unix://{self.directory}/hub.sock"
         self._environ = {"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": "30"}
-        hub = enter(commands.start(self.zygote, ["hub", "--listen", self.hub], self._environ))
+        hub = enter(commands.start(self.fork_server, ["hub", "--listen", self.hub], self._environ))
         self._drain(hub.stdout)
         deadline = time.monotonic() + 30
         while not (self.directory / "hub.sock").exists():
             assert time.monotonic() < deadline, "the hub does not listen"
             time.sleep(0.02)
         arguments = [str(self.checkpoint), "--model", "kept", "--hub", self.hub, "--drain-s", "1"]
-        self.keeper = enter(KeeperProcess(arguments, environ=self._environ, zygote=self.zygote))
+        self.keeper = enter(KeeperProcess(arguments, environ=self._environ, fork_server=self.fork_server))
         self.member = self._worker("m")
         self.member.say_until("serving")
         self.publisher = self._rank("publisher", mode="snapshot")
@@ -159,7 +159,7 @@ class Soak:
         for rank in (self.publisher, self.subscriber):
             rank.say_until("joined")
         told = {"hub": self.hub, "checkpoint": str(self.checkpoint), "wanted": self.wanted}
-        self.client = enter(self.zygote.fork("tests.chaos.soak:client", told, self._environ))
+        self.client = enter(self.fork_server.fork("tests.chaos.soak:client", told, self._environ))
         self.pids = {
             "hub": hub.pid,
             "keeper": self.keeper.process.pid,
@@ -182,14 +182,14 @@ class Soak:
     def _worker(self, model: str, **more: Any) -> Worker:
         constants = SMALL if model == "m" else {}
         task = Task(model=model, hub=self.hub, fallback=str(self.checkpoint), constants=constants, **more)
-        worker = Worker(task, self.zygote)
+        worker = Worker(task, self.fork_server)
         if model == "m" and not more:
             self._stack.enter_context(worker)
         return worker
 
     def _rank(self, side: str, **more: Any) -> SyncWorker:
         task = SyncTask(side=side, hub=self.hub, environ=self._environ, options={"arena": True}, **more)
-        return self._stack.enter_context(SyncWorker(task, self.zygote))
+        return self._stack.enter_context(SyncWorker(task, self.fork_server))
 
     # -- what happens
 
@@ -237,7 +237,7 @@ class Soak:
     def _attaches(self, chance: random.Random) -> None:
         """An engine is born, attaches, and lets go or is killed."""
         told = {"hub": self.hub, "hold_s": chance.random() * 0.3}
-        with self.zygote.fork("tests.chaos.soak:engine", told, self._environ) as engine:
+        with self.fork_server.fork("tests.chaos.soak:engine", told, self._environ) as engine:
             self.counts.add("engines born")
             if chance.random() < 0.4:
                 time.sleep(chance.random() * 0.5)
@@ -265,7 +265,7 @@ class Soak:
             self.counts.add("updates")
         if chance.random() < 0.3:
             task = SyncTask(side="subscriber", hub=self.hub, environ=self._environ, options={"arena": True})
-            with SyncWorker(task, self.zygote) as born:
+            with SyncWorker(task, self.fork_server) as born:
                 self.counts.add("subscribers born")
                 born.say_until("joined")
                 if chance.random() < 0.5:

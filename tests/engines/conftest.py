@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.jobs.workers import launch as crew
-from penstock.testing.zygote import Zygote
+from penstock.jobs.workers import launch as launcher
+from penstock.testing.fork_server import ForkServer
 
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB") -> Path:
@@ -43,15 +43,15 @@ def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
-def crew_zygotes(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of conversions from one process that has imported torch: seconds less for each conversion."""
-    monkeypatch.setattr(crew, "Zygote", lambda imports: zygote.graft())
+    monkeypatch.setattr(launcher, "ForkServer", lambda imports: fork_server.graft())
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.usefixtures("crew_zygotes"),
+    pytest.mark.usefixtures("launcher_fork_servers"),
 ]
 
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.usefixtures("crew_zygotes"),
+    pytest.mark.usefixtures("launcher_fork_servers"),
 ]
 needs_mergekit = pytest.mark.skipif(importlib.util.find_spec("mergekit") is None, reason="mergekit is not installed")
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")

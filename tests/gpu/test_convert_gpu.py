@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import penstock  # noqa: E402
 from penstock.jobs.convert import convert  # noqa: E402
-from penstock.jobs.workers.launch import LocalCrew  # noqa: E402
+from penstock.jobs.workers.launch import LocalLauncher  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-class Hostile(LocalCrew):
+class Hostile(LocalLauncher):
     """One worker is killed once a quarter is done."""
 
     is_struck = False
@@ -50,11 +50,17 @@ class Hostile(LocalCrew):
 def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tmp_path: Path) -> None:
     told = {"to": "fp8-block128", "operations": [{"op": "rename", "rules": [[r"^model\.", "m."]]}], **SMALL}
     convert(sources[0], tmp_path / "cpu", devices="cpu", workers=4, **told)
-    with Hostile() as crew:
+    with Hostile() as launcher:
         report = convert(
-            sources[0], tmp_path / "gpu", devices=["cuda:0"], workers=2, crew=crew, on_progress=crew.strike, **told
+            sources[0],
+            tmp_path / "gpu",
+            devices=["cuda:0"],
+            workers=2,
+            launcher=launcher,
+            on_progress=launcher.strike,
+            **told,
         )
-    assert crew.is_struck and any("SIGKILL" in one.end for one in report.workers)
+    assert launcher.is_struck and any("SIGKILL" in one.end for one in report.workers)
     assert files(tmp_path / "gpu") == files(tmp_path / "cpu")
     assert penstock.verify(tmp_path / "gpu").verified
     assert report.peak_bytes <= 512 << 20

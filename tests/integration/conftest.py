@@ -21,11 +21,11 @@ from penstock.errors import HubUnavailable
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import HoldingState
-from penstock.jobs.workers import launch as crew
+from penstock.jobs.workers import launch as launcher
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
+from penstock.testing.fork_server import Forked, ForkServer
 from penstock.testing.sync import SyncTask, SyncWorker
-from penstock.testing.zygote import Forked, Zygote
 from penstock.types import MIB
 
 SMALL = {
@@ -38,16 +38,16 @@ STALL_S = 10.0
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
-def crew_zygotes(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crews of this process have their workers forked by a fork of the tests' own zygote: seconds of imports less."""
-    started = crew.Zygote
-    monkeypatch.setattr(crew, "Zygote", lambda imports: zygote.graft() if imports else started(imports))
+def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have launchers of this process fork workers from the tests' own fork server, which saves seconds of imports."""
+    started = launcher.ForkServer
+    monkeypatch.setattr(launcher, "ForkServer", lambda imports: fork_server.graft() if imports else started(imports))
 
 
 @pytest.fixture(scope="session")
@@ -93,22 +93,22 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 class Host:
     """A host of its own for the workers of one test: nobody else finds its hub."""
 
-    def __init__(self, directory: Path, zygote: Zygote, stack: ExitStack) -> None:
-        self.directory, self._zygote, self._stack = directory, zygote, stack
+    def __init__(self, directory: Path, fork_server: ForkServer, stack: ExitStack) -> None:
+        self.directory, self._fork_server, self._stack = directory, fork_server, stack
         self.environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": str(STALL_S)}
 
     def start(self, constants: dict[str, float] | None = None, **task: Any) -> Worker:
         """A worker, killed at the end."""
         constants = {**SMALL, **(constants or {})}
         task["environ"] = {**self.environ, **task.get("environ", {})}
-        return self._stack.enter_context(Worker(Task(constants=constants, **task), self._zygote))
+        return self._stack.enter_context(Worker(Task(constants=constants, **task), self._fork_server))
 
     def start_rank(self, side: str, **task: Any) -> SyncWorker:
         """A rank of a sync, its memory in arenas, so that `shm` reaches it."""
         options = {"arena": True, **task.pop("options", {})}
         environ = {**self.environ, **task.pop("environ", {})}
         return self._stack.enter_context(
-            SyncWorker(SyncTask(side=side, options=options, environ=environ, **task), self._zygote)
+            SyncWorker(SyncTask(side=side, options=options, environ=environ, **task), self._fork_server)
         )
 
     def start_ranks(self, side: str, world_size: int, **task: Any) -> list[SyncWorker]:
@@ -131,7 +131,7 @@ class Host:
         """A hub's process, killed at the end, and its address."""
         url = f"unix://{self.directory}/own.sock"
         values = {"listen": url, "fresh": True, "beat_s": 0.5, "ttl_s": 5.0}
-        hub = self._stack.enter_context(self._zygote.fork("penstock.testing.fleet:hub", values))
+        hub = self._stack.enter_context(self._fork_server.fork("penstock.testing.fleet:hub", values))
         assert b"ready" in hub.stdout.readline()
         return hub, url
 
@@ -167,12 +167,12 @@ class Host:
 
 
 @pytest.fixture
-def host(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """Members of this process are on it, too."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-host-", dir="/tmp"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        found = Host(directory, zygote, stack)
+        found = Host(directory, fork_server, stack)
         for name, value in found.environ.items():
             monkeypatch.setenv(name, value)
         for path, value in SMALL.items():

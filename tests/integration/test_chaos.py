@@ -12,7 +12,7 @@ from tests.chaos.kinds import KINDS, ORDER
 from tests.chaos.runner import PLACES, run
 from tests.chaos.totals import lines, totals
 
-from penstock.testing.zygote import Zygote
+from penstock.testing.fork_server import ForkServer
 
 SEED = 7
 NUM_ROUNDS = 6 * len(ORDER) if os.environ.get("DRILLS") == "all" else len(ORDER)
@@ -20,8 +20,8 @@ MINUTES = 20.0
 
 
 @pytest.mark.timeout(MINUTES * 60 + 60)
-def test_rounds_of_chaos_hold_every_promise(zygote: Zygote, tmp_path: Path) -> None:
-    with World(zygote) as world:
+def test_rounds_of_chaos_hold_every_promise(fork_server: ForkServer, tmp_path: Path) -> None:
+    with World(fork_server) as world:
         until = time.monotonic() + MINUTES * 60
         outcomes = run(range(NUM_ROUNDS), SEED, world=world, places=PLACES, until=until, show=False, keep=tmp_path)
     found = totals(outcomes)

@@ -19,9 +19,9 @@ pytest.importorskip("httpx")
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Complaint, Hello, UpstreamsRequest
 from penstock.testing import commands
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.hubs import IDENTITY, holding
 from penstock.testing.processes import listening_ports
-from penstock.testing.zygote import Zygote
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 TOKEN = "a-token-0123456789"
@@ -31,8 +31,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def penstock(zygote: Zygote) -> Run:
-    return lambda *arguments: commands.run(zygote, arguments)
+def penstock(fork_server: ForkServer) -> Run:
+    return lambda *arguments: commands.run(fork_server, arguments)
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from penstock.errors import (
 )
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.journal import Journal
-from penstock.jobs.workers.launch import LocalCrew, num_early
+from penstock.jobs.workers.launch import LocalLauncher, num_prewarmed
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 RULES = [{"op": "rename", "rules": [[r"^model\.", "m."]]}]
 
@@ -90,7 +90,7 @@ def test_what_comes_out_is_what_went_in_by_other_names(source, expected, tmp_pat
     assert report.peak_bytes <= 512 << 20
 
 
-class Hostile(LocalCrew):
+class Hostile(LocalLauncher):
     """Workers that something happens to, once they have begun: a signal for each of the first few."""
 
     def __init__(self, signals: list[int]) -> None:
@@ -106,33 +106,33 @@ class Hostile(LocalCrew):
 
 
 def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
-    with Hostile([signal.SIGKILL, signal.SIGKILL]) as crew:
-        report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
-    assert crew.sent == 2
+    with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
+        report = run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=launcher.strike)
+    assert launcher.sent == 2
     assert files(tmp_path / "out") == expected
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
 
 
 def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
-    with Hostile([signal.SIGSTOP]) as crew:
-        run(source, tmp_path / "out", workers=2, crew=crew, on_progress=crew.strike)
-    assert crew.sent == 1
+    with Hostile([signal.SIGSTOP]) as launcher:
+        run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=launcher.strike)
+    assert launcher.sent == 1
     assert files(tmp_path / "out") == expected
 
 
-def test_workers_whose_zygote_is_killed_end_with_it_and_others_come_of_a_new_one(source, expected, tmp_path):
-    crew, killed = LocalCrew(), list[int]()
+def test_workers_whose_fork_server_is_killed_end_with_it_and_others_come_of_a_new_one(source, expected, tmp_path):
+    launcher, killed = LocalLauncher(), list[int]()
 
     def strike(done: int, total: int) -> None:
         if not killed:
-            assert crew.zygote is not None
-            killed.append(crew.zygote.pid)
+            assert launcher.fork_server is not None
+            killed.append(launcher.fork_server.pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    with crew:
-        report = run(source, tmp_path / "out", workers=2, crew=crew, on_progress=strike)
-        assert crew.zygote is not None and crew.zygote.pid != killed[0]
+    with launcher:
+        report = run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=strike)
+        assert launcher.fork_server is not None and launcher.fork_server.pid != killed[0]
     assert files(tmp_path / "out") == expected
     assert len(report.workers) == 4
 
@@ -147,13 +147,13 @@ assert "torch" not in sys.modules
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_that_were_begun_before_their_device_was_known(source, expected, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr("penstock.jobs.workers.launch.num_early", lambda devices, workers: 2)
-    with LocalCrew() as crew:
-        crew.begin()
-        early = [process for process, _ in crew._early]
-        report = run(source, tmp_path / "out", workers=workers, crew=crew)
-        used = [process for process in crew._processes.values() if process in early]
-        assert len(used) == min(2, workers) == len(early) - len(crew._early)
+    monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
+    with LocalLauncher() as launcher:
+        launcher.begin()
+        early = [process for process, _ in launcher._early]
+        report = run(source, tmp_path / "out", workers=workers, launcher=launcher)
+        used = [process for process in launcher._processes.values() if process in early]
+        assert len(used) == min(2, workers) == len(early) - len(launcher._early)
     assert [one.end for one in report.workers] == ["finished"] * workers
     assert files(tmp_path / "out") == expected
 
@@ -178,27 +178,27 @@ def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown,
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert num_early(devices, workers) == num
+    assert num_prewarmed(devices, workers) == num
 
 
 def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
-    with LocalCrew() as crew:
-        assert crew.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        assert crew.zygote is not None
-    with LocalCrew() as crew, monkeypatch.context() as patched, pytest.raises(PeerLost, match="ended with 16"):
+    with LocalLauncher() as launcher:
+        assert launcher.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        assert launcher.fork_server is not None
+    with LocalLauncher() as launcher, monkeypatch.context() as patched, pytest.raises(PeerLost, match="ended with 16"):
         patched.setattr("penstock.jobs.workers.launch._COUNTED", 17 + torch.cuda.device_count())  # as if it had failed
-        crew.gpus()
+        launcher.gpus()
 
 
 def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.jobs.workers.launch.num_early", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
-    with LocalCrew() as crew:
-        crew.begin()
-        assert len(crew._early) == 2 and crew.gpus() == [] and not crew._early
-        run(source, tmp_path / "out", workers=2, crew=crew)
+    with LocalLauncher() as launcher:
+        launcher.begin()
+        assert len(launcher._early) == 2 and launcher.gpus() == [] and not launcher._early
+        run(source, tmp_path / "out", workers=2, launcher=launcher)
     assert files(tmp_path / "out") == expected
     assert len(os.listdir("/proc/self/fd")) == before
 

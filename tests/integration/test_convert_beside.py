@@ -19,7 +19,7 @@ from penstock.jobs.convert import convert
 from penstock.jobs.journal import Journal
 from penstock.jobs.operations.operation import Copy
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1}
 BESIDE = [

@@ -19,14 +19,14 @@ import pytest
 import penstock
 from penstock.errors import ConfigError, SourceChanged
 from penstock.jobs.convert import convert
-from penstock.jobs.workers import launch as crew_module
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers import launch as launcher_module
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.http_server import RangeServer
-from penstock.testing.zygote import Zygote
 from penstock.types import MIB
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K", "shard_bytes": 2_000_000}
 
@@ -49,9 +49,9 @@ def test_an_object_that_changes_meanwhile_ends_it(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from penstock.jobs.workers import launch as crew_module
+from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.convert import convert
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.journal import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)
@@ -72,7 +72,7 @@ def test_one_that_was_killed_once_all_was_published_is_reported_as_done(made: Pa
 
 
 def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_again(
-    zygote: Zygote, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """A kill before each change to the file system, from the last task's end to the coordinator's own."""
     write_llama(tmp_path / "made", total_bytes=2 * MIB, shards=2)
@@ -83,7 +83,7 @@ def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_ag
     assert penstock.verify(into).verified
 
     def ends(function: str, values: dict[str, Any]) -> str:
-        with zygote.fork(f"penstock.testing.jobs:{function}", values) as process:
+        with fork_server.fork(f"penstock.testing.jobs:{function}", values) as process:
             said = [json.loads(line) for line in process.stdout]
             process.wait(60)
         return str(said[-1]["event"] if said else "")
@@ -135,21 +135,21 @@ def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, 
     rng = random.Random(seed)
     left = rng.choice([1, 2, 3])
     is_over = threading.Event()
-    with LocalCrew("cpu", 2) as crew:
+    with LocalLauncher("cpu", 2) as launcher:
 
         def kill_some() -> None:
             for _ in range(left):
                 if is_over.wait(rng.random() * 0.8):
                     return
-                if (server := crew.zygote) is not None:
+                if (server := launcher.fork_server) is not None:
                     with suppress(ProcessLookupError):
                         os.kill(server.pid, signal.SIGKILL)
 
-        crew.begin()
+        launcher.begin()
         killer = threading.Thread(target=kill_some)
         killer.start()
         try:
-            convert(made, tmp_path / "out", crew=crew, **SLOWLY)
+            convert(made, tmp_path / "out", launcher=launcher, **SLOWLY)
         finally:
             is_over.set()
             killer.join()
@@ -159,18 +159,18 @@ def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, 
 
 def test_what_workers_are_forked_from_is_started_again_where_it_was_lost_unseen(made: Path, tmp_path: Path) -> None:
     """Killed before each of the first questions it is asked: who asks has seen it alive."""
-    with LocalCrew("cpu", 2) as crew:
-        crew.begin()
+    with LocalLauncher("cpu", 2) as launcher:
+        launcher.begin()
         seen = list[int]()
 
-        class Killed(type(crew.zygote)):  # type: ignore[misc]
+        class Killed(type(launcher.fork_server)):  # type: ignore[misc]
             def fork(self, *given: Any) -> Any:
                 if len(seen) < 3:
                     seen.append(self.pid)
                     os.kill(self.pid, signal.SIGKILL)
                 return super().fork(*given)
 
-        make = crew_module.Zygote
+        make = launcher_module.ForkServer
         with pytest.MonkeyPatch.context() as patch:
 
             def started(imports: Any) -> Any:
@@ -178,8 +178,8 @@ def test_what_workers_are_forked_from_is_started_again_where_it_was_lost_unseen(
                 found.__class__ = Killed
                 return found
 
-            patch.setattr(crew_module, "Zygote", started)
-            crew.close()
-            convert(made, tmp_path / "out", crew=crew, **SLOWLY)
+            patch.setattr(launcher_module, "ForkServer", started)
+            launcher.close()
+            convert(made, tmp_path / "out", launcher=launcher, **SLOWLY)
     assert len(set(seen)) == 3
     assert penstock.verify(tmp_path / "out").verified

@@ -24,9 +24,9 @@ import pytest
 import penstock
 from penstock.errors import PenstockError
 from penstock.jobs.convert import convert
-from penstock.testing.zygote import Forked, Zygote
+from penstock.testing.fork_server import Forked, ForkServer
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 NUM_BATCHES, BATCH, ALWAYS = 10, 20, 3
 """The others are run on demand: `DRILLS=all`, two minutes."""
@@ -97,8 +97,8 @@ class Run:
 class Drill:
     """One conversion and its losses."""
 
-    def __init__(self, seed: int, zygote: Zygote, source: Path, expected: dict[str, bytes]) -> None:
-        self.zygote, self.source, self.expected = zygote, source, expected
+    def __init__(self, seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]) -> None:
+        self.fork_server, self.source, self.expected = fork_server, source, expected
         self.rng, self.stack = random.Random(seed), ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
         self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
@@ -116,7 +116,7 @@ class Drill:
     def start(self) -> Run:
         values = {"sources": str(self.source), "destination": str(self.directory / "out"), "workers": self.num_workers}
         environ = {"PENSTOCK_STALL_S": STALL_S}
-        process = self.zygote.fork("penstock.testing.jobs:coordinate", values | TOLD, environ)
+        process = self.fork_server.fork("penstock.testing.jobs:coordinate", values | TOLD, environ)
         run = Run(self.stack.enter_context(process))
         self.stack.callback(run.close)
         return run
@@ -168,9 +168,9 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return files(into)
 
 
-def drill(seed: int, zygote: Zygote, source: Path, expected: dict[str, bytes]) -> tuple[str, str, float]:
+def drill(seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]) -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, zygote, source, expected), time.monotonic(), ""
+    one, begun, verdict = Drill(seed, fork_server, source, expected), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -179,12 +179,12 @@ def drill(seed: int, zygote: Zygote, source: Path, expected: dict[str, bytes]) -
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_drills(batch: int, zygote: Zygote, made: Path, expected: dict[str, bytes]) -> None:
+def test_drills(batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]) -> None:
     if batch >= ALWAYS and os.environ.get("DRILLS") != "all":
         pytest.skip("run with DRILLS=all")
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, zygote, made, expected), seeds))
+        found = list(pool.map(lambda seed: drill(seed, fork_server, made, expected), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -25,13 +25,13 @@ import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
 from penstock.jobs.convert import convert, plan
 from penstock.jobs.messages import Hello
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.s3_server import SwiftServer, Unavailable
-from penstock.testing.zygote import Zygote
 from penstock.types import DType
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000}
 
@@ -61,12 +61,12 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ],
 )
 def test_a_function_that_misbehaves_is_named(
-    function: str, says: str, zygote: Zygote, made: Path, tmp_path: Path
+    function: str, says: str, fork_server: ForkServer, made: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"penstock.testing.jobs:{function}"}
     values = {"sources": str(made), "destination": str(tmp_path / "out"), "operations": [word], "workers": 2, **TOLD}
     stall = {"PENSTOCK_STALL_S": "3" if function == "hangs" else "60"}
-    with zygote.fork("penstock.testing.jobs:coordinate", values, stall) as process:
+    with fork_server.fork("penstock.testing.jobs:coordinate", values, stall) as process:
         assert select.select([process.stdout], [], [], 60.0)[0]
         said = [json.loads(line) for line in process.stdout]
         assert process.wait() == 1
@@ -94,8 +94,8 @@ def test_what_a_function_prints_is_on_stderr(made: Path, tmp_path: Path, capfd: 
     assert not said.out
 
 
-class Visited(LocalCrew):
-    """A crew to whose coordinator somebody talks who is none of its workers."""
+class Visited(LocalLauncher):
+    """A launcher to whose coordinator somebody talks who is none of its workers."""
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.guest = connect(address, timeout_s=5.0)
@@ -104,11 +104,11 @@ class Visited(LocalCrew):
 
 
 def test_who_guesses_the_secret_in_any_letters_is_turned_away(made: Path, tmp_path: Path) -> None:
-    with Visited() as crew:
-        convert(made, tmp_path / "out", workers=1, crew=crew, **TOLD)
+    with Visited() as launcher:
+        convert(made, tmp_path / "out", workers=1, launcher=launcher, **TOLD)
         with pytest.raises(PeerLost):
-            crew.guest.to_worker()
-        crew.guest.close()
+            launcher.guest.to_worker()
+        launcher.guest.close()
 
 
 FIRST = """
@@ -198,7 +198,7 @@ def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, tmp_p
     deadline = time.monotonic() + 60
 
     def workers() -> list[str]:
-        """Children of the command's zygote."""
+        """Children of the command's fork server."""
         found, parents = [], {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -249,7 +249,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    first, told = server(), {"spool": tmp_path, "workers": 1, **TOLD}
+    first, told = server(), {"scratch": tmp_path, "workers": 1, **TOLD}
     into = "s3://weights/converted"
     real, at_a_time, uploaded = obstore.put, threading.Lock(), list[str]()
 

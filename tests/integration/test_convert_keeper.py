@@ -19,11 +19,11 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.keeper import lease as renewal
 from penstock.testing.checkpoints import write_llama
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told() -> Iterator[dict[str, Any]]:
     """Arguments of every conversion; their workers are forked from one process."""
-    with LocalCrew() as crew:
-        yield {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M", "crew": crew}
+    with LocalLauncher() as launcher:
+        yield {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M", "launcher": launcher}
 
 
 @pytest.fixture(scope="module")

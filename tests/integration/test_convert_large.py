@@ -17,7 +17,7 @@ from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.jobs.convert import convert
 from penstock.types import MIB
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 ROWS, COLUMNS = 1024, 1536  # 6 MiB of FP32
 SMALL = "8M"

@@ -14,16 +14,16 @@ import pytest
 
 from penstock.jobs import messages
 from penstock.jobs.convert import convert
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.users import STRANGER, run_as
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000, "workers": 1}
 
 
-class OtherUser(LocalCrew):
-    """A crew whose coordinator another user of the host connects to first, and says nothing."""
+class OtherUser(LocalLauncher):
+    """A launcher whose coordinator another user of the host connects to first, and says nothing."""
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.seconds: list[float] = []
@@ -53,17 +53,17 @@ def test_another_user_cannot_talk_to_a_coordinator(made: Path, tmp_path: Path, m
 
     def look(done: int, total: int) -> None:
         if done == 1:
-            crew.visitor.join(20)  # cut off while the job runs, not by its end
-            seen.append(crew.visitor.is_alive())
+            launcher.visitor.join(20)  # cut off while the job runs, not by its end
+            seen.append(launcher.visitor.is_alive())
 
-    with OtherUser() as crew:
-        convert(made, tmp_path / "out", crew=crew, on_progress=look, **TOLD)
-        crew.visitor.join(30)
-    assert seen == [False] and len(crew.seconds) == 1
+    with OtherUser() as launcher:
+        convert(made, tmp_path / "out", launcher=launcher, on_progress=look, **TOLD)
+        launcher.visitor.join(30)
+    assert seen == [False] and len(launcher.seconds) == 1
 
 
-class Strangers(LocalCrew):
-    """A crew that is reached by TCP, and 100 connections of one other address that say nothing."""
+class Strangers(LocalLauncher):
+    """A launcher that is reached by TCP, and 100 connections of one other address that say nothing."""
 
     listen: str | None = "127.0.0.1"
 
@@ -90,11 +90,15 @@ def test_strangers_take_a_bounded_number_of_a_coordinators_places(
 ) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
     counts = []
-    with ExitStack() as stack, Strangers() as crew:
+    with ExitStack() as stack, Strangers() as launcher:
         convert(
-            made, tmp_path / "out", crew=crew, on_progress=lambda done, total: counts.append(crew.num_open()), **TOLD
+            made,
+            tmp_path / "out",
+            launcher=launcher,
+            on_progress=lambda done, total: counts.append(launcher.num_open()),
+            **TOLD,
         )
-        for sock in crew.strangers:
+        for sock in launcher.strangers:
             stack.enter_context(sock)
     # A quarter of the 32 places for who has shown nothing; all 100 were held before.
     assert counts and counts[0] <= 8, counts
@@ -109,11 +113,11 @@ def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
     def look(done: int, total: int) -> None:
         if done == 1:
             time.sleep(1.0)  # longer than a worker that has said who it is has nothing else to say
-        counts.append(crew.num_open())
+        counts.append(launcher.num_open())
 
-    with ExitStack() as stack, Strangers() as crew:
-        report = convert(made, tmp_path / "out", crew=crew, on_progress=look, **TOLD)
-        for sock in crew.strangers:
+    with ExitStack() as stack, Strangers() as launcher:
+        report = convert(made, tmp_path / "out", launcher=launcher, on_progress=look, **TOLD)
+        for sock in launcher.strangers:
             stack.enter_context(sock)
     assert counts[-1] == 0, counts
     assert len(report.workers) == 1  # none was lost and replaced

@@ -24,7 +24,7 @@ from tests.unit.sync.small_models import CONFIGS, SMALL, make  # noqa: E402 - af
 from penstock.errors import ConfigError, PlanError  # noqa: E402
 from penstock.jobs.convert import convert  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 MODELS: dict[str, Callable[[], Any]] = CONFIGS | {
     "biased": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True),

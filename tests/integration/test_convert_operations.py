@@ -19,7 +19,7 @@ from penstock.jobs.operations.user_function import function_of
 from penstock.testing.operations import check_rows
 from penstock.testing.s3_server import SwiftServer, Unavailable
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -199,7 +199,7 @@ def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
     try:
         with SwiftServer(folder) as server:
             server.make_bucket("weights")
-            store, told = server.store("weights"), {"storage_options": server.storage_options, "spool": tmp_path}
+            store, told = server.store("weights"), {"storage_options": server.storage_options, "scratch": tmp_path}
             for directory in (base, adapter):
                 for path in directory.iterdir():
                     store.put(f"{directory.name}/{path.name}", path.read_bytes())

@@ -19,7 +19,7 @@ from penstock.errors import PlanError  # noqa: E402 - after what it needs
 from penstock.jobs.convert import convert  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("crew_zygotes"),
+    pytest.mark.usefixtures("launcher_fork_servers"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

@@ -19,7 +19,7 @@ from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
-pytestmark = pytest.mark.usefixtures("crew_zygotes")
+pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K"}
 

@@ -23,8 +23,8 @@ from penstock.keeper import lease as renewal
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.damage import arenas
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.keeper import KeeperProcess
-from penstock.testing.zygote import Zygote
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def whys() -> list[str]:
 
 
 def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_others(
-    runtime, large, small, zygote: Zygote
+    runtime, large, small, fork_server: ForkServer
 ) -> None:
     wanted, others = by_safetensors(large), by_safetensors(small)
-    with KeeperProcess([str(large), str(small)], zygote=zygote) as keeper:
+    with KeeperProcess([str(large), str(small)], fork_server=fork_server) as keeper:
         engine, other = ps.attach("large"), ps.attach("small")
         damaged = arenas(keeper.process.pid)[0]
         assert damaged.nbytes > 20_000_000
@@ -90,11 +90,11 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
 
 
 def test_a_keeper_that_cannot_load_a_damaged_model_again_exits_with_the_reason(
-    runtime, large, tmp_path, zygote: Zygote
+    runtime, large, tmp_path, fork_server: ForkServer
 ) -> None:
     source = tmp_path / "model"
     shutil.copytree(large, source)
-    with KeeperProcess([str(source)], zygote=zygote) as keeper:
+    with KeeperProcess([str(source)], fork_server=fork_server) as keeper:
         shutil.rmtree(source)
         arenas(keeper.process.pid)[0].flip()
         assert keeper.process.wait(timeout=60) == 3

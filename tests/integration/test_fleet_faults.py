@@ -30,8 +30,8 @@ from penstock.hub.local_hub import find_hub
 from penstock.testing import redis_server
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker, digests
+from penstock.testing.fork_server import Forked, ForkServer
 from penstock.testing.redis_server import RedisServer
-from penstock.testing.zygote import Forked, Zygote
 
 NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHES // 2)
@@ -55,8 +55,8 @@ ROLES = ("source", "receiver", "relay", "reader of storage", "host of the hub", 
 class Drill:
     """One fleet and its loss."""
 
-    def __init__(self, seed: int, zygote: Zygote, uris: tuple[str, str]) -> None:
-        self.seed, self.zygote = seed, zygote
+    def __init__(self, seed: int, fork_server: ForkServer, uris: tuple[str, str]) -> None:
+        self.seed, self.fork_server = seed, fork_server
         self.rng, self.stack = random.Random(seed), ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
         self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
@@ -87,7 +87,7 @@ class Drill:
             join=join,
             environ={"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S},
         )
-        return self.stack.enter_context(Worker(task, self.zygote))
+        return self.stack.enter_context(Worker(task, self.fork_server))
 
     def start_hub(self) -> None:
         """A hub's process, on a socket that is the same each time."""
@@ -99,7 +99,7 @@ class Drill:
             "redis": self.redis.url if self.redis is not None else None,
             "constants": HASTY,
         }
-        self.hub = self.stack.enter_context(self.zygote.fork("penstock.testing.fleet:hub", values))
+        self.hub = self.stack.enter_context(self.fork_server.fork("penstock.testing.fleet:hub", values))
         assert b"ready" in self.hub.stdout.readline()
         self.hub_url = str(values["listen"])
 
@@ -202,9 +202,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(plain), str(sealed)
 
 
-def drill(seed: int, zygote: Zygote, places: tuple[str, str]) -> tuple[str, str, float]:
+def drill(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, zygote, places), time.monotonic(), ""
+    one, begun, verdict = Drill(seed, fork_server, places), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -213,10 +213,10 @@ def drill(seed: int, zygote: Zygote, places: tuple[str, str]) -> tuple[str, str,
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_drills(batch: int, zygote: Zygote, places: tuple[str, str]) -> None:
+def test_drills(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, zygote, places), seeds))
+        found = list(pool.map(lambda seed: drill(seed, fork_server, places), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -15,7 +15,7 @@ from penstock.errors import PermissionDenied
 from penstock.hub.client import HubClient
 from penstock.hub.messages import HoldingState, UpstreamsRequest
 from penstock.peer.client import PeerClient
-from penstock.testing.zygote import Zygote
+from penstock.testing.fork_server import ForkServer
 
 SLOW = 256 << 10
 
@@ -116,11 +116,11 @@ def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, tr
     check(reader, truth)
 
 
-def test_a_hub_that_is_gone_for_good_leaves_storage(host: Host, zygote: Zygote, made: Path, truth) -> None:
+def test_a_hub_that_is_gone_for_good_leaves_storage(host: Host, fork_server: ForkServer, made: Path, truth) -> None:
     listen = f"unix://{host.directory}/outside.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL}
     stall = {"PENSTOCK_STALL_S": "3"}
-    with zygote.fork("penstock.testing.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
+    with fork_server.fork("penstock.testing.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
         assert b"ready" in hub.stdout.readline()
         workers = [host.start(hub=listen, fallback=str(made), storage_pause_s=0.3, environ=stall) for _ in range(2)]
         for worker in workers:

@@ -17,7 +17,7 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.testing import redis_server
-from penstock.testing.zygote import Zygote
+from penstock.testing.fork_server import ForkServer
 
 SHIFTED = """
 import pathlib, sys, time
@@ -105,18 +105,18 @@ def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Pat
 
 
 def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
-    zygote: Zygote, host: Host, truth: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+    fork_server: ForkServer, host: Host, truth: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     listen = f"unix://{host.directory}/own.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
-    with zygote.fork("penstock.testing.fleet:hub", values) as hub:
+    with fork_server.fork("penstock.testing.fleet:hub", values) as hub:
         assert b"ready" in hub.stdout.readline()
         with ps.join("m", hub=listen) as holder:
             holder.offer(truth)
             holder.member.report_now()
             hub.send_signal(signal.SIGKILL)
             hub.wait()
-            with zygote.fork("penstock.testing.fleet:hub", values) as again:
+            with fork_server.fork("penstock.testing.fleet:hub", values) as again:
                 assert b"ready" in again.stdout.readline()
                 # The question is made before the new hub's key is known, and asked again after.
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)

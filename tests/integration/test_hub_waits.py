@@ -11,7 +11,7 @@ from tests.integration.conftest import STALL_S, Host, check
 
 from penstock.errors import SourceStalled
 from penstock.testing.fleet import Worker
-from penstock.testing.zygote import Forked
+from penstock.testing.fork_server import Forked
 
 QUESTION_S = STALL_S / 3
 """After this a member gives one question to the hub up."""

@@ -21,8 +21,8 @@ from tests.truth import all_bits, assert_same, by_safetensors
 import penstock as ps
 from penstock.keeper import lease as renewal
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.keeper import KeeperProcess
-from penstock.testing.zygote import Zygote
 
 ENGINE = """
 import json, sys
@@ -58,8 +58,8 @@ def wanted(llama: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def keeper(llama: Path, zygote: Zygote) -> Iterator[KeeperProcess]:
-    with KeeperProcess([str(llama)], zygote=zygote) as process:
+def keeper(llama: Path, fork_server: ForkServer) -> Iterator[KeeperProcess]:
+    with KeeperProcess([str(llama)], fork_server=fork_server) as process:
         yield process
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
+from penstock.testing.fork_server import ForkServer
 from penstock.testing.sync import SyncTask, SyncWorker, truth
-from penstock.testing.zygote import Zygote
 
 NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES) if os.environ.get("DRILLS") == "all" else range(1)
@@ -43,9 +43,9 @@ REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnav
 class Drill:
     """One sync and its loss."""
 
-    def __init__(self, seed: int, zygote: Zygote, tag: str = "") -> None:
+    def __init__(self, seed: int, fork_server: ForkServer, tag: str = "") -> None:
         self.tag = tag
-        self.seed, self.zygote, self.rng, self.stack = seed, zygote, random.Random(seed), ExitStack()
+        self.seed, self.fork_server, self.rng, self.stack = seed, fork_server, random.Random(seed), ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-drill-", dir="/tmp"))
         self.stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
         self.role = ROLES[seed % len(ROLES)]
@@ -71,7 +71,7 @@ class Drill:
                 task["tag"] = self.tag
         environ = {"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S}
         made = SyncTask(side=side, options=options, environ=environ, constants=HASTY, num_layers=8, **task)
-        return self.stack.enter_context(SyncWorker(made, self.zygote))
+        return self.stack.enter_context(SyncWorker(made, self.fork_server))
 
     def start_trainer(self, world_size: int) -> list[SyncWorker]:
         found = [self.start("publisher", rank=r, world_size=world_size, mode=self.source) for r in range(world_size)]
@@ -164,9 +164,9 @@ class Drill:
             assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.said
 
 
-def drill(seed: int, zygote: Zygote, tag: str = "") -> tuple[str, str, float]:
+def drill(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, zygote, tag), time.monotonic(), ""
+    one, begun, verdict = Drill(seed, fork_server, tag), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -175,18 +175,18 @@ def drill(seed: int, zygote: Zygote, tag: str = "") -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_drills(batch: int, zygote: Zygote) -> None:
-    held(range(batch * BATCH, (batch + 1) * BATCH), zygote)
+def test_drills(batch: int, fork_server: ForkServer) -> None:
+    held(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
 
 
-def test_drills_of_ranks_that_quantise_what_they_hold_together(zygote: Zygote) -> None:
-    held(range(1000, 1000 + BATCH * len(BATCHES) // 2), zygote, "fp8-block128")
+def test_drills_of_ranks_that_quantise_what_they_hold_together(fork_server: ForkServer) -> None:
+    held(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
 
 
-def held(seeds: range, zygote: Zygote, tag: str = "") -> None:
+def held(seeds: range, fork_server: ForkServer, tag: str = "") -> None:
     """Run them; raises what did not hold."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, zygote, tag), seeds))
+        found = list(pool.map(lambda seed: drill(seed, fork_server, tag), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -22,7 +22,7 @@ from penstock.hub.client import HubClient
 from penstock.hub.messages import Status
 from penstock.hub.server import bind
 from penstock.jobs.convert import plan
-from penstock.jobs.workers.launch import LocalCrew
+from penstock.jobs.workers.launch import LocalLauncher
 from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
@@ -89,5 +89,5 @@ def test_of_conversions(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1}))
     save_file({"nobody.lora_A.weight": torch.zeros(1, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
     assert "inspect" in hint_of(lambda: plan([llama, tmp_path / "adapter"], operations=[{"op": "lora-merge"}]))
-    with LocalCrew() as crew:
-        assert "doctor" in hint_of(lambda: crew.spawn("w", "cuda:99", "", ""))
+    with LocalLauncher() as launcher:
+        assert "doctor" in hint_of(lambda: launcher.spawn("w", "cuda:99", "", ""))

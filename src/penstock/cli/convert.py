@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
-    from penstock.jobs.workers.launch import LocalCrew
+    from penstock.jobs.workers.launch import LocalLauncher
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)]
 WorkerBytes = Annotated[str | None, given("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
 ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
-Spool = Annotated[
+Scratch = Annotated[
     Path | None,
-    typer.Option("--spool", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
+    typer.Option("--scratch", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
 ]
 Trace = Annotated[
     Path | None,
@@ -67,7 +67,7 @@ def convert(
     memory_bytes: WorkerBytes = None,
     task_bytes: TaskBytes = "64M",
     shard_bytes: ShardBytes = "5000000000",
-    spool: Spool = None,
+    scratch: Scratch = None,
     trace: Trace = None,
     ray: Ray = None,
     rates: RatesOption = None,
@@ -95,19 +95,19 @@ def convert(
         where = devices_of(devices.split(","), workers) if ray is None else ()
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
-    from penstock.jobs.workers.launch import LocalCrew
+    from penstock.jobs.workers.launch import LocalLauncher
 
-    crew = None
+    launcher = None
     if ray is not None:
         keep_stdout()  # Ray's native code logs there under RAY_LOG_TO_STDERR, from threads of its own
     else:
-        crew = LocalCrew(devices.split(","), workers)
-        crew.begin()  # now, for the rest is imported meanwhile
+        launcher = LocalLauncher(devices.split(","), workers)
+        launcher.begin()  # now, for the rest is imported meanwhile
     from penstock.jobs.memory_destination import SCHEME
 
     run = partial(
         _run,
-        crew,
+        launcher,
         places[:-1],
         to=to,
         operations=words,
@@ -117,7 +117,7 @@ def convert(
         memory_bytes=memory_bytes,
         task_bytes=task_bytes,
         shard_bytes=shard_bytes,
-        spool=spool,
+        scratch=scratch,
         trace=trace,
         ray=ray,
         rates=speeds,
@@ -129,12 +129,12 @@ def convert(
         write_report(run(destination=places[-1]), format)
 
 
-def _run(crew: LocalCrew | None, sources: list[str], **told: Any) -> ConvertReport:
-    """`api.convert` by this crew, which ends then."""
+def _run(launcher: LocalLauncher | None, sources: list[str], **told: Any) -> ConvertReport:
+    """`api.convert` by this launcher, which ends then."""
     from penstock import api
 
-    with crew or nullcontext():
-        return api.convert(sources, crew=crew, **told)
+    with launcher or nullcontext():
+        return api.convert(sources, launcher=launcher, **told)
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, format: Format) -> None:

@@ -32,9 +32,11 @@ def came(sources: Sequence[WeightSet]) -> tuple[int, int]:
     return sum(one.miss_bytes for one in stats), sum(one.asked_bytes for one in stats)
 
 
-def held_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
+def cached_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
     """Tasks of whose input at least half is in the cache now."""
-    files = [[_Held(one) if isinstance(one, CachedSource) else None for one in source.sources] for source in sources]
+    files = [
+        [_CachedRanges(one) if isinstance(one, CachedSource) else None for one in source.sources] for source in sources
+    ]
     if not any(one is not None and one.any for some in files for one in some):
         return []
     tables = [source.manifest.tensors for source in sources]
@@ -53,7 +55,7 @@ def held_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
     return found
 
 
-class _Held:
+class _CachedRanges:
     """Bytes of one file that the cache has."""
 
     def __init__(self, source: CachedSource) -> None:

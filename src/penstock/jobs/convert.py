@@ -29,7 +29,7 @@ from penstock.jobs.cache_locality import came
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job
 from penstock.jobs.journal import Journal, Notes
-from penstock.jobs.memory_destination import ONE_FILE, SCHEME, Sink, fill
+from penstock.jobs.memory_destination import ONE_FILE, SCHEME, MemoryDestination, fill
 from penstock.jobs.messages import EXECUTORS, Words
 from penstock.jobs.operations.spec import Operations
 from penstock.jobs.predict import Predicted, predict
@@ -46,9 +46,9 @@ from penstock.jobs.publish import (
     stamp,
 )
 from penstock.jobs.report import ConvertReport, how_verified
-from penstock.jobs.request import Asked, ask
-from penstock.jobs.sidecar_files import beside, small_from
-from penstock.jobs.workers.launch import Crew, LocalCrew, devices_of, gpus, rows_of
+from penstock.jobs.request import ConvertRequest, plan_request
+from penstock.jobs.sidecar_files import sidecar_files, small_from
+from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, rows_of
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
@@ -63,7 +63,7 @@ Progress = Callable[[int, int], None]
 
 def convert(
     sources: Uris,
-    destination: str | os.PathLike[str] | Sink,
+    destination: str | os.PathLike[str] | MemoryDestination,
     *,
     to: str | None = None,
     operations: Operations = (),
@@ -74,10 +74,10 @@ def convert(
     task_bytes: int | str = TASK_BYTES,
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
-    spool: str | os.PathLike[str] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     trace: str | os.PathLike[str] | None = None,
     ray: str | None = None,
-    crew: Crew | None = None,
+    launcher: Launcher | None = None,
     rates: Rates | None = None,
     on_progress: Progress | None = None,
 ) -> ConvertReport:
@@ -95,10 +95,10 @@ def convert(
         memory_bytes: host memory of each worker's tasks.
         task_bytes, shard_bytes: see `plan.cuts.cut`; files of at most so many bytes.
         storage_options: see `load`; of sources and destination.
-        spool: where files grow that go to an object store; None: the system's temporary directory.
+        scratch: where files grow that go to an object store; None: the system's temporary directory.
         trace: a file for one Chrome trace of all workers.
-        ray: put the workers on the Ray cluster at this address; source, destination and spool must be the same there.
-        crew: who starts workers; None: processes of this host, or Ray's.
+        ray: start the workers on the Ray cluster at this address, where source, destination and `scratch` are the same.
+        launcher: who starts workers; None: processes of this host, or Ray's.
         rates: of this machine, to predict by; None: those that are known of its GPUs.
         on_progress: see `Progress`.
 
@@ -113,18 +113,20 @@ def convert(
         After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
     """
     began = time.monotonic()
-    if not isinstance(destination, Sink):
+    if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
     devices_of(devices, workers, list)  # what names no device is said before anything is begun
     stages = open_trace(trace)
     with ExitStack() as stack:
-        crew = crew or _crew(ray, devices, workers, stack)
-        shard_bytes = ONE_FILE if isinstance(destination, Sink) else shard_bytes
+        launcher = launcher or _launcher(ray, devices, workers, stack)
+        shard_bytes = ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes
         with stages.stage("plan"):
-            asked = ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes)
-            asked.job.check_budget(asked.words.memory_bytes, "one task")
-        run = partial(_run, stack, stages, crew, devices, workers, rates, on_progress)
-        made = _make(asked, destination, spool, run, stages, stack)
+            request = plan_request(
+                sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes
+            )
+            request.job.check_budget(request.words.memory_bytes, "one task")
+        run = partial(_run, stack, stages, launcher, devices, workers, rates, on_progress)
+        made = _make(request, destination, scratch, run, stages, stack)
         end = stack.pop_all()
     with stages.stage("close"):
         end.close()
@@ -146,11 +148,11 @@ def plan(
 ) -> Job:
     """What `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
     with ExitStack() as stack:
-        return ask(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack).job
+        return plan_request(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack).job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Grown(Asked):
+class _StagedRequest(ConvertRequest):
     """And where it grows until it is published."""
 
     into: str
@@ -162,32 +164,36 @@ class _Grown(Asked):
 
 _Ran = tuple[Coordinator, Predicted]
 """Who ran it, and how long it was to take."""
-_Made = tuple[_Grown, str, _Ran | None]
+_Made = tuple[_StagedRequest, str, _Ran | None]
 """What was made, its revision, and who ran it: nobody, where an earlier run had published it."""
 
 
-def _grow(asked: Asked, into: str, spool: str | os.PathLike[str] | None, stack: ExitStack) -> _Grown:
+def _stage(
+    request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack
+) -> _StagedRequest:
     """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
     if into.startswith(SCHEME):
         raise ConfigError(
             "a keeper is no directory", uri=into, hint="give Keeper.into(MODEL), or use `penstock convert`"
         )
-    job = asked.job
-    of_config = asked.opened[small_from(job)].uri
-    config = config_of(of_config, job.operation, asked.settings, asked.words.storage_options)
-    growing = _growing(job, into, spool)
-    journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
+    job = request.job
+    of_config = request.opened[small_from(job)].uri
+    config = config_of(of_config, job.operation, request.settings, request.words.storage_options)
+    staged_path = _growing(job, into, scratch)
+    journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
-    out = OutputSet(growing, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    out = OutputSet(staged_path, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     stack.push(partial(_leave, journal, out))
-    return _grown(asked, msgspec.structs.replace(asked.words, directory=str(growing)), into, out, journal, config)
+    return _staged_request(
+        request, msgspec.structs.replace(request.words, directory=str(staged_path)), into, out, journal, config
+    )
 
 
-def _begin(grown: _Grown) -> str | None:
+def _begin(staged: _StagedRequest) -> str | None:
     """The revision, if this job's result is published already; else its files are there, and the journal is true."""
-    job, journal, into, out = grown.job, grown.journal, grown.into, grown.out
-    settings, options = grown.settings, grown.words.storage_options
+    job, journal, into, out = staged.job, staged.journal, staged.into, staged.out
+    settings, options = staged.settings, staged.words.storage_options
     if revision := published(job, into, settings, options):
         journal.kept = frozenset(range(len(job.tasks)))
         journal.remove()
@@ -206,55 +212,55 @@ def _begin(grown: _Grown) -> str | None:
 
 
 def _make(
-    asked: Asked,
-    destination: str | os.PathLike[str] | Sink,
-    spool: str | os.PathLike[str] | None,
-    run: Callable[[_Grown], _Ran],
+    request: ConvertRequest,
+    destination: str | os.PathLike[str] | MemoryDestination,
+    scratch: str | os.PathLike[str] | None,
+    run: Callable[[_StagedRequest], _Ran],
     stages: Trace,
     stack: ExitStack,
 ) -> _Made:
     """Run what is left to do, and publish."""
-    if isinstance(destination, Sink):
-        return _fill(asked, destination, run)
-    grown = _grow(asked, os.fspath(destination), spool, stack)
-    if (revision := _begin(grown)) is not None:
-        return grown, revision, None
-    ran = run(grown)
+    if isinstance(destination, MemoryDestination):
+        return _fill(request, destination, run)
+    staged = _stage(request, os.fspath(destination), scratch, stack)
+    if (revision := _begin(staged)) is not None:
+        return staged, revision, None
+    ran = run(staged)
     with stages.stage("publish"):
-        return grown, _publish(grown), ran
+        return staged, _publish(staged), ran
 
 
 def _run(
     stack: ExitStack,
     stages: Trace,
-    crew: Crew,
+    launcher: Launcher,
     devices: str | Sequence[str],
     workers: int | None,
     rates: Rates | None,
     on_progress: Progress | None,
-    grown: _Grown,
+    staged: _StagedRequest,
 ) -> _Ran:
     """Have every task done that earlier runs did not do. Workers begin while room is made, and end after this."""
-    job, journal = grown.job, grown.journal
-    if grown.words.in_memory and crew.listen is not None:
-        raise ConfigError("workers of other hosts cannot write to it", uri=grown.into)
-    uris = [*(source.uri for one in grown.opened for source in one.sources), grown.into]
-    words = msgspec.structs.replace(grown.words, trace=stages.enabled)
+    job, journal = staged.job, staged.journal
+    if staged.words.in_memory and launcher.listen is not None:
+        raise ConfigError("workers of other hosts cannot write to it", uri=staged.into)
+    uris = [*(source.uri for one in staged.opened for source in one.sources), staged.into]
+    words = msgspec.structs.replace(staged.words, trace=stages.enabled)
     is_over = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
         ends.callback(is_over.set)
-        room = pool.submit(_make_room, grown.out, stages, is_over)
+        room = pool.submit(_make_room, staged.out, stages, is_over)
         with stages.stage("workers"):
-            where = devices_of(devices, workers, crew.gpus if isinstance(crew, LocalCrew) else gpus)
+            where = devices_of(devices, workers, launcher.gpus if isinstance(launcher, LocalLauncher) else gpus)
             coordinator = stack.enter_context(
-                Coordinator(job, words, journal, crew, where, stall_s=words.stall_s, on_progress=on_progress)
+                Coordinator(job, words, journal, launcher, where, stall_s=words.stall_s, on_progress=on_progress)
             )
             coordinator.begin()
-        predicted = predict(job, journal.kept, uris, where if crew.listen is None else (), rates)
+        predicted = predict(job, journal.kept, uris, where if launcher.listen is None else (), rates)
         room.result()
     with stages.stage("run"):
         coordinator.run()
-    check_repeated(job, journal, grown.out, coordinator.repeated)
+    check_repeated(job, journal, staged.out, coordinator.repeated)
     return coordinator, predicted
 
 
@@ -263,46 +269,46 @@ def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
         out.allocate(is_over.is_set)
 
 
-def _publish(grown: _Grown) -> str:
+def _publish(staged: _StagedRequest) -> str:
     """Let the result appear, whole, if no source changed meanwhile: its revision."""
-    job, out, into, settings = grown.job, grown.out, grown.into, grown.settings
-    options = grown.words.storage_options
-    for one in grown.opened:
+    job, out, into, settings = staged.job, staged.out, staged.into, staged.settings
+    options = staged.words.storage_options
+    for one in staged.opened:
         check_unchanged(one)
-    manifest = manifest_of(job, grown.journal, out)
-    of_small = grown.opened[small_from(job)].uri
-    small = beside(job, manifest, small_files(of_small, grown.config, settings, options))
+    manifest = manifest_of(job, staged.journal, out)
+    of_small = staged.opened[small_from(job)].uri
+    small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
     small |= {STAMP: stamp(job, manifest.revision)}
     if is_remote(into):
         publish_remote(out, into, small, settings=settings, storage_options=options)
     else:
         out.publish(Path(local_path(into)), small)
-    grown.journal.remove()
+    staged.journal.remove()
     return manifest.revision
 
 
-def _fill(asked: Asked, sink: Sink, run: Callable[[_Grown], _Ran]) -> _Made:
+def _fill(request: ConvertRequest, target: MemoryDestination, run: Callable[[_StagedRequest], _Ran]) -> _Made:
     """The same into memory: nothing lies beside it, nothing is resumed."""
-    found: list[tuple[_Grown, _Ran]] = []
+    found: list[tuple[_StagedRequest, _Ran]] = []
 
     def make(out: OutputRegion, notes: Notes) -> None:
-        words = msgspec.structs.replace(asked.words, directory=str(out.directory), in_memory=True)
-        grown = _grown(asked, words, sink.uri, out, notes)
-        found.append((grown, run(grown)))
-        for one in asked.opened:
+        words = msgspec.structs.replace(request.words, directory=str(out.directory), in_memory=True)
+        staged = _staged_request(request, words, target.uri, out, notes)
+        found.append((staged, run(staged)))
+        for one in request.opened:
             check_unchanged(one)
 
-    revision = fill(sink, asked.job, make)
+    revision = fill(target, request.job, make)
     return found[0][0], revision, found[0][1]
 
 
-def _grown(
-    asked: Asked, words: Words, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
-) -> _Grown:
-    return _Grown(
-        settings=asked.settings,
-        opened=asked.opened,
-        job=asked.job,
+def _staged_request(
+    request: ConvertRequest, words: Words, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
+) -> _StagedRequest:
+    return _StagedRequest(
+        settings=request.settings,
+        opened=request.opened,
+        job=request.job,
         words=words,
         into=into,
         out=out,
@@ -311,10 +317,10 @@ def _grown(
     )
 
 
-def _growing(job: Job, into: str, spool: str | os.PathLike[str] | None) -> Path:
-    """Where the files grow: beside the destination, so that a rename publishes them; or in the spool."""
+def _growing(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
+    """Where the files grow: beside the destination, so that a rename publishes them; or in the scratch directory."""
     if is_remote(into):
-        return Path(tempfile.gettempdir() if spool is None else spool) / f"penstock-{job.key[:12]}"
+        return Path(tempfile.gettempdir() if scratch is None else scratch) / f"penstock-{job.key[:12]}"
     final = Path(local_path(into)).absolute()
     with typed(final):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -336,30 +342,30 @@ def _leave(
         error.hint = "; ".join(part for part in (error.hint, first, kept) if part)
 
 
-def _crew(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Crew:
+def _launcher(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Launcher:
     if ray is None:
-        crew = stack.enter_context(LocalCrew(devices, workers))
-        crew.begin()
-        return crew
-    from penstock.jobs.workers.launch_ray import RayCrew
+        launcher = stack.enter_context(LocalLauncher(devices, workers))
+        launcher.begin()
+        return launcher
+    from penstock.jobs.workers.launch_ray import RayLauncher
 
-    cluster = RayCrew(ray)
+    cluster = RayLauncher(ray)
     stack.callback(cluster.close)
     return cluster
 
 
-def _report(grown: _Grown, revision: str, ran: _Ran | None, began: float) -> ConvertReport:
-    job, kept = grown.job, grown.journal.kept
+def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: float) -> ConvertReport:
+    job, kept = staged.job, staged.journal.kept
     coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
     stats = () if coordinator is None else tuple(coordinator.stats)
-    came_here = came(grown.opened)
+    came_here = came(staged.opened)
     fetched_bytes = came_here[0] + sum(one.fetched_bytes for one in stats)
     asked_bytes = came_here[1] + sum(one.asked_bytes for one in stats)
     ended = time.monotonic()
     started = ended if coordinator is None else min(coordinator.began, ended)
     read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in kept]].sum(axis=0)
     return ConvertReport(
-        uri=grown.into,
+        uri=staged.into,
         revision=revision,
         operation=job.operation.name,
         num_tensors=len(job.files.table),
@@ -383,7 +389,7 @@ def _report(grown: _Grown, revision: str, ran: _Ran | None, began: float) -> Con
         peak_bytes=max((one.peak_bytes for one in stats), default=0),
         verified=all(job.held_to),
         left_out=tuple(
-            path for one in grown.opened for path in left_out(one.uri, [f.name for f in one.manifest.files])
+            path for one in staged.opened for path in left_out(one.uri, [f.name for f in one.manifest.files])
         ),
-        why=how_verified(grown.opened, verify=grown.words.verify),
+        why=how_verified(staged.opened, verify=staged.words.verify),
     )

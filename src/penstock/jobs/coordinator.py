@@ -42,7 +42,7 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
-from penstock.jobs.workers.launch import Crew, WorkerStats, WorkerTrace
+from penstock.jobs.workers.launch import Launcher, WorkerStats, WorkerTrace
 from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of
 
@@ -93,7 +93,7 @@ class Coordinator(Closing):
     Args:
         job, words: the same job, both ways.
         journal: what was done before; what is done now is added.
-        crew: who starts workers.
+        launcher: who starts workers.
         devices: one worker for each.
         stall_s: a worker that does not get on for so long is replaced.
         on_progress: called with tasks done and tasks in all, after each.
@@ -104,14 +104,14 @@ class Coordinator(Closing):
         job: Job,
         words: Words,
         journal: Journal,
-        crew: Crew,
+        launcher: Launcher,
         devices: Sequence[str],
         *,
         stall_s: float,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._job, self._journal, self._crew = job, journal, crew
-        self._words = msgspec.structs.replace(words, asks_held=crew.listen is not None)
+        self._job, self._journal, self._launcher = job, journal, launcher
+        self._words = msgspec.structs.replace(words, asks_held=launcher.listen is not None)
         self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
         self.num_workers = len(devices)
         self.placement = Placement(job.tasks.cost.tolist(), depth=depth_of(devices), done=journal.done)
@@ -129,7 +129,7 @@ class Coordinator(Closing):
         """Connections that have not said who they are, and their places at the listener."""
         self._looked = time.monotonic()
         self._select = selectors.DefaultSelector()
-        self._listener, self._address = listen(crew.listen, secrets.token_hex(8))
+        self._listener, self._address = listen(launcher.listen, secrets.token_hex(8))
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ class Coordinator(Closing):
         stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
         self.stats.append(stats)
         self.traces.append(trace)
-        self._crew.spawn(name, device, self._address, self._secret)
+        self._launcher.spawn(name, device, self._address, self._secret)
         self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
 
     # -- what comes
@@ -181,7 +181,7 @@ class Coordinator(Closing):
         except OSError:
             return  # it gave up meanwhile, or was not let in
         connection.settimeout(self._stall_s)
-        if self._crew.listen is not None:
+        if self._launcher.listen is not None:
             end_with_peer(connection, self._stall_s)
         wire = Wire(connection, max_frame_bytes=HELLO_BYTES)
         self._unknown[wire] = connection.connection
@@ -306,7 +306,7 @@ class Coordinator(Closing):
         for name, place in list(self._places.items()):
             if stood_s > PAUSE_S:
                 place.begun, place.spoke = place.begun + stood_s, place.spoke + stood_s
-            if place.wire is None and self._crew.ended(name):
+            if place.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
             elif not place.is_ready and now - place.begun > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it did not get ready")
@@ -322,8 +322,8 @@ class Coordinator(Closing):
         if place.wire is not None:
             self._select.unregister(place.wire)
             place.wire.close()
-        self._crew.kill(name)
-        place.stats.end = why or self._crew.ended(name) or "its connection was lost"
+        self._launcher.kill(name)
+        place.stats.end = why or self._launcher.ended(name) or "its connection was lost"
         if place.at in given:
             self._strike(place.at, place.stats.end)
         if place.respawns < RESPAWNS:
@@ -345,7 +345,7 @@ class Coordinator(Closing):
     def close(self) -> None:
         """End the workers. Idempotent."""
         for name, place in self._places.items():
-            self._crew.kill(name)
+            self._launcher.kill(name)
             if place.wire is not None:
                 place.wire.close()
         for wire in self._unknown:
@@ -377,9 +377,9 @@ class Coordinator(Closing):
                     self._select.unregister(place.wire)
                     del left[name]
                     if isinstance(error, FormatError):
-                        self._crew.kill(name)
+                        self._launcher.kill(name)
         for name in left:
-            self._crew.kill(name)
+            self._launcher.kill(name)
 
 
 def _error_of(failure: Failure) -> PenstockError:

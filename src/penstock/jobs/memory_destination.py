@@ -1,6 +1,6 @@
 """Memory as a conversion's destination: what is made lies where it is used from, and was never on a disk.
 
-In: a job in one file. Out: its bytes in memory of the sink's, shown whole.
+In: a job in one file. Out: its bytes in memory of the memory destination's, shown whole.
 Not here: whose memory that is (`keeper.keeper`), the job's run (`convert`), directories and object stores (`storage`).
 """
 
@@ -19,13 +19,13 @@ from penstock.storage.output import OutputRegion
 from penstock.types import Manifest
 
 SCHEME = "keeper:"
-"""Of a sink's `uri`, and of a destination on a command line."""
+"""Of a memory destination's `uri`, and of a destination on a command line."""
 ONE_FILE = 1 << 62
 """`shard_bytes` of a job whose result is one piece of memory."""
 
 
 @runtime_checkable
-class Sink(Protocol):
+class MemoryDestination(Protocol):
     """Memory of this host that results are made in.
 
     Attributes:
@@ -46,17 +46,17 @@ class Sink(Protocol):
         ...
 
 
-def fill(sink: Sink, job: Job, run: Callable[[OutputRegion, Notes], None]) -> str:
-    """Have a job run into a sink: the result's revision.
+def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes], None]) -> str:
+    """Have a job run into a memory destination: the result's revision.
 
     Args:
         run: has every task done, told where to write and where to note it; raises if a source changed meanwhile.
 
     Raises:
-        ConfigError: the result is not one piece. See `Sink.take`.
+        ConfigError: the result is not one piece. See `MemoryDestination.take`.
     """
     if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
-        raise ConfigError(f"{sink.uri} takes one weight set, and {job.operation.name} gives several", uri=sink.uri)
+        raise ConfigError(f"{target.uri} takes one weight set, and {job.operation.name} gives several", uri=target.uri)
     made: list[Manifest] = []
 
     def make(path: Path) -> Manifest:
@@ -72,5 +72,5 @@ def fill(sink: Sink, job: Job, run: Callable[[OutputRegion, Notes], None]) -> st
         made.append(manifest)
         return manifest
 
-    sink.take(job, make)
+    target.take(job, make)
     return made[0].revision

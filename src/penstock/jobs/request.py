@@ -1,6 +1,6 @@
 """What is asked of a conversion: sources that are opened, words completed by what lies beside them, the job they give.
 
-In: URIs, words, bounds. Out: an `Asked`.
+In: URIs, words, bounds. Out: an `ConvertRequest`.
 Not here: the plan (`job`), where the result grows (`convert`).
 """
 
@@ -29,7 +29,7 @@ MIN_TASK_BYTES = MIB // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ConvertRequest:
     """What is to be made, and of what."""
 
     settings: Settings
@@ -39,7 +39,7 @@ class Asked:
     """The job for workers, but for where they write."""
 
 
-def ask(
+def plan_request(
     sources: Uris,
     to: str | None,
     operations: Operations,
@@ -49,7 +49,7 @@ def ask(
     verify: bool | None,
     stack: ExitStack,
     memory_bytes: int | str | None = None,
-) -> Asked:
+) -> ConvertRequest:
     """Open the sources until the stack ends, complete the words by them, plan the job: arguments of `convert`.
 
     Tasks are smaller than asked for where they would not fit a worker's `memory_bytes` otherwise.
@@ -96,7 +96,7 @@ def ask(
         storage_options=options,
         verify=verify is not False,
     )
-    return Asked(settings=settings, opened=opened, job=job, words=told)
+    return ConvertRequest(settings=settings, opened=opened, job=job, words=told)
 
 
 def _uris(sources: Uris) -> list[str]:

@@ -43,7 +43,7 @@ def small_from(job: Job) -> int:
     return job.operation.small_from if isinstance(job.operation, Attested) else 0
 
 
-def beside(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
+def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """All that lies beside the files, once the operation has agreed to the result.
 
     Where it is several weight sets, each directory of one has small files and a manifest of its own; of files of

@@ -33,7 +33,7 @@ from penstock.fetch.report import FetchReport
 from penstock.hub.client import HubClient
 from penstock.hub.identity import Identity
 from penstock.jobs.job import Job
-from penstock.jobs.memory_destination import SCHEME, Sink
+from penstock.jobs.memory_destination import SCHEME, MemoryDestination
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
@@ -172,7 +172,7 @@ class Keeper:
         assert kept.report is not None
         return kept.report
 
-    def into(self, model: str) -> Sink:
+    def into(self, model: str) -> MemoryDestination:
         """A destination for `convert`: the result is made in this keeper's memory, and kept from then on.
 
         It is never on a disk, unless it makes room for another model; nothing of it is left where the conversion fails.
@@ -383,13 +383,13 @@ class Keeper:
 
 
 class _KeeperDestination:
-    """See `Sink`."""
+    """See `MemoryDestination`."""
 
     def __init__(self, keeper: Keeper, model: str) -> None:
         self._keeper, self._model, self.uri = keeper, model, f"{SCHEME}{model}"
 
     def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
-        """See `Sink.take`."""
+        """See `MemoryDestination.take`."""
         self._keeper._make(self._model, job, fill)
 
 

@@ -1,4 +1,4 @@
-"""Runs `penstock` command lines in processes forked from the tests' zygote: the commands, without seconds of imports.
+"""Run `penstock` command lines in processes forked from the tests' fork server, without seconds of imports.
 
 In: the words of a command line. Out: its exit code, and what it wrote; or its process, to be stopped and killed.
 Not here: how an interpreter starts one (`tests/unit/cli/test_main.py`).
@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.testing.zygote import Forked, Zygote, settle, surroundings
+from penstock.testing.fork_server import Forked, ForkServer, settle, surroundings
 
 LAST_S = 120.0
 
 
-def run(zygote: Zygote, words: Sequence[str], *, timeout_s: float = LAST_S) -> subprocess.CompletedProcess[str]:
+def run(
+    fork_server: ForkServer, words: Sequence[str], *, timeout_s: float = LAST_S
+) -> subprocess.CompletedProcess[str]:
     """`penstock` with these words, here and with this environment, to its end.
 
     Raises:
@@ -26,16 +28,16 @@ def run(zygote: Zygote, words: Sequence[str], *, timeout_s: float = LAST_S) -> s
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
         told = [*surroundings(), str(out), str(err), list(words)]
-        with zygote.fork(f"{__name__}:main", told) as process:
+        with fork_server.fork(f"{__name__}:main", told) as process:
             code = process.wait(timeout_s)
         return subprocess.CompletedProcess(["penstock", *words], code, out.read_text(), err.read_text())
 
 
-def start(zygote: Zygote, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Forked:
+def start(fork_server: ForkServer, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Forked:
     """`penstock` with these words, here and with this environment and more; what it says on stderr is its `stdout`."""
     directory, present = surroundings()
     told = [directory, {**present, **(environ or {})}, os.devnull, "", list(words)]
-    return zygote.fork(f"{__name__}:main", told)
+    return fork_server.fork(f"{__name__}:main", told)
 
 
 def main(told: tuple[str, Mapping[str, str], str, str, Sequence[str]]) -> int:

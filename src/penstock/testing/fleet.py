@@ -26,7 +26,7 @@ from penstock.errors import PenstockError, SourceStalled
 
 if TYPE_CHECKING:
     from penstock.fetch.join import Fleet
-    from penstock.testing.zygote import Forked, Zygote
+    from penstock.testing.fork_server import Forked, ForkServer
     from penstock.types import I64, U64
 
 
@@ -69,18 +69,18 @@ class Worker:
 
     Args:
         task: what it does.
-        zygote: forks it; None: a process that imports everything itself.
+        fork_server: forks it; None: a process that imports everything itself.
         prefix: words before its command, of one that is not forked.
     """
 
     room = "penstock.testing.fleet"
     """The module that has its `work`."""
 
-    def __init__(self, task: Any, zygote: Zygote | None = None, *, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, task: Any, fork_server: ForkServer | None = None, *, prefix: Sequence[str] = ()) -> None:
         self.task = task
         self.process: subprocess.Popen[bytes] | Forked
-        if zygote is not None:
-            self.process = zygote.fork(f"{self.room}:work", asdict(task), task.environ)
+        if fork_server is not None:
+            self.process = fork_server.fork(f"{self.room}:work", asdict(task), task.environ)
         else:
             changed = ["env", *(f"{name}={value}" for name, value in task.environ.items())]
             command = [

@@ -1,6 +1,6 @@
 """A conversion whose processes tests stop and kill: a coordinator that says how far it is, workers forked from it.
 
-In: plain values, for `testing.zygote`. Out: lines of JSON on stdout: who was started, what is done, how it ended.
+In: plain values, for `testing.fork_server`. Out: lines of JSON on stdout: who was started, what is done, how it ended.
 Not here: what is done to them (`tests`).
 """
 
@@ -34,8 +34,8 @@ def _say(**words: object) -> None:
     sys.stdout.flush()
 
 
-class ForkCrew:
-    """Workers in some tens of milliseconds: forked from the coordinator, where `LocalCrew` has torch imported first."""
+class ForkLauncher:
+    """A launcher that forks workers from the coordinator in tens of milliseconds: it need not import torch first."""
 
     listen: str | None = None
 
@@ -44,7 +44,7 @@ class ForkCrew:
         self._ends: dict[str, str] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`."""
+        """See `Launcher.spawn`."""
         me, pid = os.getpid(), os.fork()
         if not pid:
             end_with_parent(me)
@@ -57,7 +57,7 @@ class ForkCrew:
         _say(event="spawned", worker=worker, pid=pid)
 
     def ended(self, worker: str) -> str | None:
-        """See `Crew.ended`."""
+        """See `Launcher.ended`."""
         if worker not in self._ends:
             pid, status = os.waitpid(self._pids[worker], os.WNOHANG)
             if pid:
@@ -65,7 +65,7 @@ class ForkCrew:
         return self._ends.get(worker)
 
     def kill(self, worker: str) -> None:
-        """See `Crew.kill`."""
+        """See `Launcher.kill`."""
         if self.ended(worker) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[worker], signal.SIGKILL)
@@ -81,7 +81,7 @@ def coordinate(values: dict[str, Any]) -> int:
         _say(event="done", num_done=num_done, total=total)
 
     try:
-        report = convert(crew=ForkCrew(), on_progress=done, **values)
+        report = convert(launcher=ForkLauncher(), on_progress=done, **values)
     except PenstockError as error:
         _say(event="failed", kind=type(error).__name__, message=str(error))
         return 1

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO
 
 from penstock.testing import commands
-from penstock.testing.zygote import Forked, Zygote
+from penstock.testing.fork_server import Forked, ForkServer
 
 
 class KeeperProcess:
@@ -30,7 +30,7 @@ class KeeperProcess:
         arguments: of `penstock keep`.
         environ: variables on top of this process's own.
         timeout_s: within which it must keep.
-        zygote: forks it; None: a process that imports everything itself.
+        fork_server: forks it; None: a process that imports everything itself.
 
     Raises:
         ChildProcessError: it ended, or did not keep in time; says what it wrote.
@@ -42,12 +42,12 @@ class KeeperProcess:
         *,
         environ: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
-        zygote: Zygote | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.process: subprocess.Popen[bytes] | Forked
         self._says: IO[bytes]
-        if zygote is not None:
-            self.process = commands.start(zygote, ["keep", *arguments], environ)
+        if fork_server is not None:
+            self.process = commands.start(fork_server, ["keep", *arguments], environ)
             self._says = self.process.stdout
         else:
             changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]

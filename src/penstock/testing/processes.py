@@ -1,6 +1,6 @@
 """What the kernel says of a process, for tests: the ports it listens on.
 
-In: a process id. Out: port numbers. Not here: starting processes (`zygote`, `commands`).
+In: a process id. Out: port numbers. Not here: starting processes (`fork_server`, `commands`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Another user of the same host, for tests of who is let in.
 
 In: a function, a user id. Out: what the function returns there, as JSON. Needs root.
-Not here: processes of the same user (`zygote`, `commands`).
+Not here: processes of the same user (`fork_server`, `commands`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.jobs import cache_locality as held
-from penstock.jobs.cache_locality import came, held_tasks, shared_as
+from penstock.jobs.cache_locality import cached_tasks, came, shared_as
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
 from penstock.storage import cache
@@ -38,28 +38,28 @@ def job_of(source: WeightSet) -> Job:
 
 def read(source: WeightSet, file: int, chunks: Sequence[int]) -> int:
     """Bring these chunks of a file; bytes that were asked for."""
-    opened, asked = source.sources[file], 0
+    opened, request = source.sources[file], 0
     for chunk in chunks:
         wanted = bytearray(min(10, opened.nbytes - chunk * CHUNK))
         opened.readv(chunk * CHUNK, [memoryview(wanted)])
-        asked += len(wanted)
-    return asked
+        request += len(wanted)
+    return request
 
 
 def test_an_empty_cache_has_nothing(opened: WeightSet) -> None:
-    assert held_tasks(job_of(opened), [opened]) == []
+    assert cached_tasks(job_of(opened), [opened]) == []
     assert shared_as([opened])
 
 
 def test_what_is_not_cached_is_nowhere(opened: WeightSet, tmp_path: Path) -> None:
     plain = open_weights(tmp_path / "m", settings=Settings())
-    assert held_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and came([plain]) == (0, 0)
+    assert cached_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and came([plain]) == (0, 0)
 
 
 def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet) -> None:
     job, source = job_of(opened), opened.sources[1]
     assert isinstance(source, CachedSource)
-    asked = read(opened, 1, range(-(-source.nbytes // CHUNK)))
+    request = read(opened, 1, range(-(-source.nbytes // CHUNK)))
     rows = {name: row for row, name in enumerate(opened.manifest.tensors.names)}
     of_one = {0: list[int](), 1: list[int]()}
     for task in range(len(job.tasks)):
@@ -67,10 +67,10 @@ def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet)
         files = {int(opened.manifest.tensors.file_index[rows[name]]) for name in names}
         if len(files) == 1:  # others are small tensors of both
             of_one[files.pop()].append(task)
-    found = held_tasks(job, [opened])
+    found = cached_tasks(job, [opened])
     assert of_one[0] and of_one[1]
     assert set(of_one[1]) <= set(found) and not set(of_one[0]) & set(found)
-    assert came([opened]) == (source.nbytes, asked)
+    assert came([opened]) == (source.nbytes, request)
 
 
 def test_half_of_a_tasks_input_is_enough_and_less_is_not(opened: WeightSet) -> None:
@@ -84,6 +84,6 @@ def test_half_of_a_tasks_input_is_enough_and_less_is_not(opened: WeightSet) -> N
     low, high = int(table.offset[row]) + first, int(table.offset[row]) + last
     for chunk in range(low // CHUNK, -(-high // CHUNK)):
         here = max(0, chunk * CHUNK - low)
-        assert (task in held_tasks(job, [opened])) == (2 * here >= high - low > 0)
+        assert (task in cached_tasks(job, [opened])) == (2 * here >= high - low > 0)
         read(opened, int(table.file_index[row]), [chunk])
-    assert task in held_tasks(job, [opened])
+    assert task in cached_tasks(job, [opened])

@@ -40,7 +40,7 @@ class Made:
     """What `raw` lies in, to be put back."""
 
 
-class Lane(Protocol):
+class ComputeBackend(Protocol):
     """One place to compute.
 
     Attributes:
@@ -56,7 +56,7 @@ class Lane(Protocol):
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """What is packed in a host buffer, as flat uint8 tensors where `make` wants them.
 
-        Ownership: the buffer is the lane's until the pending is done.
+        Ownership: the buffer is the compute backend's until the pending is done.
         """
         ...
 
@@ -69,24 +69,24 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
+class HostCompute:
     """Computes where the bytes are."""
 
     copies = False
 
     def entered(self) -> AbstractContextManager[None]:
-        """See `Lane.entered`."""
+        """See `ComputeBackend.entered`."""
         return nullcontext()
 
     def __init__(self, memory_bytes: int) -> None:
         self.device, self.buffers = torch.device("cpu"), Buffers(memory_bytes)
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
-        """See `Lane.place`."""
+        """See `ComputeBackend.place`."""
         return cut(buffer, sizes), None
 
     def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
-        """See `Lane.make`."""
+        """See `ComputeBackend.make`."""
         raw = [as_bytes(tensor) for tensor in run()]
         digests, at = np.empty(sum(len(some) for some in pieces), np.uint64), 0
         for one, some in zip(raw, pieces, strict=True):
@@ -97,7 +97,7 @@ class HostLane:
         return Made(raw, digests), None
 
 
-class CudaLane:
+class CudaCompute:
     """Computes on one device."""
 
     copies = True
@@ -107,7 +107,7 @@ class CudaLane:
         self._up, self._work, self._down = (torch.cuda.Stream(device) for _ in range(3))
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
-        """See `Lane.place`."""
+        """See `ComputeBackend.place`."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._up), _Room(self.device):
             there = torch.empty(packed(sizes)[-1], dtype=torch.uint8, device=self.device)
             there.copy_(buffer[: len(there)], non_blocking=True)
@@ -115,7 +115,7 @@ class CudaLane:
             return cut(there, sizes), _Passed(self._up)
 
     def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
-        """See `Lane.make`."""
+        """See `ComputeBackend.make`."""
         from penstock.digest.cuda import leaf_digests_cuda
 
         with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
@@ -135,7 +135,7 @@ class CudaLane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """See `Lane.entered`."""
+        """See `ComputeBackend.entered`."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
             yield
 

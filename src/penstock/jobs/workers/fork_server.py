@@ -3,7 +3,7 @@
 In: a function by name, plain arguments. Out: processes to signal and to wait for.
 Not here: what they do (`process`), whose they are (`launch`).
 
-    caller --socketpair--> zygote: torch imported, no thread, no device --fork--> function(*arguments)
+    caller --socketpair--> fork server: torch imported, no thread, no device --fork--> function(*arguments)
 
 It ends with the thread that started it, however that ends, and those that it forked end with it.
 """
@@ -31,7 +31,7 @@ from penstock.closing import Closing
 from penstock.errors import PeerLost
 
 START_S = 120.0
-"""Within which a new zygote has imported what it is told to: seconds, or a minute where the machine is busy."""
+"""Within which a new fork server has imported what it is told to: seconds, or a minute where the machine is busy."""
 ANSWER_S = 30.0
 """Within which it answers later: it does nothing else."""
 END_S = 5.0
@@ -44,11 +44,11 @@ _PR_SET_PDEATHSIG = 1
 class Forked:
     """One forked process."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
-        self.pid, self._zygote, self._code = pid, zygote, -1
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self.pid, self._fork_server, self._code = pid, fork_server, -1
         # It is not waited for before this descriptor says that it ended, so its number is nobody else's.
         self._pidfd: int | None = os.pidfd_open(pid)
-        # Also where the zygote was killed, and nobody can say how this process ended.
+        # Also where the fork server was killed, and nobody can say how this process ended.
         self._close = weakref.finalize(self, os.close, self._pidfd)
 
     def send_signal(self, number: int) -> None:
@@ -75,7 +75,7 @@ class Forked:
 
         Raises:
             TimeoutExpired: it runs still.
-            PeerLost: it ended, and the zygote with it: nobody knows how.
+            PeerLost: it ended, and the fork server with it: nobody knows how.
         """
         if self._pidfd is not None:
             # Not `select`: a program may have more descriptors than that can name.
@@ -83,12 +83,12 @@ class Forked:
             poll.register(self._pidfd, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            self._code = self._zygote.reap(self.pid)
+            self._code = self._fork_server.reap(self.pid)
             self.forget()
         return self._code
 
 
-class Zygote(Closing):
+class ForkServer(Closing):
     """See the module. A context manager. Any thread.
 
     Args:
@@ -132,7 +132,7 @@ class Zygote(Closing):
             stdio: descriptors for its standard input and output; none: nothing, and stderr.
 
         Raises:
-            PeerLost: the zygote has ended, or does not answer.
+            PeerLost: the fork server has ended, or does not answer.
         """
         said = self._ask({"function": function, "arguments": list(arguments)}, stdio)
         try:
@@ -191,9 +191,9 @@ def _serve(line: socket.socket) -> None:
         body, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
         if not body:
             return
-        asked = json.loads(body)
-        if "reap" in asked:
-            line.send(str(os.waitstatus_to_exitcode(os.waitpid(asked["reap"], 0)[1])).encode())
+        request = json.loads(body)
+        if "reap" in request:
+            line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
             continue
         begun, begins = os.pipe()
         pid = os.fork()
@@ -202,7 +202,7 @@ def _serve(line: socket.socket) -> None:
             line.close()
             os.close(begun)
             os.close(begins)
-            _child(asked["function"], asked["arguments"], fds)
+            _child(request["function"], request["arguments"], fds)
         for fd in (begins, *fds):
             os.close(fd)
         os.read(begun, 1)  # its end: nobody can stop the child before it is bound to end with this process
@@ -227,7 +227,7 @@ def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> 
 
 
 def main() -> None:
-    """The zygote's process: no threads, so that forks of it are whole."""
+    """The fork server's process: no threads, so that forks of it are whole."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # one that is gone already has closed the line
     gc.disable()  # a tenth of the time of what follows
     for name in sys.argv[2:]:

@@ -25,7 +25,7 @@ from penstock.config import visible_devices
 from penstock.cuda.driver import load_driver
 from penstock.engine.trace import STAGES, Span
 from penstock.errors import ConfigError, PeerLost, PenstockError
-from penstock.jobs.workers.fork_server import END_S, START_S, Forked, Zygote
+from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
 
 IMPORTS = (
     "penstock.jobs.workers.process",
@@ -48,7 +48,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
 
 
-class Crew(Protocol):
+class Launcher(Protocol):
     """Who starts workers and ends them.
 
     Attributes:
@@ -70,13 +70,13 @@ class Crew(Protocol):
         ...
 
 
-class LocalCrew(Closing):
+class LocalLauncher(Closing):
     """Processes of this host, forked from one that imported torch for all; those for GPUs begin at once, and import it
     each beside its driver's start. They end with the thread that started them, whatever ends that. A context manager:
     leaving it ends them.
 
     Attributes:
-        zygote: what they are forked from; None: nobody was started yet.
+        fork_server: what they are forked from; None: nobody was started yet.
 
     Args:
         devices, workers: see `devices_of`; what is likely to be asked for.
@@ -85,26 +85,26 @@ class LocalCrew(Closing):
     listen: str | None = None
 
     def __init__(self, devices: str | Sequence[str] = "all", workers: int | None = None) -> None:
-        self.zygote: Zygote | None = None
+        self.fork_server: ForkServer | None = None
         self._processes: dict[str, Forked] = {}
         self._gpus: list[str] | None = None
-        self._num_early = num_early(devices, workers)
+        self._num_early = num_prewarmed(devices, workers)
         self._early: list[tuple[Forked, int]] = []
 
-    def begin(self) -> Zygote:
+    def begin(self) -> ForkServer:
         """Start what workers are forked from, which takes seconds, and go on meanwhile. Idempotent. PeerLost."""
-        if self.zygote is None or not self.zygote.is_alive:
+        if self.fork_server is None or not self.fork_server.is_alive:
             self.close()
-            self.zygote = Zygote(() if self._num_early else IMPORTS)
+            self.fork_server = ForkServer(() if self._num_early else IMPORTS)
             for _ in range(self._num_early):
-                self._early.append(self._begun(self.zygote))
-        return self.zygote
+                self._early.append(self._begun(self.fork_server))
+        return self.fork_server
 
-    def _begun(self, zygote: Zygote) -> tuple[Forked, int]:
+    def _begun(self, fork_server: ForkServer) -> tuple[Forked, int]:
         """A process that waits for a worker's arguments, and where they are to be written."""
         reads, writes = os.pipe()
         try:
-            return zygote.fork("penstock.jobs.workers.prewarm:work", [], (reads, 2)), writes
+            return fork_server.fork("penstock.jobs.workers.prewarm:work", [], (reads, 2)), writes
         except BaseException:
             os.close(writes)
             raise
@@ -127,7 +127,7 @@ class LocalCrew(Closing):
         return self._gpus
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`. What a user's function prints goes to stderr: stdout is the caller's.
+        """See `Launcher.spawn`. What a user's function prints goes to stderr: stdout is the caller's.
 
         Raises:
             ConfigError: this host has no such device.
@@ -137,15 +137,15 @@ class LocalCrew(Closing):
             raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
         self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
 
-    def _start(self, arguments: list[str], zygote: Zygote) -> Forked:
+    def _start(self, arguments: list[str], fork_server: ForkServer) -> Forked:
         if not self._early:
-            return zygote.fork("penstock.jobs.workers.process:work", arguments)
+            return fork_server.fork("penstock.jobs.workers.process:work", arguments)
         process, line = self._early.pop()
         with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as told:
             told.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
         return process
 
-    def _retried(self, ask: Callable[[Zygote], _T]) -> _T:
+    def _retried(self, ask: Callable[[ForkServer], _T]) -> _T:
         """Ask the process that forks others; start it again where it was lost meanwhile. PeerLost after `RESTARTS`.
 
         What it had forked has ended with it: the coordinator sees those workers go, and replaces them.
@@ -156,7 +156,7 @@ class LocalCrew(Closing):
         return ask(self.begin())
 
     def ended(self, worker: str) -> str | None:
-        """See `Crew.ended`."""
+        """See `Launcher.ended`."""
         try:
             code = self._processes[worker].poll()
         except PeerLost as error:
@@ -166,7 +166,7 @@ class LocalCrew(Closing):
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
     def kill(self, worker: str) -> None:
-        """See `Crew.kill`."""
+        """See `Launcher.kill`."""
         process = self._processes[worker]
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, PeerLost):
             process.send_signal(signal.SIGKILL)
@@ -174,9 +174,9 @@ class LocalCrew(Closing):
 
     def close(self) -> None:
         """End all. Idempotent."""
-        if self.zygote is not None:
-            self.zygote.close()
-        self.zygote = None
+        if self.fork_server is not None:
+            self.fork_server.close()
+        self.fork_server = None
         while self._early:
             process, line = self._early.pop()
             process.forget()
@@ -229,7 +229,7 @@ def has_driver() -> bool:
     return any(os.path.exists(one) for one in _DRIVERS)
 
 
-def num_early(devices: str | Sequence[str], workers: int | None) -> int:
+def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
     """How many processes to begin before devices are counted: at most one for each GPU that the host may have."""
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
@@ -240,11 +240,11 @@ def num_early(devices: str | Sequence[str], workers: int | None) -> int:
     return count if workers is None else min(count, workers)
 
 
-def _count_gpus(zygote: Zygote) -> int:
-    return zygote.fork("penstock.jobs.workers.launch:tell_gpus", []).wait(START_S)
+def _count_gpus(fork_server: ForkServer) -> int:
+    return fork_server.fork("penstock.jobs.workers.launch:exit_with_gpu_count", []).wait(START_S)
 
 
-def tell_gpus() -> int:
+def exit_with_gpu_count() -> int:
     """How many GPUs, as an exit code that no failure has."""
     return _COUNTED + num_gpus()
 

@@ -1,6 +1,6 @@
 """Workers of a job on a Ray cluster: each an actor that connects to the coordinator like any other worker.
 
-In: a cluster's address. Out: a `Crew`.
+In: a cluster's address. Out: a `Launcher`.
 Not here: the worker itself (`process`), which is the same everywhere.
 """
 
@@ -14,7 +14,7 @@ _SPAWN_S = 60.0
 """How long an actor tries to reach the coordinator."""
 
 
-class RayCrew:
+class RayLauncher:
     """One actor a worker, where the cluster has room: a GPU each for workers on `cuda`, a core each for the others.
 
     An actor for which there is no room (a node was lost, say) begins once there is.
@@ -42,7 +42,7 @@ class RayCrew:
         self._actors: dict[str, tuple[Any, Any]] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Crew.spawn`."""
+        """See `Launcher.spawn`."""
         on_gpu = device.startswith("cuda")
         kind = self._ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=1 if on_gpu else 0, max_restarts=0)(_Actor)
         actor = kind.remote()
@@ -50,13 +50,13 @@ class RayCrew:
         self._actors[worker] = actor, actor.work.remote(address, worker, "cuda:0" if on_gpu else device, secret)
 
     def ended(self, worker: str) -> str | None:
-        """See `Crew.ended`. While the call has not returned, it may still be on its way to a node."""
+        """See `Launcher.ended`. While the call has not returned, it may still be on its way to a node."""
         _, call = self._actors[worker]
         done, _ = self._ray.wait([call], timeout=0)
         return "its actor or its node has ended" if done else None
 
     def kill(self, worker: str) -> None:
-        """See `Crew.kill`."""
+        """See `Launcher.kill`."""
         actor, _ = self._actors[worker]
         self._ray.kill(actor, no_restart=True)
 

@@ -27,7 +27,7 @@ from penstock.digest.cuda import warm_up
 from penstock.engine.executors import Failed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
-from penstock.jobs.cache_locality import held_tasks, shared_as
+from penstock.jobs.cache_locality import cached_tasks, shared_as
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.messages import (
     Beat,
@@ -181,7 +181,7 @@ def _serve(wire: Wire, words: Words, awake: Future[torch.device], trace: Trace, 
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
     poster.start()
     stack.callback(todo.put, None)
-    holds = held_tasks(job, sources) if words.asks_held else []
+    holds = cached_tasks(job, sources) if words.asks_held else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()

@@ -29,7 +29,7 @@ from penstock.jobs.cache_locality import came
 from penstock.jobs.job import Job, Written
 from penstock.jobs.operations.operation import UNKNOWN, Streamed, report_to
 from penstock.jobs.workers.buffers import ALIGN_BYTES, cut, packed
-from penstock.jobs.workers.compute import CudaLane, HostLane, Lane, Made, as_bytes, as_view
+from penstock.jobs.workers.compute import ComputeBackend, CudaCompute, HostCompute, Made, as_bytes, as_view
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.plan.tasks import Output, Recipe
 from penstock.storage import is_remote
@@ -87,8 +87,10 @@ class Worker(Closing):
         self._memory_bytes, self.num_reports = memory_bytes, 0
         self.job, self.out, self._sources = job, out, sources
         self.began, self.ended = on_began, on_done
-        self.lane: Lane = HostLane(memory_bytes) if device.type == "cpu" else CudaLane(memory_bytes, device)
-        self.buffers = self.lane.buffers
+        self.backend: ComputeBackend = (
+            HostCompute(memory_bytes) if device.type == "cpu" else CudaCompute(memory_bytes, device)
+        )
+        self.buffers = self.backend.buffers
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
         both = zip(sources, job.held_to, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
@@ -277,7 +279,7 @@ class _TaskRun:
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             found = f"{tensor.dtype}, {list(tensor.shape)}"
             raise OperationFailed(f"rows {start} to {stop} are {found}, not {wanted}", tensor=spec.name)
-        if tensor.device.type != self.worker.lane.device.type:
+        if tensor.device.type != self.worker.backend.device.type:
             raise OperationFailed(f"it gave a tensor on {tensor.device}", tensor=spec.name)
         return tensor
 
@@ -344,13 +346,13 @@ class _PlaceIn(_TaskStep):
 
     def start(self) -> Pending | None:
         assert self.run.buffer is not None
-        placed, pending = self.run.worker.lane.place(self.run.buffer, self.run.sizes)
+        placed, pending = self.run.worker.backend.place(self.run.buffer, self.run.sizes)
         self.run.placed = [raw[start:stop] for raw, (start, stop) in zip(placed, self.run.wanted, strict=True)]
         self.nbytes = sum(self.run.sizes)
         return pending
 
     def finish(self) -> None:
-        if self.run.worker.lane.copies:
+        if self.run.worker.backend.copies:
             self.run.free_inputs()
         self.run.pass_on(self.run.worker.compute, _Compute(self.run))
 
@@ -365,7 +367,7 @@ class _Compute(_TaskStep):
         run.worker.began(run.task)
         leaf_bytes = run.worker.job.leaf_bytes
         pieces = [[(a - one.start, b - one.start) for a, b in one.pieces(leaf_bytes)] for one in run.written]
-        run.made, pending = run.worker.lane.make(self._run, pieces)
+        run.made, pending = run.worker.backend.make(self._run, pieces)
         self.nbytes = sum(len(raw) for raw in run.made.raw)
         return pending
 
@@ -395,7 +397,7 @@ class _InParts(_TaskStep):
         assert isinstance(operation, Streamed)
         written = [_Written(worker, where) for where in run.written]
         scratch: dict[int, torch.Tensor] = {}
-        with worker.lane.entered(), run.operating():
+        with worker.backend.entered(), run.operating():
             parts = operation.run_parts(recipe, run.num_part, partial(self._read, recipe, scratch))
             for outputs in parts:
                 for one, tensor in zip(written, outputs, strict=True):
@@ -422,7 +424,7 @@ class _InParts(_TaskStep):
             worker.read(given.source, given.spec.name, low + at, as_view(raw[at : at + step]))
         part = raw[first - low : last - low]
         part = part if (first - low) % width == 0 else part.clone()
-        return as_tensor(part, given.spec.dtype, (stop - start,)).to(worker.lane.device)
+        return as_tensor(part, given.spec.dtype, (stop - start,)).to(worker.backend.device)
 
     def finish(self) -> None:
         run = self.run

@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PeerLost
-from penstock.jobs.workers.fork_server import Forked, Zygote
+from penstock.jobs.workers.fork_server import Forked, ForkServer
 
 ENDED_S = 20.0
 """A busy machine takes some time to end a process."""
 
 
 @pytest.fixture
-def zygote() -> Iterator[Zygote]:
-    with Zygote(["json", "not_installed_anywhere"]) as zygote:
-        yield zygote
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer(["json", "not_installed_anywhere"]) as fork_server:
+        yield fork_server
 
 
-def sleeping(zygote: Zygote) -> Forked:
-    return zygote.fork("time:sleep", [600])
+def sleeping(fork_server: ForkServer) -> Forked:
+    return fork_server.fork("time:sleep", [600])
 
 
 def ends(pid: int) -> bool:
@@ -44,8 +44,8 @@ def ends(pid: int) -> bool:
         os.close(fd)
 
 
-def test_its_exit_code_is_the_result(zygote: Zygote) -> None:
-    process = zygote.fork("operator:add", [2, 3])
+def test_its_exit_code_is_the_result(fork_server: ForkServer) -> None:
+    process = fork_server.fork("operator:add", [2, 3])
     assert process.wait(ENDED_S) == 5
     assert process.wait(ENDED_S) == process.poll() == 5
     with pytest.raises(ProcessLookupError):
@@ -53,21 +53,21 @@ def test_its_exit_code_is_the_result(zygote: Zygote) -> None:
 
 
 def test_what_it_prints_and_why_it_failed_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with Zygote([]) as zygote:
-        assert zygote.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
-        assert zygote.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
+    with ForkServer([]) as fork_server:
+        assert fork_server.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
+        assert fork_server.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
     found = capfd.readouterr()
     assert "hello" in found.err and "ZeroDivisionError" in found.err and not found.out
 
 
-def test_its_arguments_are_nobodys(zygote: Zygote) -> None:
-    process = zygote.fork("time:sleep", [600.125])
+def test_its_arguments_are_nobodys(fork_server: ForkServer) -> None:
+    process = fork_server.fork("time:sleep", [600.125])
     for name in ("cmdline", "environ"):
         assert b"600.125" not in Path(f"/proc/{process.pid}/{name}").read_bytes()
 
 
-def test_one_that_is_stopped_is_killed(zygote: Zygote) -> None:
-    process = sleeping(zygote)
+def test_one_that_is_stopped_is_killed(fork_server: ForkServer) -> None:
+    process = sleeping(fork_server)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
@@ -76,21 +76,21 @@ def test_one_that_is_stopped_is_killed(zygote: Zygote) -> None:
     assert process.wait(ENDED_S) == -signal.SIGKILL
 
 
-def test_they_end_with_it(zygote: Zygote) -> None:
-    process = sleeping(zygote)
+def test_they_end_with_it(fork_server: ForkServer) -> None:
+    process = sleeping(fork_server)
     process.send_signal(signal.SIGSTOP)
-    os.kill(zygote.pid, signal.SIGKILL)
+    os.kill(fork_server.pid, signal.SIGKILL)
     assert ends(process.pid)
     with pytest.raises(PeerLost):
         process.wait(ENDED_S)
     with pytest.raises(PeerLost):
-        sleeping(zygote)
-    assert not zygote.is_alive
+        sleeping(fork_server)
+    assert not fork_server.is_alive
 
 
-def test_a_process_whose_zygote_was_killed_leaves_no_descriptor(zygote: Zygote) -> None:
-    process = sleeping(zygote)
-    os.kill(zygote.pid, signal.SIGKILL)
+def test_a_process_whose_fork_server_was_killed_leaves_no_descriptor(fork_server: ForkServer) -> None:
+    process = sleeping(fork_server)
+    os.kill(fork_server.pid, signal.SIGKILL)
     assert ends(process.pid)
     with pytest.raises(PeerLost):
         process.wait(ENDED_S)
@@ -100,46 +100,48 @@ def test_a_process_whose_zygote_was_killed_leaves_no_descriptor(zygote: Zygote) 
     assert not [path for path in open_files if "pidfd" in path]
 
 
-def test_one_that_does_not_answer_is_not_taken_for_alive(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_answer_is_not_taken_for_alive(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.jobs.workers.fork_server.ANSWER_S", 0.5)
-    process = sleeping(zygote)
-    os.kill(zygote.pid, signal.SIGSTOP)
+    process = sleeping(fork_server)
+    os.kill(fork_server.pid, signal.SIGSTOP)
     with pytest.raises(PeerLost, match="does not answer"):
-        sleeping(zygote)
-    assert not zygote.is_alive
+        sleeping(fork_server)
+    assert not fork_server.is_alive
     assert ends(process.pid)
 
 
-def test_an_answer_that_nobody_waited_for_is_nobodys(zygote: Zygote) -> None:
+def test_an_answer_that_nobody_waited_for_is_nobodys(fork_server: ForkServer) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    process = sleeping(zygote)
-    os.kill(zygote.pid, signal.SIGSTOP)
+    process = sleeping(fork_server)
+    os.kill(fork_server.pid, signal.SIGSTOP)
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            sleeping(zygote)
+            sleeping(fork_server)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert not zygote.is_alive
+    assert not fork_server.is_alive
     assert ends(process.pid)
 
 
 def test_it_ends_with_the_thread_that_started_it() -> None:
-    found = list[tuple[Zygote, Forked]]()
+    found = list[tuple[ForkServer, Forked]]()
 
     def start() -> None:
-        zygote = Zygote([])
-        found.append((zygote, sleeping(zygote)))
+        fork_server = ForkServer([])
+        found.append((fork_server, sleeping(fork_server)))
 
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    ((zygote, process),) = found
-    assert ends(process.pid) and ends(zygote.pid)
-    zygote.close()
+    ((fork_server, process),) = found
+    assert ends(process.pid) and ends(fork_server.pid)
+    fork_server.close()
 
 
 def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:

@@ -3,8 +3,8 @@
 In: a function of this package by name, its argument, an environment. Out: processes to talk to, stop and kill.
 Not here: forking (`jobs.workers.fork_server`), what workers do (`testing.fleet`).
 
-    with Zygote() as zygote:
-        process = zygote.fork("penstock.testing.fleet:work", task);  process.send_signal(signal.SIGKILL)
+    with ForkServer() as fork_server:
+        process = fork_server.fork("penstock.testing.fleet:work", task);  process.send_signal(signal.SIGKILL)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import threading
 from collections.abc import Mapping
 
 from penstock.closing import Closing
-from penstock.jobs.workers import fork_server as zygote
-from penstock.jobs.workers import launch as crew
+from penstock.jobs.workers import fork_server
+from penstock.jobs.workers import launch as launcher
 
 IMPORTS = (
     "torch",
@@ -47,7 +47,7 @@ IMPORTS = (
     "penstock.hub.openapi",
     "penstock.hub.store_redis",
     "penstock.hub.client_transport",
-    *crew.IMPORTS,
+    *launcher.IMPORTS,
     "penstock.jobs.operations.user_function",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscribe",
@@ -58,14 +58,14 @@ IMPORTS = (
     "penstock.testing.fleet",
     "penstock.testing.jobs",
     "penstock.testing.sync",
-    "penstock.testing.zygote",
+    "penstock.testing.fork_server",
 )
 
 
 class Forked:
     """One forked process. `stdin` and `stdout` are its own. A context manager: leaving it kills the process."""
 
-    def __init__(self, process: zygote.Forked, stdin: int, stdout: int) -> None:
+    def __init__(self, process: fork_server.Forked, stdin: int, stdout: int) -> None:
         self.pid, self.send_signal, self.poll, self.wait = process.pid, process.send_signal, process.poll, process.wait
         self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), os.fdopen(stdout, "rb")
 
@@ -82,11 +82,11 @@ class Forked:
                 pipe.close()
 
 
-class Zygote(Closing):
+class ForkServer(Closing):
     """See the module. A context manager: leaving it ends its processes."""
 
     def __init__(self) -> None:
-        self._zygote = zygote.Zygote(IMPORTS)
+        self._fork_server = fork_server.ForkServer(IMPORTS)
 
     def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
         """Call `module:function` with a value of JSON in a new process; its result is the exit code.
@@ -100,28 +100,28 @@ class Zygote(Closing):
         stdout, child_out = os.pipe()
         arguments = [function, argument, dict(environ or {})]
         try:
-            process = self._zygote.fork(f"{__name__}:begin", arguments, (child_in, child_out))
+            process = self._fork_server.fork(f"{__name__}:begin", arguments, (child_in, child_out))
         finally:
             os.close(child_in)
             os.close(child_out)
         return Forked(process, stdin, stdout)
 
     def graft(self) -> Graft:
-        """One for a crew of workers, as `penstock.jobs.workers.launch` starts it."""
+        """One for a launcher of workers, as `penstock.jobs.workers.launch` starts it."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            return Graft(here, self._zygote.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))
+            return Graft(here, self._fork_server.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))
 
     def close(self) -> None:
         """Idempotent."""
-        self._zygote.close()
+        self._fork_server.close()
 
 
-class Graft(zygote.Zygote):
-    """A zygote that was itself forked: without the seconds of its imports, and the same from there on."""
+class Graft(fork_server.ForkServer):
+    """A fork server that was itself forked: without the seconds of its imports, and the same from there on."""
 
-    def __init__(self, line: socket.socket, process: zygote.Forked) -> None:
-        self._lock, self._patience_s, self._line = threading.Lock(), zygote.START_S, line
+    def __init__(self, line: socket.socket, process: fork_server.Forked) -> None:
+        self._lock, self._patience_s, self._line = threading.Lock(), fork_server.START_S, line
         self._forked = process
 
     @property
@@ -138,7 +138,7 @@ class Graft(zygote.Zygote):
         with contextlib.suppress(ProcessLookupError):
             self._forked.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._forked.wait(zygote.END_S)
+            self._forked.wait(fork_server.END_S)
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
@@ -155,14 +155,14 @@ def settle(directory: str, environ: Mapping[str, str]) -> None:
 
 
 def serve(directory: str, environ: Mapping[str, str]) -> int:
-    """In the forked process: be a zygote for who is at the other end of standard input."""
+    """In the forked process: be a fork server for who is at the other end of standard input."""
     settle(directory, environ)
     line = os.dup(0)
     os.dup2(1, 2)  # what its own print goes where the caller's errors go now
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.argv[1:] = [str(line), *crew.IMPORTS]
-    zygote.main()
+    sys.argv[1:] = [str(line), *launcher.IMPORTS]
+    fork_server.main()
     return 0
 
 
