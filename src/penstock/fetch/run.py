@@ -56,6 +56,9 @@ ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
+SILENT_S = 30.0
+"""The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
+counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
 BUSY_S = 0.5
 """A holder without a free reader's place is tried again after this: places become free as readers finish."""
 HEARD_S = 1.0
@@ -105,6 +108,8 @@ class Fetch(Closing):
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
         self._failed_since_progress: set[str] = set()
+        # Those of them that the hub was told of: it no longer counts what they have when it says who reads storage.
+        self._reported: set[str] = set()
         self._others_read_until = 0.0
         self.ticket = Ticket(weights.layout.nbytes, self._is_under_way, received=self._received_bytes)
         self._hunger, self._quiet = Silence(), Silence()
@@ -156,8 +161,7 @@ class Fetch(Closing):
             self._hub_now.clear()
             self._drop_failed()
             try:
-                reads = self._storage is not None and not self._is_storage_out
-                reply = self._member.upstreams(self._weights, can_read_storage=reads)
+                reply = self._member.upstreams(self._weights, can_read_storage=self._can_read_storage)
                 wait_s = reply.ask_again_s
                 self._is_alone = self._is_refused = False
                 self._note_storage_readers(reply)
@@ -237,12 +241,17 @@ class Fetch(Closing):
                     self.provenance.full[who] = str(reader.error)
                     continue
                 wait_s = min(2 * self._retry_after.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
+                if isinstance(reader.error, SourceStalled) and self._can_read_storage:
+                    # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders
+                    # tried in turn, the last chunks were never read, and the fetch failed.
+                    wait_s = SILENT_S
                 self._retry_after[who] = (float("inf") if reader.is_too_slow else now + wait_s, wait_s)
                 self.provenance.faults.append(f"{who[:8]}: {reader.fault}")
         for reader in failed:
             assert reader.error is not None
             if not isinstance(reader.error, SourceBusy):
                 self._member.complain(reader.upstream.member, self._weights.key, reader.error, reader.proof)
+                self._reported.add(reader.upstream.member)
             reader.close()
 
     def _poll_claims(self) -> None:
@@ -280,7 +289,9 @@ class Fetch(Closing):
 
         In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
         """
-        if not self._is_alone and (self._is_refused or self._hunger.seconds > self.stall_s / 2):
+        # Later than `read_stall_s`, after which a holder that gives nothing is reported: the hub then gives claims on
+        # what only that holder has, and the starters read storage once together instead of once each.
+        if not self._is_alone and (self._is_refused or self._hunger.seconds > 0.75 * self.stall_s):
             self._is_alone = True
             self.provenance.read_without_claim(self._hub_answer)
         return self._is_alone
@@ -338,7 +349,8 @@ class Fetch(Closing):
             or (self._storage is not None and self._member.hub.is_busy)
         ):
             return True
-        return time.monotonic() < self._others_read_until and not self._failed_since_progress and self._is_idle()
+        has_silent_holder = bool(self._failed_since_progress - self._reported)
+        return time.monotonic() < self._others_read_until and not has_silent_holder and self._is_idle()
 
     def _is_under_way(self) -> bool:
         """Return True if an operation is under way that has its own deadline.
@@ -371,8 +383,11 @@ class Fetch(Closing):
     @property
     def read_stall_s(self) -> float:
         """Seconds to wait for an upstream that sends nothing: half a stall if storage can be read instead."""
-        can_read_storage = self._storage is not None and not self._is_storage_out
-        return self.stall_s / 2 if can_read_storage else self.stall_s
+        return self.stall_s / 2 if self._can_read_storage else self.stall_s
+
+    @property
+    def _can_read_storage(self) -> bool:
+        return self._storage is not None and not self._is_storage_out
 
     def begin_read(self, step: ReadFromUpstream) -> None:
         """Register a read of an upstream that begins now."""
@@ -465,6 +480,7 @@ class Fetch(Closing):
         with self._lock:
             if good:
                 self._failed_since_progress.clear()
+                self._reported.clear()
             for entry, nbytes in good:
                 self._clear_flags(entry.chunks)
                 self.provenance.add_bytes(entry.path, nbytes)
