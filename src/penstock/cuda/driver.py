@@ -109,7 +109,7 @@ class CudaDriver:
         return found.value
 
     def num_devices(self) -> int:
-        """Those that this process may use."""
+        """Return the number of devices that this process may use."""
         return self._get("cuDeviceGetCount") & 0x7FFFFFFF
 
     @contextmanager
@@ -142,12 +142,12 @@ class CudaDriver:
         return base.value, nbytes.value
 
     def ipc_handle(self, base: int) -> bytes | None:
-        """What another process opens the allocation by; None: it is not of a kind that has one."""
+        """Return the handle by which another process opens the allocation; None: its kind has none."""
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Where another process's allocation is here, from now until `ipc_close`."""
+        """Return the local address of another process's allocation, valid until `ipc_close`."""
         return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
@@ -171,7 +171,7 @@ class CudaDriver:
             self._do("cuMemRelease", found.value)
 
     def reserve(self, nbytes: int) -> int:
-        """So many bytes of addresses, with nothing behind them yet."""
+        """Reserve a range of addresses without memory behind it."""
         return self._get("cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def map_fd(self, address: int, nbytes: int, fd: int) -> None:
@@ -194,7 +194,7 @@ class CudaDriver:
         self._calls["cuMemAddressFree"](address, nbytes)
 
     def sees_host(self, device: int) -> bool:
-        """Whether kernels of the device read pinned memory at the host's own addresses."""
+        """Return whether kernels of the device read pinned memory at the host's own addresses."""
         return bool(self._get("cuDeviceGetAttribute", _HOST_POINTER, self._ordinal(device)) & 0x7FFFFFFF)
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
@@ -229,7 +229,7 @@ class CudaDriver:
         self._do("cuEventRecord", event, stream)
 
     def is_done(self, event: int) -> bool:
-        """Whether the device has passed the event. Raises what befell the work before it."""
+        """Return whether the device has passed the event. Raises the error of the work before it."""
         code = self._calls["cuEventQuery"](event)
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)

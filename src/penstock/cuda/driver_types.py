@@ -1,4 +1,4 @@
-"""What the CUDA driver's calls take: structures, signatures; and what its codes are to a caller.
+"""Structures and signatures of the CUDA driver's calls, and the errors that its codes stand for.
 
 In / Out: nothing. Not here: calling (`driver`).
 """

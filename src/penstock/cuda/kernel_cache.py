@@ -103,7 +103,7 @@ def _imported(module: str) -> Any:
 
 @functools.cache
 def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | None:
-    """Where the copy of this kernel is or would be; None where there is no home directory."""
+    """Return the path of this kernel's copy; None where there is no home directory."""
     module, name, _, _ = shape
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
@@ -115,7 +115,7 @@ def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | N
 
 @functools.cache
 def _text(module: str) -> bytes:
-    """Of a module that need not be importable."""
+    """Return the source of a module that need not be importable."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None
     return Path(found.origin).read_bytes()

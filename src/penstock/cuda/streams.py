@@ -27,11 +27,11 @@ class StreamPool:
         return self.streams[self._turn % len(self.streams)]
 
     def take_event(self) -> int:
-        """One that stands for nothing yet."""
+        """Return an unused CUDA event."""
         return self._spare.pop() if self._spare else self._driver.make_event()
 
     def give_event(self, event: int) -> None:
-        """It has passed."""
+        """Take back an event that has passed."""
         self._spare.append(event)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""One HTTP/1.1 data plane: range requests into buffers, serving of memory, retries by progress."""
+"""HTTP/1.1 for data: range requests into buffers, serving of memory, retries by progress."""

@@ -43,7 +43,7 @@ Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s of a plane and 2.80
 
 
 class Planes:
-    """One thread's coder and decoder."""
+    """A coder and decoder for one thread."""
 
     def __init__(self) -> None:
         self._coder = zstandard.ZstdCompressor(compression_params=_HUFFMAN)

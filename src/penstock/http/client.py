@@ -44,7 +44,7 @@ _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
 
 
 class Reply:
-    """One answer. `readinto` until it returns 0, or drop it; then give the connection back to the pool."""
+    """A response. `readinto` until it returns 0, or drop it; then return the connection to the pool."""
 
     def __init__(self, response: http.client.HTTPResponse, wire: _Wire, reader: io.BufferedReader[_Wire]) -> None:
         self._response = response
@@ -91,7 +91,7 @@ class _Wire(io.RawIOBase):
         return True
 
     def makefile(self, mode: str) -> io.BufferedReader[_Wire]:
-        """What `HTTPResponse` asks of a socket."""
+        """Return the file object that `HTTPResponse` reads from."""
         self.reader = io.BufferedReader(self)
         return self.reader
 
@@ -109,7 +109,7 @@ class _Wire(io.RawIOBase):
 
 
 class Connection:
-    """One connection to one origin; one request at a time."""
+    """A connection to one origin; one request at a time."""
 
     def __init__(self, sock: socket.socket, *, tls: bool, silence_s: float, absolute: bool) -> None:
         self.sock = sock
@@ -193,12 +193,12 @@ class Pool:
         connection.close()
 
     def hold(self) -> None:
-        """One more user. The last `drop` closes the idle connections."""
+        """Count one more user. The last `drop` closes the idle connections."""
         with self._lock:
             self._holders += 1
 
     def drop(self) -> None:
-        """One user fewer."""
+        """Count one user fewer."""
         with self._lock:
             self._holders -= 1
             if self._holders:

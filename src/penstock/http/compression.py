@@ -1,4 +1,4 @@
-"""Whether a link's bytes are worth coding: measured raw, tried where that promises more, kept if it was more.
+"""Decide whether compressing a link's bytes pays: measured raw, tried if promising, kept if it was faster.
 
 In: bytes as they arrive, the clock. Out: raw or coded for the next request, and why in words.
 Not here: the code (`byte_planes`), the connections (`transport.http_reader`).
@@ -37,7 +37,7 @@ AGAIN_S = 60.0
 
 @dataclass(slots=True)
 class _Sampled:
-    """What coding did to samples."""
+    """The result of compressing samples."""
 
     count: int = 0
     nbytes: int = 0
@@ -51,12 +51,12 @@ class _Sampled:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the slower end."""
+        """Return the rate of the slower end."""
         return self.nbytes / max(self.encode_s, self.decode_s, 1e-9)
 
 
 class Choice:
-    """Of one link. Used by all connections to one peer.
+    """The decision for one link. Used by all connections to one peer.
 
     Args:
         always: True: coded from the first byte on; False: raw; None: as measured.
@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def is_open(self) -> bool:
-        """Whether the clock counts, or is about to."""
+        """Return whether the link is being measured, or about to be."""
         return self._is_open
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
@@ -167,7 +167,7 @@ class Choice:
         self.is_coded, self._is_open, self._why, self._decided_at = is_coded, False, why, time.monotonic()
 
     def told(self) -> tuple[bool, str]:
-        """Whether what is asked for next is coded, and why."""
+        """Return whether the next request is compressed, and why."""
         with self._lock:
             if self.is_coded:
                 ratio = self._num_bytes / self._wire_bytes if self._wire_bytes else self._sampled.ratio

@@ -1,4 +1,4 @@
-"""What both ends of the `transport.http` transport share: one connection, and the request that crosses it.
+"""The connection of the `http` transport, for both ends, and the request that crosses it.
 
 In: a connected socket. Out: bytes moved between it and views of memory, heads of messages.
 Not here: who may read (`server`), which connections (`transport.http`).
@@ -73,7 +73,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpConnection:
-    """One connection. A call that moves nothing within the pace raises TimeoutError; one that fails, OSError."""
+    """A connection. A call that moves nothing within the pace raises TimeoutError; one that fails, OSError."""
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
         self._sock, self._is_tls = sock, isinstance(sock, ssl.SSLSocket)
@@ -83,7 +83,7 @@ class HttpConnection:
         self.set_pace(pace_s)
 
     def set_pace(self, pace_s: float) -> None:
-        """How long a call may wait for the first byte it can move."""
+        """Set how long a call may wait for the first byte that it can move."""
         if pace_s == self._pace_s:
             return
         self._pace_s = pace_s
@@ -225,7 +225,7 @@ def fields(head: bytes) -> tuple[str, dict[str, str]]:
 
 
 def chunk_head(nbytes: int) -> bytes:
-    """What comes before a chunk; after it there is a line's end. Of 0 bytes: the last one."""
+    """Return the head of a chunk; a line's end follows the chunk. Of 0 bytes: the last one."""
     return b"%08x\r\n" % nbytes
 
 

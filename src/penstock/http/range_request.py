@@ -1,4 +1,4 @@
-"""One ranged, conditional HTTP request and its answer, checked against what was first seen.
+"""A ranged, conditional HTTP request and its answer, checked against the object first seen.
 
 In: an `Address` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error, or
 `Failed` where another attempt may help.
@@ -51,7 +51,7 @@ _ERROR_BODY_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validators:
-    """What tells one state of an object from another."""
+    """The headers that tell one state of an object from another."""
 
     etag: str = ""
     """As sent, with its quotes and weakness mark."""
@@ -72,7 +72,7 @@ class Validators:
         return self.etag or self.last_modified
 
     def differs(self, headers: Message) -> str | None:
-        """How an answer's headers show another object; None when they do not."""
+        """Return how an answer's headers show another object; None when they do not."""
         etag, modified = headers.get("ETag", ""), headers.get("Last-Modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
@@ -84,14 +84,14 @@ class Validators:
 
 
 class Address(Protocol):
-    """Where an object can be had just now."""
+    """An object's current URL, and its headers."""
 
     def url(self) -> SplitResult:
         """The URL to read from, signed or redirected as need be."""
         ...
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """What to send to `url` besides range and condition."""
+        """Return the headers for `url` besides range and condition."""
         ...
 
     def renew(self, status: int) -> bool:
@@ -118,7 +118,7 @@ class Failed(Exception):
 
 
 class Exchange:
-    """One request and its answer, redirects followed; a context manager that gives the connection back.
+    """A request and its answer, redirects followed; a context manager that returns the connection.
 
     Args:
         uri: what errors call it.
@@ -230,7 +230,7 @@ class Exchange:
         self.stop = min(last + 1, stop)
 
     def first_seen(self) -> Validators:
-        """What the object is, from the first answer; raises as `check`."""
+        """Return the object's validators and size from the first answer; raises as `check`."""
         headers = self.reply.headers
         nbytes: int | None
         if self.reply.status == 416 and headers.get("Content-Range", "").replace(" ", "") == "bytes*/0":

@@ -24,7 +24,7 @@ ATTEMPTS_PER_STALL = 3
 
 
 class Arrivals:
-    """What has arrived of one source for any of its readers: a source that serves others is alive.
+    """The arrivals from a source, counted over all its readers: a source that serves others is alive.
 
     Attributes:
         count: answers that brought bytes.
@@ -36,7 +36,7 @@ class Arrivals:
 
 
 class Patience:
-    """What is left of the patience with one range of one source; a received byte restores it whole.
+    """The patience left with one range of one source; a received byte restores it whole.
 
     Failures are forgotten when bytes of the source's other ranges arrive: with many requests under way, a server that
     refuses every second one refuses the same range several times in a row. Silence is counted for the range alone.

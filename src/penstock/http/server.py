@@ -248,7 +248,7 @@ class Server:
 
 
 def _opens(key: bytes, region: Region) -> bool:
-    """Whether this is a key of the region; takes as long for each that is none."""
+    """Return whether this is a key of the region, in the same time for every wrong key."""
     return any(hmac.compare_digest(key, one) for one in (region.key, *list(region.lent.values())))
 
 

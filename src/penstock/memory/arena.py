@@ -1,4 +1,4 @@
-"""One region of memory that holds many tensors, so that peers reach all of them by one registration.
+"""A region of memory for many tensors, so that peers reach all of them by one registration.
 
 In: lengths and a device. Out: offsets, and flat views that keep the memory alive.
 Not here: moving live tensors into one (`rehome`), registering it (`transport`), staging buffers (`staging`).
@@ -84,7 +84,7 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Of a host arena, for processes of this user and host that write to it, until it is registered."""
+        """Return a host arena's path, for processes of this user that write to it, until it is registered."""
         assert isinstance(self._owner, Mapping)
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
@@ -126,7 +126,7 @@ class Arena:
         return offsets
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """That run as a tensor: flat uint8 `[nbytes]`, a view that keeps the memory alive."""
+        """Return a run as a tensor: flat uint8 `[nbytes]`, a view that keeps the memory alive."""
         import torch
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
@@ -137,12 +137,12 @@ class Arena:
 
 
 def needed_bytes(nbytes: Iterable[int]) -> int:
-    """How large an arena must be to hold runs of these lengths."""
+    """Return the size of an arena for runs of these lengths."""
     return offsets_of(nbytes)[1]
 
 
 def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
-    """Where `Arena.place` puts runs of these lengths, where `start` bytes are used, and where the last ends."""
+    """Return where `Arena.place` puts runs of these lengths after `start` bytes, and where the last ends."""
     offsets, at = [], start
     for length in nbytes:
         at = -(-at // ALIGN_BYTES) * ALIGN_BYTES

@@ -34,7 +34,7 @@ class Registrar(Protocol):
 
 
 class StagingBuffer:
-    """One buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes."""
+    """A buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes."""
 
     __slots__ = ("address", "array", "is_ready", "nbytes", "view")
 

@@ -1,4 +1,4 @@
-"""What a tier of memory is: rooms that hold a block's bytes each; and moving the bytes from one room to another.
+"""Tiers of memory: rooms that hold a block's bytes each, and moves between rooms.
 
 In: a block's size. Out: a room of one tier; its bytes, in another's.
 Not here: which block is where, and when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`,
@@ -72,7 +72,7 @@ class HostRoom(Protocol):
 
 
 class Tier(Protocol):
-    """One kind of memory."""
+    """A kind of memory."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class Tier(Protocol):
 
     @property
     def num_threads(self) -> int:
-        """So many pieces at once are what its link is good for."""
+        """Return the number of pieces at once that saturates its link."""
         ...
 
     def open_room(self, nbytes: int) -> Room:

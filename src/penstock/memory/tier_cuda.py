@@ -68,7 +68,7 @@ class CudaRoom:
 
 
 class CudaTier:
-    """One device.
+    """The tier of one device.
 
     Args:
         device: with an index.

@@ -28,7 +28,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class SpillRoom:
-    """One file.
+    """A room in one file.
 
     Attributes:
         why: why bytes went through the page cache; "" while those of whole pages did not.

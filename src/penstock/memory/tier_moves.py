@@ -32,14 +32,14 @@ Fill = Callable[[Room], None]
 
 
 class Tenant(Protocol):
-    """Who uses a block without pinning it."""
+    """A user of a block that does not pin it."""
 
     def vacate(self) -> bool:
         """The block is about to leave its room: let nobody use it from now on. False: somebody does, and it stays."""
         ...
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """It is there now; after a move that failed, there still."""
+        """Note that the block is in `tier` now; after a move that failed, still."""
         ...
 
 
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One block; `at` is the tier it is in, `places` all of its rooms: more than one only while an old one is read."""
+    """A block; `at` is its tier, `places` all of its rooms: more than one only while an old one is read."""
 
     block: Block
     fill: Fill
@@ -113,7 +113,7 @@ class Moves:
             self._trim()  # what others left meanwhile
 
     def _trim(self) -> None:
-        """What rooms left in this turn no other took."""
+        """Have the tiers free the memory of rooms that were closed in this turn and not reused."""
         if self._is_left:
             self._is_left = False
             for level in self.levels:
@@ -172,7 +172,7 @@ class Moves:
             self.idle(entry)
 
     def unpin(self, entry: Entry, place: Place) -> None:
-        """It is used no more. A place that was left meanwhile is freed."""
+        """Stop using a place. A place that was left meanwhile is freed."""
         with self.state:
             place.pins -= 1
         if not entry.busy:
@@ -249,7 +249,7 @@ class Moves:
             raise
 
     def _arrived(self, entry: Entry, to: int, begun: float | None = None) -> None:
-        """It is in `to` now, and no more where it was, unless somebody reads it there."""
+        """Set the tier of a block to `to`, and free its old place unless a reader has it."""
         self._tell(entry, to)
         with self.state:
             if begun is not None:

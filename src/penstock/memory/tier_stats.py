@@ -1,4 +1,4 @@
-"""What memory tiers did: bytes in each, and what moved over each link between them.
+"""Statistics of memory tiers: bytes in each, and moves over each link between them.
 
 In / Out: frozen values. Not here: counting (`tiers`).
 """
@@ -13,7 +13,7 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """One tier now; `used_bytes` are of rooms, rounded up to the tier's unit."""
+    """The use of one tier now; `used_bytes` are of rooms, rounded up to the tier's unit."""
 
     num_blocks: int
     used_bytes: int
@@ -23,7 +23,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStats:
-    """One direction between two tiers, so far."""
+    """The moves in one direction between two tiers, so far."""
 
     num_moves: int = 0
     nbytes: int = 0

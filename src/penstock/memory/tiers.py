@@ -1,4 +1,4 @@
-"""Which block is in which tier: each has its budget, and what was used least recently makes room.
+"""Keep blocks in tiers with budgets; the block that was used least recently makes room.
 
 In: tiers, fastest first; blocks with a way to read them anew. Out: rooms, pinned while they are used; statistics.
 Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who uses a block (`keeper.resident_model`).
@@ -70,7 +70,7 @@ class Tiers(Closing):
 
     @contextmanager
     def pin(self, block: Block, tier: str | None = None) -> Iterator[Room]:
-        """Its room, and it stays there until the `with` block ends.
+        """Return its room, which stays there until the `with` block ends.
 
         Args:
             tier: it is brought up to this one if it is further down; None: the fastest; `source`: it stays where it is.
@@ -132,7 +132,7 @@ class Tiers(Closing):
             return [None if entry is None else self._moves.names[entry.at] for entry in found]
 
     def stats(self) -> TiersStats:
-        """What is where now, and what moved so far."""
+        """Return the blocks in each tier now, and the moves so far."""
         moves = self._moves
         with moves.state:
             at = [entry.at for entry in moves.entries.values()]

@@ -36,7 +36,7 @@ GROUP_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The reads of a sync, as columns: receiver after receiver, window after window, the sources of one taking turns."""
+    """The reads of a sync, as columns, by receiver, then by window; within a window the sources take turns."""
 
     receiver: I64
     window: I64

@@ -1,4 +1,4 @@
-"""One member of a sync, as another asks it at its door: a session, then questions by it.
+"""Ask one member of a sync at its server: open a session, then send questions in it.
 
 In: a `SyncMember` of the hub's, with a grant. Out: layouts, parts, maps, digests, news; typed errors.
 Not here: the other side (`request_handler`), who is asked (`membership`), reading bytes (`sync.receive.transfer`).
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SyncClient(PeerClient):
-    """One conversation; a question at a time, from any thread.
+    """A session with one member; one question at a time, from any thread.
 
     Args:
         other: whom, with a grant.
@@ -100,7 +100,7 @@ class SyncClient(PeerClient):
             self._ask("GET", "/v1/alive", type(None))
 
     def layout(self) -> Layout:
-        """What it holds. FormatError, PlanError: what it sent is none."""
+        """Return its layout. FormatError, PlanError: what it sent is not one."""
         found = decode(self._question("GET", "layout", bytes), Layout)
         if found.member != self.upstream.member:
             raise FormatError(f"it sent a layout of {found.member}", uri=self._uri())
@@ -112,15 +112,15 @@ class SyncClient(PeerClient):
         return self._question("GET", "table", TableReply)
 
     def part(self, request: PartRequest) -> PartReply:
-        """What to take from whom; see `Planner.part`."""
+        """Request the part that this receiver reads; see `Planner.part`."""
         return self._question("POST", "part", PartReply, request)
 
     def news(self, after: int, wait_s: float) -> NewsReply:
-        """How far it is, as soon as it has begun a version above `after`, or after `wait_s`."""
+        """Return its version status once it has begun a version above `after`, or after `wait_s`."""
         return self._question("GET", f"news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
     def held_map(self, version: int, wait_s: float) -> VersionMap:
-        """How to read a version, once it has begun it.
+        """Return the map by which a version is read, once the member has begun it.
 
         Raises:
             StaleDescriptor: it is past that version. NotFound: it has not begun it in `wait_s`.
@@ -150,7 +150,7 @@ class SyncClient(PeerClient):
         self._question("POST", "progress", type(None), progress)
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Whether rank 0 says that a live version may end."""
+        """Return whether rank 0 reports that a live version may end."""
         return self._question("GET", f"decision?version={version}&wait_ms={int(wait_s * 1000)}", Decision)
 
     def _question(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
@@ -190,7 +190,7 @@ class SyncClient(PeerClient):
 
 
 def name_of(*columns: bytes) -> bytes:
-    """What strips are called: their number and a digest of their columns."""
+    """Return the name of a set of strips: their number and a digest of their columns."""
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:
         digest.update(column)

@@ -33,7 +33,7 @@ _NAP_S = 0.0001
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """What is copied of one region: offsets from its first byte, the same at both ends."""
+    """The copies within one region: offsets from its first byte, the same at both ends."""
 
     dst: Memory
     src: Memory
@@ -135,7 +135,7 @@ class Copy:
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
-    """What is copied of a region: its strips in one piece joined, the long ones apart from the short."""
+    """Return the copies of a region: contiguous strips joined, the long ones apart from the short."""
     packed = strips.is_packed()
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first

@@ -1,4 +1,4 @@
-"""What one rank gives: memory under a layout, which version is in it, and which rows are ready.
+"""The memory that one rank serves: its layout, the version in it, and the rows that are ready.
 
 In: a layout and the memory behind it; versions as they are begun, rows as they are ready. Out: the map peers read by,
 digests of strips once their bytes are ready.
@@ -33,7 +33,7 @@ _NAP_S = 0.0002
 
 
 class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer reads one generation of a rank's memory."""
+    """The descriptors by which a peer reads one generation of a rank's memory."""
 
     member: str
     version: int
@@ -50,7 +50,7 @@ prepare(VersionMap)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source says of strips: their digests, or None while their bytes are not ready."""
+    """A source's reply about strips: their digests, or None while their bytes are not ready."""
 
     digests: U64 | None
     num_ready: int
@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalVersion:
-    """One rank's memory and what is in it. Used by any number of threads; a context manager by its `close`.
+    """The memory of one rank and its version. Used by any number of threads; a context manager by its `close`.
 
     Attributes:
         regions: the memory, registered.
@@ -110,7 +110,7 @@ class LocalVersion:
             self.changed.notify_all()
 
     def begin(self, version: int) -> None:
-        """What is put in from now on is this version; no row of it is ready yet.
+        """Start a version: all that is written from now on belongs to it, and no row of it is ready yet.
 
         Raises:
             PlanError: another version is in it, and was not fenced.
@@ -124,7 +124,7 @@ class LocalVersion:
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None) -> None:
-        """These rows of the layout (None: all) hold the version's bytes; readers may have them from now on.
+        """Mark rows of the layout (None: all) as filled with the version's bytes; readers may read them from now on.
 
         Order: after the kernels that fill them were queued on the current stream; readers wait for those.
         """
@@ -153,7 +153,7 @@ class LocalVersion:
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
-        """How peers read this generation. StaleDescriptor while there is no version."""
+        """Return the map by which peers read this generation. StaleDescriptor while there is no version."""
         with self.changed:
             self._check_open()
             if self.version is None:

@@ -1,4 +1,4 @@
-"""Who takes part in a sync, and conversations with them: asked of the hub, kept while it is away.
+"""The members of a sync and sessions with them: listed by the hub, and kept while it is away.
 
 In: a member, a name. Out: the members of the sync; a `SyncClient` with any of them, opened when first used.
 Not here: what is asked (`sync.publish.publisher`, `sync.receive.subscriber`, `planner`).
@@ -107,7 +107,7 @@ class Membership:
             return question(self._sync_client(member, line))
 
     def is_near(self, member: str) -> bool:
-        """Whether a member that was asked is on this host."""
+        """Return whether a member that was asked is on this host."""
         with self._lock:
             known = self._found.get(member)
         return known is not None and known.host == self.member.host
@@ -157,7 +157,7 @@ class Membership:
             self._talks.pop(key).close()
 
     def is_gone(self, other: SyncMember) -> bool:
-        """Whether nobody listens at its doors any more; a process that is stopped, or that we cannot reach, is not."""
+        """Return whether its server refuses connections; False for a process that is stopped or out of reach."""
         with contextlib.closing(self._make(other, ALIVE_S)) as sync_client:
             try:
                 sync_client.alive()

@@ -1,4 +1,4 @@
-"""One member plans for all receivers of a sync: the publishers' rank 0, or where they are gone a receiver.
+"""Plan for all receivers of a sync, in one member: the publishers' rank 0, or else a receiver.
 
 In: who takes part (`membership`), their layouts, asked at their doors; receivers' questions. Out: their parts; the
 table.
@@ -68,7 +68,7 @@ class Planner:
         self._plans: OrderedDict[tuple[tuple[Told, ...], tuple[Told, ...]], _Plan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
-        """What a receiver takes from whom.
+        """Return the part that a receiver reads, and its sources.
 
         Raises:
             PlanError: what it wants is not what is held; lists what differs.
@@ -130,7 +130,7 @@ class Planner:
         return "nothing was planned yet" if made is None else made.plan.explain()
 
     def _learn(self, asker: str, request: PartRequest) -> bool:
-        """Whether the asker's layout is known, now or by this request."""
+        """Return whether the requester's layout is known, from before or by this request."""
         with self._lock:
             known = self._wants.get(asker)
         if known is not None and known[0] == request.digest:
@@ -146,7 +146,7 @@ class Planner:
         return True
 
     def _run(self, members: Sequence[SyncMember]) -> str:
-        """Whose versions these are: our own run as a publisher, or that of the version we have."""
+        """Return the run of the versions: our own as a publisher, or that of the version we have."""
         if self._version_status.now.run:
             return self._version_status.now.run
         return next((one.state.run for one in reversed(members) if one.state.run == one.member), "")
@@ -229,7 +229,7 @@ class Planner:
         return plan_sync(layouts, wants, bucket_bytes=self._bucket_bytes)
 
     def _fits(self, layouts: Sequence[Layout], want: Layout) -> bool:
-        """Whether a receiver can be served."""
+        """Return whether a receiver can be served."""
         try:
             self._plan(layouts, [want])
         except PlanError:
@@ -237,7 +237,7 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """What they hold, asked once for each digest; receivers that are gone are left out.
+        """Return the members' layouts, requested once for each digest; receivers that are gone are left out.
 
         Raises:
             PeerLost, SourceStalled: a publisher is gone, or silent. StaleDescriptor: nobody is left.
@@ -274,7 +274,7 @@ def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    """Which ranks of a run are not there; empty: all are, or they are receivers."""
+    """Return the ranks of a run that are absent; empty: none is, or the ranks are receivers."""
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {one.state.rank for one in ranks}

@@ -31,7 +31,7 @@ _NAP_S = 0.0001
 
 
 class Digester:
-    """One device's, or the host's.
+    """The digests of one device, or of the host.
 
     Args:
         device: where the memory is.
@@ -86,7 +86,7 @@ class Digester:
 
 
 def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
-    """One for each device that they are on."""
+    """Return one digester for each device of the memories."""
     return {name: Digester(name) for name in {memory.device for memory in memories}}
 
 
@@ -146,7 +146,7 @@ class Foreseen:
 
 
 def _passed(device: str, stall_s: float) -> bool:
-    """Whether the device's current stream comes to its end within so long."""
+    """Return whether the device's current stream comes to its end within this time."""
     event, deadline = torch.cuda.Event(), time.monotonic() + stall_s
     event.record(torch.cuda.current_stream(device))
     while not event.query():

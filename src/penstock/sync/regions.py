@@ -60,11 +60,11 @@ class Regions(Closing):
         return int(self.first[-1])
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """What is read into a region by, by transport: our registrations, and what only fills such memory."""
+        """Return the handles to read into a region by, by transport: registrations, and fill-only handles."""
         return self._into[region]
 
     def descriptors(self) -> tuple[dict[str, bytes], ...]:
-        """What a peer reads each region by, encoded, by transport."""
+        """Return the encoded descriptors by which a peer reads each region, by transport."""
         return tuple({name: encode(handle.descriptor) for name, handle in one.items()} for one in self._handles)
 
     def fence(self) -> None:
@@ -110,7 +110,7 @@ class Regions(Closing):
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Of regions that begin at `first` (one more than there are), the one that each span of bytes lies in.
+    """Return the region of each span of bytes; regions begin at `first`, which has one entry more than there are.
 
     Raises:
         PlanError: a span lies outside, or over the edge between two.

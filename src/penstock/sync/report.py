@@ -1,4 +1,4 @@
-"""What a publish and an update say of themselves.
+"""Reports of a publish and of an update.
 
 In: what was measured. Out: frozen values, and a few lines for people.
 Not here: measuring (`sync.publish.publisher`, `sync.receive.subscriber`).
@@ -19,7 +19,7 @@ UpdateMode = Literal["staged", "direct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport(Summarised):
-    """One version, as far as its publisher saw it go: no success but of the members under `committed`.
+    """The result of one version as its publisher saw it: only members under `committed` have it.
 
     A snapshot is read after `publish` returned, so its report names nobody.
     """
@@ -68,7 +68,7 @@ class PublishReport(Summarised):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport(Summarised):
-    """One update of one subscriber, committed."""
+    """The result of one committed update of one subscriber."""
 
     name: str
     version: int
@@ -101,7 +101,7 @@ class UpdateReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Of the wire."""
+        """Return the rate on the wire."""
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:

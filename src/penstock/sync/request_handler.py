@@ -1,4 +1,4 @@
-"""What a member of a sync answers at its door: what it holds, digests of it, parts it plans, how far it is.
+"""Answer a sync member's peers: its map, digests, parts that it plans, and its progress.
 
 In: sessions opened by grants, questions. Out: answers; see `hub.sync_messages`.
 Not here: the asking side (`client`), the door itself (`peer.server`), planning (`planner`).
@@ -59,14 +59,14 @@ MAX_STRIPS = 4 << 20
 
 
 class Plans(Protocol):
-    """Who plans for others: `planner.Planner`, and among publishers `boundary_exchange.BoundaryPlanner`."""
+    """A planner for others: `planner.Planner`, and among publishers `boundary_exchange.BoundaryPlanner`."""
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
-        """What it takes from whom."""
+        """Return the part that the requester reads."""
         ...
 
     def table(self) -> TableReply:
-        """What it may want."""
+        """Return the table of the tensors on offer."""
         ...
 
 
@@ -211,7 +211,7 @@ class SyncHandler:
         return DigestReply(digests=said, num_ready=found.num_ready)
 
     def _known_strips(self, request: DigestRequest) -> Strips | None:
-        """Those told before under this name, or now; None: they must be told."""
+        """Return the strips sent under this name, before or now; None: they must be sent."""
         with self._lock:
             found = self._strips.get(request.strips)
             if found is not None:

@@ -1,4 +1,4 @@
-"""What a rank declares: which boxes of which tensors lie where in its memory. Views only; nothing is copied.
+"""Declare the boxes of tensors in a rank's memory. Views only; nothing is copied.
 
 In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `Row`s; the regions of memory behind them;
 the `Layout` that a planner needs.
@@ -35,7 +35,7 @@ Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Row:
-    """One box of one tensor in this rank's memory."""
+    """A box of one tensor in this rank's memory."""
 
     name: str
     tensor: torch.Tensor = field(repr=False)
@@ -131,7 +131,7 @@ def form_of(
 
 
 def held_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
-    """What of a dim of `num` a rank holds when it is cut again and again, as DTensor's placements do.
+    """Return the parts of a dim of `num` that a rank holds after repeated cuts, as by DTensor's placements.
 
     Args:
         parts: in the mesh's order, of each axis the dim is sharded over: its size, our coordinate, and the split
@@ -163,7 +163,7 @@ def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memor
 
 
 def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[Memory]) -> Layout:
-    """What a planner is told of rows.
+    """Return the layout of rows, as a planner receives it.
 
     Args:
         rows: of `declared`, or wanted.

@@ -1,4 +1,4 @@
-"""What a member says of its versions to whoever waits for the next one.
+"""The versions of a member, for peers that wait for the next one.
 
 In: versions as they are begun and ended. Out: the newest, and whether it can be read.
 Not here: the memory that holds it (`local_version`), who is told (`request_handler`).
@@ -21,7 +21,7 @@ class VersionStatus:
 
     @property
     def now(self) -> NewsReply:
-        """What it says."""
+        """Return the current status."""
         return self._now
 
     def post(self, run: str, version: int, *, is_open: bool) -> None:
@@ -31,7 +31,7 @@ class VersionStatus:
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
-        """What it says once that is of a version above `after`, or after `wait_s`."""
+        """Return the status once it is of a version above `after`, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while self._now.version <= after and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""How bytes cross between two address spaces: one protocol, one room.
+"""One-sided reads between address spaces, by one protocol.
 
 In / Out: nothing here; see `protocol`. Not here: what crosses and when (`plan`, `fleet`).
 """

@@ -1,4 +1,4 @@
-"""Which transports this process has, and which one reads a given peer: the nearest both ends have, and why.
+"""Open the transports of this process, and choose the nearest one that both ends have, with the reason.
 
 In: the device of the memory, names allowed, where the peer is. Out: registrations, a choice with its reason.
 Not here: how a transport moves bytes (its own room), which peer (`plan.relay`, `fleet`).
@@ -165,7 +165,7 @@ class Links(Closing):
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
 
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
-        """Which side lacks a transport, and why."""
+        """Return which side lacks a transport, and why."""
         if name in ours:
             return f"the peer does not offer {INNER.get(name, 'it')}"
         return "it does not reach our memory" if name in self.transports else self.refused.get(name, "not opened here")
@@ -223,7 +223,7 @@ def open_links(
 
 
 def _suits_nixl() -> bool:
-    """Whether it has what to be better by than `http`: RDMA, or device memory, which `http` cannot reach.
+    """Return whether NIXL beats `http` here: there is RDMA, or device memory, which `http` cannot reach.
 
     Over TCP it is no faster, protects no memory from who has a descriptor, and a holder that was stopped until its
     readers gave up is aborted by UCX when it goes on. Source: docs/design/002-transport.md.

@@ -241,7 +241,7 @@ class CudaIpcTransport:
             self._mapped.sweep()
 
     def _map(self, claim: Claim, payload: CudaPayload, device: int) -> Mapped:
-        """Where the peer's memory is here, mapped once; reads of what is mapped already do not wait for it."""
+        """Return the address of the peer's memory here, mapped once; reads of mapped memory do not wait for it."""
         source = claim.source
         ours = handle_here(source)
         if ours is not None:

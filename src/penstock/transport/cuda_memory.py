@@ -33,7 +33,7 @@ _MAX_PIECES = 1 << 20
 
 
 class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer reaches a registration on a device."""
+    """The data by which a peer reaches a registration on a device."""
 
     page: GenerationAddress
     address: _Count
@@ -53,7 +53,7 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shared:
-    """How one registration of ours is shared. Its pieces' addresses are kept; descriptors are made when asked for."""
+    """The shared form of a local registration. Its pieces' addresses are kept; descriptors are made when asked for."""
 
     def __init__(self, driver: CudaDriver, device: int, memory: Memory) -> None:
         self.handle, self.offset, self.pieces = b"", 0, list[tuple[int, int]]()
@@ -113,7 +113,7 @@ class Mapped:
         self.address, self.nbytes, self.keep = address, nbytes, keep
 
     def at(self, offset: int, source: Descriptor) -> int:
-        """Where a registration is. FormatError if what was mapped does not hold it: a peer may say what it likes."""
+        """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.nbytes:
             message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.nbytes}"
             raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
@@ -172,7 +172,7 @@ def _when_gone(found: Mapped, undo: object, driver: CudaDriver, device: int, *ar
 
 @contextmanager
 def _undoing(pid: int, driver: CudaDriver, device: int) -> Iterator[bool]:
-    """Whether this is the process that mapped; its forked children have no driver."""
+    """Return whether this is the process that mapped; its forked children have no driver."""
     if pid != os.getpid():
         yield False
         return

@@ -1,4 +1,4 @@
-"""What a peer is given to read our memory by, and its bytes on the wire: msgpack, typed, checked; never pickle.
+"""Descriptors, by which a peer reads our memory, and their bytes on the wire: typed msgpack, never pickle.
 
 In: a `Descriptor`, or bytes that claim to be one. Out: the other.
 Not here: what the payload means (each transport), whom a descriptor is sent to (`fleet`).
@@ -20,7 +20,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer is given to read a registration by. Says nothing true for longer than its generation."""
+    """The data by which a peer reads a registration. It is valid for one generation."""
 
     transport: _Name
     endpoint: _Name

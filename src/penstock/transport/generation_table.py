@@ -1,4 +1,4 @@
-"""What an endpoint tells every reader on its host without being asked: the generation of each registration, and life.
+"""A page of shared memory that shows every reader on the host the generation of each registration.
 
 In: registrations' generations, from their owner. Out: what they are now, to whoever maps the page (read-only).
 Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`host_endpoint`).
@@ -42,7 +42,7 @@ _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a reader finds the page, and which slot is the registration's."""
+    """The place of the page for a reader, and the registration's slot in it."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
     pid: _Id
@@ -53,7 +53,7 @@ class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def here() -> str:
-    """What two processes have in common that can open each other's pages: the boot and the PID namespace."""
+    """Return what processes share that can open each other's pages: the boot and the PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -169,15 +169,15 @@ class PeerGenerationTable:
         return cls(source.endpoint, address.pid, fd, mapped)
 
     def generation(self, slot: int) -> int:
-        """Of the registration in this slot, now; 0: there is none."""
+        """Return the generation of the registration in this slot now; 0: there is none."""
         return self._words[_SLOT_WORDS * slot]
 
     def holds(self, address: GenerationAddress) -> bool:
-        """Whether the registration there goes on, of whatever generation, and its memory with it."""
+        """Return whether the registration still exists, in any generation, with its memory."""
         return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether the owner still has its page open: false from its last instant on, however it ended."""
+        """Return whether the owner still has its page open: False from its last instant, however it ended."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

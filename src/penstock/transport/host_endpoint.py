@@ -1,4 +1,4 @@
-"""One transport of one process, for peers of its host: its handles, their generations, and peers' pages.
+"""The endpoint of a transport for peers of its host: handles, their generations, and peers' pages.
 
 In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
 Not here: how bytes cross (`shm`, `cuda_ipc`), the page itself (`generation_table`).
@@ -112,7 +112,7 @@ _Mapped = TypeVar("_Mapped")
 
 
 class Mappings(Generic[_Mapped]):
-    """What of peers' memory is mapped here, each kept from its first read until its registration is over.
+    """The mappings of peers' memory, each kept from its first read until its registration is over.
 
     A mapping keeps the memory from being freed where the holder gave it up, so `sweep` is called now and then. What is
     let go is unmapped when the last read that uses it is done.
@@ -122,7 +122,7 @@ class Mappings(Generic[_Mapped]):
         self._kept: dict[tuple[str, int, int], tuple[_Mapped, Claim]] = {}
 
     def get(self, claim: Claim, device: int = 0) -> _Mapped | None:
-        """What was mapped of this registration, for this device."""
+        """Return the mapping of this registration for this device."""
         found = self._kept.get((claim.source.endpoint, claim.address.serial, device))
         return found and found[0]
 
@@ -154,7 +154,7 @@ class Endpoint:
         _endpoints[page.name] = self
 
     def next_generation(self) -> int:
-        """One never given before by this endpoint."""
+        """Return a generation that this endpoint never used before."""
         return next(self._generations)
 
     def register(self, memory: Memory, describe: Describe, keep: object = None) -> FencedHandle:

@@ -284,7 +284,7 @@ def data_port(encoded: bytes) -> Address:
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Of `host:port` or `[v6]:port`. ConfigError for anything else."""
+    """Split `host:port` or `[v6]:port`. ConfigError for anything else."""
     host, _, port = listen.rpartition(":")
     if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (":" in host and host[0] + host[-1] != "[]"):
         raise ConfigError(f"{listen!r} is not host:port", hint="an IPv6 address stands in brackets: [::1]:0")

@@ -63,7 +63,7 @@ MAX_FRUITLESS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a peer serves: `host` and `port`, or the `path` of a Unix socket."""
+    """The address of a peer: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -86,7 +86,7 @@ class Address:
 
 
 class Part:
-    """One request: runs left to ask for, and views left to fill."""
+    """A request: runs left to ask for, and views left to fill."""
 
     def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
         self.read, self.src, self.length, self.views = read, src, length, views
@@ -104,7 +104,7 @@ class Part:
         return self.src[: len(length)], length
 
     def took(self, nbytes: int) -> None:
-        """These first bytes are in place."""
+        """Pass these first bytes, which are in place."""
         advance(self.views, nbytes)
         done = 0
         for length in self.length:
@@ -137,7 +137,7 @@ class Read:
             return self.error is None
 
     def end(self, wire: HttpConnection) -> None:
-        """It touches the memory no more."""
+        """Note that a connection no longer touches the memory."""
         with self.changed:
             self._receiving.discard(wire)
             self.changed.notify_all()
@@ -148,7 +148,7 @@ class Read:
             self.moved_bytes += nbytes
 
     def finished_part(self) -> None:
-        """One part is in place and sealed."""
+        """Note that one part is in place, with its trailer."""
         with self.changed:
             self.num_left -= 1
             if not self.num_left:
@@ -306,7 +306,7 @@ class _Carrier:
         return self._wire
 
     def _exchange(self, wire: HttpConnection, part: Part) -> bool:
-        """One request, for the part or its beginning, and the answer; False if the connection ended before the seal."""
+        """Send one request for the part or its beginning, and receive; False if the connection ended before."""
         read, choice = part.read, self._peer.choice
         asked = part.front(REQUEST_BYTES if choice.is_open else None)
         src, length = (np.array(column, "<i8").tobytes() for column in asked)

@@ -50,7 +50,7 @@ class DeviceBytes:
 
 
 class Region:
-    """One registration of a peer's, mapped here. Made by `map_region`.
+    """A registration of a peer, mapped here. Made by `map_region`.
 
     Attributes:
         address, nbytes: where it is in this process.
@@ -66,7 +66,7 @@ class Region:
         self.owner, self.offset = owner, offset
 
     def check(self) -> None:
-        """Whether these are still the bytes that were kept.
+        """Check that these are still the bytes that were kept.
 
         Raises:
             PeerLost: who kept them is gone. StaleDescriptor: it changed them, or gave them up.

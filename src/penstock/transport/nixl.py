@@ -184,7 +184,7 @@ class NixlTransport:
         _transports.add(self)
 
     def next_generation(self) -> int:
-        """One never given before."""
+        """Return a generation that was never used before."""
         return next(self._generations)
 
     def register(self, memory: Memory) -> NixlHandle:

@@ -37,7 +37,7 @@ class Flight:
 
 
 class Agent:
-    """One NIXL agent. Made by `open`; after `close`, and in a forked child, every call raises Discarded."""
+    """A NIXL agent. Made by `open`; after `close`, and in a forked child, every call raises Discarded."""
 
     def __init__(self, name: str, agent: Any, bind: Any) -> None:
         self.name, self._lock = name, threading.Lock()
@@ -78,7 +78,7 @@ class Agent:
 
     @property
     def is_open(self) -> bool:
-        """Until `close`."""
+        """Return whether `close` was not called yet."""
         return self._agent is not None
 
     def _check_open(self) -> Any:
@@ -103,7 +103,7 @@ class Agent:
                 self._agent.deregister_memory(registration)
 
     def metadata(self, registration: Any) -> bytes:
-        """What a peer needs to reach this registration."""
+        """Return the metadata by which a peer reaches this registration."""
         with self._lock:
             return bytes(self._check_open().get_partial_agent_metadata(registration, True))
 
@@ -154,7 +154,7 @@ class Agent:
                 raise PeerLost(f"no connection to the peer: {error}") from error
 
     def is_done(self, flight: Flight) -> bool:
-        """Whether it has landed; makes progress. PeerLost if it never will."""
+        """Return whether it has landed; makes progress. PeerLost if it never will."""
         with self._lock:
             agent = self._check_open()
             try:

@@ -53,7 +53,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a registration and its word are, with what NIXL must know to reach either."""
+    """The addresses of a registration and its word, with what NIXL needs to reach either."""
 
     agent: bytes
     word_agent: bytes
@@ -74,7 +74,7 @@ class _Remote:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """What a read still has to do; `owner` stands for the registration read into."""
+    """The rest of a read; `owner` stands for the registration read into."""
 
     owner: object
     memory: Memory
@@ -88,7 +88,7 @@ class Job:
 
 
 class Reader:
-    """One life of the reading agent. After `discard` every call raises Discarded. Raises as `Agent.open`."""
+    """A reading agent until it is discarded: then every call raises Discarded. Raises as `Agent.open`."""
 
     def __init__(self, backends: tuple[str, ...], tls: str) -> None:
         self._agent = Agent.open(secrets.token_hex(8), backends, tls)
@@ -113,7 +113,7 @@ class Reader:
 
     @property
     def is_discarded(self) -> bool:
-        """Whether it was."""
+        """Return whether `discard` was called."""
         return not self._agent.is_open
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ class Reader:
         job.landed(int(piece[0][:, 1].sum()))
 
     def _drain(self, job: Job, remote: _Remote, flights: collections.deque[tuple[Flight, Piece]]) -> None:
-        """What is in flight would be written after we said that it is over."""
+        """Wait for reads in flight: they would write to the memory after the caller was told that they ended."""
         try:
             while flights:
                 self._land(job, remote, flights)
@@ -166,7 +166,7 @@ class Reader:
             self.discard()
 
     def _wait(self, job: Job, remote: _Remote, flight: Flight) -> None:
-        """Until it has landed. SourceStalled, PeerLost, Discarded."""
+        """Wait until it has landed. SourceStalled, PeerLost, Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()

@@ -38,11 +38,11 @@ class Memory:
 
 
 class Handle(Protocol):
-    """One registration, ours and local. The memory stays alive until it is closed and no read uses it."""
+    """A local registration. The memory stays alive until it is closed and no read uses it."""
 
     @property
     def memory(self) -> Memory:
-        """What was registered."""
+        """Return the registered memory."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class Filling(Protocol):
 
 
 class Transport(Protocol):
-    """One way for bytes to cross. Used by any number of threads; a forked child makes its own."""
+    """A way to read peers' memory. Used by any number of threads; a forked child makes its own."""
 
     @property
     def name(self) -> str:
@@ -162,5 +162,5 @@ class Coding(Protocol):
     """A transport that may code what crosses a link, where that is faster."""
 
     def way(self, source: Descriptor) -> tuple[str, str]:
-        """What reads from there go by now, `+zstd` if coded; and how much smaller that makes them, or why not."""
+        """Return the name of the path in use, with `+zstd` if compressed, and the ratio or the reason against it."""
         ...

@@ -42,7 +42,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
 class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """Which memfd of the holder's process, and where the memory starts in it."""
+    """The memfd of the holder's process, and the start of the memory in it."""
 
     page: GenerationAddress
     fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
@@ -61,7 +61,7 @@ class MappedMemory:
         self.address = int(self.array.ctypes.data)
 
     def at(self, offset: int, source: Descriptor) -> int:
-        """Where a registration is. FormatError if what was mapped does not hold it: a peer may say what it likes."""
+        """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.array.nbytes:
             message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.array.nbytes}"
             raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")

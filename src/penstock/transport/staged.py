@@ -104,7 +104,7 @@ class StagedTransport(IntoDevice):
         return self.name + name.removeprefix(self._inner.name), why
 
     def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
-        """What fits into one buffer. Raises as `wait`."""
+        """Copy what fits into one buffer. Raises as `wait`."""
         into.check_open()
         pool = self._open_pool(ordinal(into.memory.device))
         buffer = pool.acquire(stall_s=stall_s)

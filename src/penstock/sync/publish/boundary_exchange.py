@@ -42,7 +42,7 @@ _LOOK_S = 1.0
 
 
 class BoundaryPlanner:
-    """Of rank 0: plans once for all ranks, when all have said what they need; again only where one changed.
+    """The planner of rank 0: plans for all ranks when all have reported their needs, and again only after a change.
 
     Args:
         roster: of the room.
@@ -129,7 +129,7 @@ class BoundaryPlanner:
 
 
 class BoundaryExchange:
-    """One rank's; a context manager by its `close`.
+    """The exchange of one rank; a context manager by its `close`.
 
     Attributes:
         moved_bytes: of the last version.
@@ -273,7 +273,7 @@ class BoundaryExchange:
         self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, run: str) -> bool:
-        """Whether we need anything; `_transfer` is of this version's plan then."""
+        """Return whether this rank needs anything; `_transfer` is of this version's plan then."""
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
@@ -329,7 +329,7 @@ class BoundaryExchange:
 
 
 def _undone(version: int, said: Decision) -> PenstockError:
-    """What kept the ranks from quantising a version together."""
+    """Return the error that kept the ranks from quantising a version together."""
     why: Mapping[str, str] = said.failed
     lines = [f"{member[:8]}: {reason}" for member, reason in why.items()]
     lines += [f"{member[:8]}: no progress" for member in said.late]

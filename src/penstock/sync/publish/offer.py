@@ -1,4 +1,4 @@
-"""What a publisher rank shows: rows as they are, and those that it has under tags too, filled at each publish.
+"""The rows that a publisher rank serves: as they are, and under tags, filled at each publish.
 
 In: declared rows, `transforms=`. Out: all rows shown; a version's tagged rows, exact across shards.
 Not here: memory and jobs (`transformed`), other ranks' elements (`boundary_exchange`), versions (`publisher`).
@@ -23,7 +23,7 @@ from penstock.types import I64
 
 
 class Offer:
-    """One rank's; a context manager by its `close`.
+    """The rows that one rank serves; a context manager by its `close`.
 
     Attributes:
         kept: rows shown as they are.

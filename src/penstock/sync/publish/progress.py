@@ -1,4 +1,4 @@
-"""Whom a live publish waits for, how far they are, and what became of them.
+"""Track each subscriber's progress during a live publish.
 
 In: what receivers say of their progress. Out: a `Decision`: the version may end.
 Not here: fencing it (`publisher`), how they say it (`sync.request_handler`).
@@ -28,7 +28,7 @@ class _Listener:
 
 @dataclass(slots=True)
 class _Showing:
-    """One version, while it is waited for."""
+    """The state of one version while a publish waits for it."""
 
     waited: dict[str, _Listener]
     committed: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class _Showing:
 
 
 class SubscriberProgress:
-    """Of one publisher's rank 0. Used by any number of threads.
+    """The progress of all subscribers, kept by a publisher's rank 0. Used by any number of threads.
 
     Attributes:
         absent: who was late, and has not begun another update since: not waited for.
@@ -121,7 +121,7 @@ class SubscriberProgress:
                             showing.failed[member] = "its process is gone"
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """What was decided of a version, once it is, or after `wait_s` that it is not."""
+        """Return the decision about a version once there is one, or after `wait_s` that there is none."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:

@@ -43,7 +43,7 @@ from penstock.sync.version_status import VersionStatus
 
 
 class Publisher(Closing):
-    """One rank. Made by `publisher`; a context manager. One thread at a time publishes.
+    """A rank that publishes. Made by `publisher`; a context manager. One thread at a time publishes.
 
     Attributes:
         name: of the sync.
@@ -152,7 +152,7 @@ class Publisher(Closing):
             )
 
     def _check(self, version: int) -> None:
-        """That the version may come next, and that the name is still ours."""
+        """Check that the version may come next, and that the name is still ours."""
         if self._is_closed:
             raise Cancelled("the publisher was closed")
         if version <= max(self.version, self.latest):
@@ -305,7 +305,7 @@ def publisher(
 
 
 def _copies(name: str, mode: str, replica: str) -> str | None:
-    """Where versions are copied to; None: nowhere."""
+    """Return the place that versions are copied to; None: they are not copied."""
     if mode not in ("live", "snapshot") or replica not in ("device", "cpu") or not name:
         message = f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}"
         raise ConfigError(message, hint="it has a name, mode live or snapshot, and replica device or cpu")
@@ -315,7 +315,7 @@ def _copies(name: str, mode: str, replica: str) -> str | None:
 def _shown(
     stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None
 ) -> tuple[LocalVersion, VersionSnapshot | None]:
-    """What readers see of the offer, registered until the stack is left: its own memory, or a copy."""
+    """Return the memory that readers see, registered until the stack is left: the offer's own, or a copy."""
     memories = (*offer.memories, *offer.filled)
     layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
     copy = None

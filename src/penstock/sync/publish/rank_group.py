@@ -1,4 +1,4 @@
-"""Which publisher ranks belong together, and that only one group publishes a name.
+"""Group the publisher ranks of one run, and let only one group publish a name.
 
 In: the roster. Out: the run that a rank belongs to: the member id of its rank 0; errors that name the earlier group.
 Not here: versions (`publisher`).
@@ -45,7 +45,7 @@ def check_alone(membership: Membership) -> None:
 
 
 def taken(name: str, other: SyncMember) -> ConfigError:
-    """Who publishes the name already."""
+    """Return the error for a name that another group publishes."""
     message = f"{name!r} is published by {other.called} (member {other.member[:8]}) already"
     return ConfigError(message, hint="close that publisher, or publish under another name")
 
@@ -98,7 +98,7 @@ def decided(membership: Membership, run: str, version: int, stall_s: float) -> D
 
 
 def _holder(membership: Membership, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
-    """Who has this rank of a run, and is not us."""
+    """Return another member that has this rank of a run."""
     for one in members:
         is_same = (one.state.side, one.state.run, one.state.rank) == ("publisher", run, rank)
         if is_same and one.member != membership.member.id and not membership.is_gone(one):

@@ -42,7 +42,7 @@ _NAP_S = 0.0001
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chosen:
-    """One of our rows, to be had in a format too."""
+    """A row of this rank that is also offered in another format."""
 
     row: Row
     form: Format
@@ -52,7 +52,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lot:
-    """What is quantised at once."""
+    """The rows that are quantised at once."""
 
     rows: I64
     """Numbers of the rows that are whole then."""
@@ -69,7 +69,7 @@ class _Lot:
 
 
 def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
-    """Which rows are offered in which formats: it hangs on names, dtypes and shapes alone, alike on all ranks.
+    """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks choose alike.
 
     A cast takes every tensor whose name is asked for and whose dtype is another; a block format linear weights alone
     (`transform.select`).
@@ -186,7 +186,7 @@ _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 def _laid(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, Output]], list[tuple[Chosen, Box]]]:
-    """Those that own anything, by layer; what is stored of each; and its seams."""
+    """Return the rows that own blocks, by layer; the stored parts of each; and its boundary blocks."""
     mine = [one for one in chosen if one.owned.num_elements]
     mine = [mine[i] for i in layer_order([one.row.name for one in mine])[0].tolist()]
     parts = [(one, part) for one in mine for part in _outputs(one, one.owned)]
@@ -256,7 +256,7 @@ def _lots(
     boundary_exchange: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
     bucket_bytes: int,
 ) -> Iterator[_Lot]:
-    """What was chosen, in order, in lots of as many bytes."""
+    """Cut the chosen rows, in order, into lots of about equal bytes."""
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     jobs: dict[tuple[str, torch.device], list[Job]] = {}
@@ -297,7 +297,7 @@ def _job(one: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tenso
 
 
 def _events(lot: _Lot) -> list[torch.cuda.Event]:
-    """One a device, behind what was queued."""
+    """Record one event per device, after the work that was queued."""
     found = []
     devices = {job.source.device for fusion in lot.fusions for job in fusion.jobs[:1]}
     for device in sorted(str(device) for device in devices if device.type == "cuda"):

@@ -1,7 +1,7 @@
 """Cut a part into steps: the reads of one source at once, bounded in bytes, in the order of the buckets.
 
-In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each a window's pieces of one source, and windows of whole
-buckets.
+In: a `Part`, the regions of both ends, a bound.
+Out: `Step`s, each a window's pieces of one source, and windows of whole buckets.
 Not here: carrying them out (`transfer`).
 
     buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
@@ -48,7 +48,7 @@ class DigestRequest:
     theirs: Strips
 
     def split(self, digests: U64) -> list[U64]:
-        """Those of each step."""
+        """Return the digests of each step."""
         return np.split(digests, np.cumsum([len(step.theirs) for step in self.steps])[:-1])
 
 

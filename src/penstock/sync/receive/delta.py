@@ -1,4 +1,4 @@
-"""What our memory holds of the version before, so that only strips that changed since are read.
+"""Track the strips of the version before in our memory, so that only changed strips are read.
 
 In: per step of a take the digests proven last, and those of the next version. Out: which strips are read, and why.
 Not here: reading, and proving (`transfer`): a strip that is not read is digested here like one that was, so what is
@@ -21,7 +21,7 @@ CUT_S = 50e-6
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Whether it is quicker to spend `cost_s`, and read what changed, than to read all.
+    """Return whether spending `cost_s` and reading the changed bytes is quicker than reading all.
 
     Args:
         bytes_per_s: of the wire, measured; 0: not known, so that nothing pays.
@@ -30,7 +30,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 
 
 class Delta:
-    """Of one `Transfer`: of one plan's key, and one receiver's memory.
+    """The digests of one `Transfer`: of one plan's key, and one receiver's memory.
 
     Attributes:
         asks_first: whether this run asks a source before it reads a step of it.
@@ -60,7 +60,7 @@ class Delta:
             )
 
     def lacking(self, step: Step, wanted: U64) -> Step | None:
-        """What of a step must be read, since it is not here: all, some, or nothing."""
+        """Return the strips of a step that must be read because they changed: all, some, or None."""
         known = None if step in self._unsure else self._told.get(step)
         if known is None:
             return step
@@ -73,11 +73,11 @@ class Delta:
         return some_of(step, np.flatnonzero(changed))
 
     def reading(self, step: Step) -> None:
-        """Its bytes may be any from now on, until they are proven. Order: before the first is read."""
+        """Treat a step's bytes as unknown until they are verified again. Order: before the first byte is read."""
         self._unsure.add(step)
 
     def proven(self, step: Step, digests: U64) -> None:
-        """These are in our memory."""
+        """Keep the digests that our memory was verified to have."""
         before = self._told.get(step)
         if before is None:
             self._is_whole = False
@@ -95,5 +95,5 @@ class Delta:
         self._ask_s = max((link.ready_s for link in found.links), default=0.0)
 
     def summary(self, found: TransferReport) -> str:
-        """Of the last run, for people."""
+        """Return a line about the last run, for people."""
         return f"delta: moved {found.moved_bytes} of {found.nbytes} bytes, {self._why}"

@@ -1,4 +1,4 @@
-"""Which of the tensors that publishers offer a receiver is shown: as they are, or under the tags that it asks for.
+"""Choose the offered tensors that a receiver is shown: as they are, or under the tags that it requests.
 
 In: what the publishers hold, with tags; what was asked, or the model. Out: a table, and the tag of each of its names.
 Not here: what a loader makes of the table (`sync.recording.record`), what is held so (`sync.publish.transformed`).
@@ -64,7 +64,7 @@ def _rows(told: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[i
 
 
 def _suffix(tag: str) -> str:
-    """What the codes' name has after the name of what they were made of; a tag of the user's own adds nothing."""
+    """Return what the codes' name adds to the name of their source; a tag of the user's own adds nothing."""
     return FORMATS[tag].values_suffix if tag in FORMATS else ""
 
 
@@ -78,7 +78,7 @@ def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str
 
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
-    """Whether some parameter is of the codes' dtype, and has scales of theirs beside it."""
+    """Return whether a parameter has the codes' dtype, with a parameter for their scales."""
     if form.scaling == "none":
         return False
     codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)

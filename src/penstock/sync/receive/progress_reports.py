@@ -46,6 +46,6 @@ def tell_failed(membership: Membership, asked: tuple[str, int] | None, error: Ba
 
 
 def _report(membership: Membership, planner: str, progress: Progress) -> None:
-    """Who cannot be told counts us as late; the update goes on."""
+    """Send a report. A planner that cannot be reached counts us as late; the update goes on."""
     with contextlib.suppress(PenstockError):
         membership.ask(planner, lambda sync_client: sync_client.progress(progress), line="progress")

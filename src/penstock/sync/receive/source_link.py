@@ -13,26 +13,26 @@ from penstock.sync.local_version import Answer, LocalVersion, VersionMap
 
 
 class SourceLink(Protocol):
-    """One source of one version, for as long as a receiver takes from it. Used by several threads at once."""
+    """A link to one source of one version, while a receiver reads from it. Used by several threads at once."""
 
     @property
     def member(self) -> str:
-        """Who: as in the plan's sources."""
+        """Return the member's id, as in the plan's sources."""
         ...
 
     @property
     def map(self) -> VersionMap:
-        """Of the version and generation that are to be taken."""
+        """Return the map of the version and generation to read."""
         ...
 
     @property
     def same_host(self) -> bool:
-        """Whether it is on this host."""
+        """Return whether the source is on this host."""
         ...
 
     @property
     def same_process(self) -> bool:
-        """Whether it is this very process."""
+        """Return whether the source is this process."""
         ...
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:

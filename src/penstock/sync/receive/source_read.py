@@ -26,7 +26,7 @@ WAIT_S = 0.5
 
 
 class SourceRead:
-    """One source during one run. Used by several threads.
+    """The reads from one source during one run. Used by several threads.
 
     Attributes:
         path: by what it is read: `shm`, or several.
@@ -46,16 +46,16 @@ class SourceRead:
 
     @property
     def why(self) -> str:
-        """Why no nearer one."""
+        """Return why no nearer transport is used."""
         return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
 
     @property
     def is_ready(self) -> bool:
-        """Whether the source had all rows from the start, so that they may be read before it is asked."""
+        """Return whether the source had all rows from the start, so that reads need not wait for its digests."""
         return self.link.map.is_ready
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
-        """What the source says its strips digest to, once they are ready.
+        """Return the source's digests of its strips, once they are ready.
 
         Raises:
             SourceStalled: it gave no answer, and no more of its rows became ready, for `stall_s`.

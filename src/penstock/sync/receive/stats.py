@@ -1,4 +1,4 @@
-"""What a take did, counted as it goes: bytes by source, seconds of waiting, of the wire, of digests.
+"""Statistics of a transfer: bytes by source; seconds of waiting, on the wire, and in digests.
 
 In: what its steps report, from several threads. Out: a `TransferReport`.
 Not here: what a user is told (`sync.report`).
@@ -18,7 +18,7 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """What one source gave."""
+    """The share of one source in a transfer."""
 
     member: str
     path: str
@@ -39,7 +39,7 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """One run of a take."""
+    """The figures of one run of a transfer."""
 
     nbytes: int
     """Of the part."""

@@ -42,7 +42,7 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What an engine does around the moment a version becomes live; each is told the version."""
+    """The callbacks of an engine around the moment a version becomes live; each is passed the version."""
 
     before_pause: Callable[[int], object] | None = None
     """No request may use the weights from its return on."""
@@ -53,7 +53,7 @@ class Hooks:
 
 
 class Subscriber(Closing):
-    """One rank. Made by `subscriber`; a context manager. One thread at a time updates.
+    """A rank that receives. Made by `subscriber`; a context manager. One thread at a time updates.
 
     Attributes:
         name: of the sync.
@@ -102,7 +102,7 @@ class Subscriber(Closing):
 
     @property
     def wanted(self) -> Requirements | None:
-        """What an update fills, and what it leaves; None: not known before the first."""
+        """Return the requirements of an update; None: not known before the first."""
         return self._update_loop.wanted
 
     def _state(self) -> SyncState:

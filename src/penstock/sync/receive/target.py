@@ -37,7 +37,7 @@ Target = torch.nn.Module | Mapping[str, Declarable]
 def wanted_of(
     target: Target, table: TensorTable, load: Load | None, *, strict: bool, tags: Mapping[str, str] | None = None
 ) -> Requirements:
-    """What the target wants of the checkpoint.
+    """Return the target's requirements of the checkpoint.
 
     Args:
         target, load, strict: see `subscriber`.
@@ -136,7 +136,7 @@ class ReceiveBuffers:
 
     @property
     def into(self) -> Regions:
-        """What is read into."""
+        """Return the memory that is read into."""
         if self._staging_copy is not None:
             return self._staging_copy.regions
         assert self.held is not None
@@ -148,7 +148,7 @@ class ReceiveBuffers:
             self._staging_copy.flip(part, stall_s=stall_s)
 
     def install(self) -> None:
-        """What is left to do once all bytes are in the target's memory and scratch."""
+        """Finish the update once all bytes are in the target's memory and scratch."""
         self.wanted.install()
         self.wanted.finish()
         for device in {memory.device for memory in self._memories} - {"cpu"}:

@@ -41,7 +41,7 @@ LEAST_BYTES = MIB
 
 
 class Transfer:
-    """One receiver's part; `run` it for each version, as long as the plan's key is the same.
+    """A receiver's part of a sync; `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
         moved_bytes: verified in this run, or the last; only grows while it runs.
@@ -132,7 +132,7 @@ class Transfer:
 
 
 class _TransferRun:
-    """One run of a take."""
+    """A single run of a transfer."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _TransferRun:
     # -- what steps ask and report
 
     def arrived(self, step: Step) -> None:
-        """Its bytes are here, not verified."""
+        """Note that a step's bytes are here, not verified."""
         with self._lock:
             self._flying[step.source] -= 1
             self._here.add(step)
@@ -225,11 +225,11 @@ class _TransferRun:
 
     @property
     def asks_first(self) -> bool:
-        """Whether every source is asked for a step's digests before the step is read."""
+        """Return whether every source is asked for a step's digests before the step is read."""
         return self._transfer.delta is not None and self._transfer.delta.asks_first
 
     def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
-        """What of a step must be read; None: it is here."""
+        """Return the strips of a step that must be read; None: all of them are here."""
         delta = self._transfer.delta
         if delta is None or wanted is None:
             return step
@@ -255,7 +255,7 @@ class _TransferRun:
         self.stats.took(source.member, some.nbytes)
 
     def told(self, step: Step, wanted: U64) -> None:
-        """What its source says it digests to."""
+        """Note the digests that the source reports for a step."""
         with self._lock:
             self._wanted[step] = wanted
             self._verify(step)
@@ -304,7 +304,7 @@ class _TransferRun:
         return got
 
     def verified(self, step: Step) -> None:
-        """Its bytes are what the source says."""
+        """Note that a step's bytes match the source's digests."""
         with self._lock:
             self._under_way_bytes -= step.nbytes
             self._left[step.window] -= 1

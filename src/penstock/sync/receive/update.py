@@ -73,13 +73,13 @@ class Staged:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is the one that is live already: nothing was read."""
+        """Return whether the version is live already, so that nothing was read."""
         return self.part is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a target is filled; see `subscriber`."""
+    """The ways to fill a target; see `subscriber`."""
 
     staged: bool
     load: Load | None
@@ -124,21 +124,21 @@ class UpdateLoop:
 
     @property
     def wanted(self) -> Requirements | None:
-        """What is taken of the checkpoint, once that is known."""
+        """Return the requirements of the checkpoint, once they are known."""
         return None if self._buffers is None else self._buffers.wanted
 
     @property
     def layout(self) -> Layout | None:
-        """What is wanted, once that is known."""
+        """Return the layout of the receive buffers, once it is known."""
         return None if self._buffers is None else self._buffers.layout
 
     @property
     def digest(self) -> str:
-        """Of the layout; empty: not known yet."""
+        """Return the digest of the layout; empty: not known yet."""
         return "" if self._buffers is None else self._buffers.digest
 
     def planners(self, *, max_age_s: float = _LOOK_S) -> list[SyncMember]:
-        """Who may plan for us, the likeliest first: publishers' rank 0, then receivers that have the newest version."""
+        """Return the members that may plan for us: publishers' rank 0, then receivers with the newest version."""
         members = self._membership.look(max_age_s=max_age_s)
         zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
         zeros.sort(key=lambda one: (-one.state.version, one.since))
@@ -238,7 +238,7 @@ class UpdateLoop:
         return found[0]
 
     def _landed(self, planner: SyncMember) -> ReceiveBuffers:
-        """Where versions of this run are received; made anew where its checkpoint is another one."""
+        """Return the receive buffers for versions of this run; made anew where its checkpoint is another one."""
         if self._buffers is not None and self._run == planner.state.run:
             return self._buffers
         told = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
@@ -328,12 +328,12 @@ class UpdateLoop:
         self._buffers.flip(staged.part, stall_s=self._stall_s)
 
     def install(self) -> None:
-        """What is left to do once all bytes are in place."""
+        """Finish the update once all bytes are in place."""
         assert self._buffers is not None
         self._buffers.install()
 
     def fence(self) -> None:
-        """What we hold may change: nobody reads it from now on."""
+        """Stop serving our memory: its bytes may change from now on."""
         held = self.held
         if held is not None and held.version is not None:
             held.fence()
@@ -371,7 +371,7 @@ class UpdateLoop:
 
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
-    """Whether there is nothing to do. ConfigError: the version is not above the live one."""
+    """Return whether there is nothing to do. ConfigError: the version is not above the live one."""
     run, version = live
     if reply.version > version or (is_dirty and reply.version == version):
         return False

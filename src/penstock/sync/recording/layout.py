@@ -26,7 +26,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One box of one checkpoint tensor into one box of one parameter or buffer.
+    """A copy of one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), by `steps`.
     Boxes are of tensors as torch shows them: two elements of F4 count as one.
@@ -42,7 +42,7 @@ class Record:
 
     @property
     def in_order(self) -> bool:
-        """Whether the row-major elements of both boxes are the same: nothing to permute on arrival."""
+        """Return whether both boxes have the same row-major elements, so that nothing is permuted on arrival."""
         return self.permutation == tuple(range(len(self.permutation)))
 
 
@@ -57,7 +57,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a loader does with a checkpoint, without its values. No element of a parameter is in two records."""
+    """The copies of a loader from a checkpoint, without values. No element of a parameter is in two records."""
 
     layout: str
     """Digest of the checkpoint's names, dtypes and shapes that were recorded."""
@@ -87,7 +87,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequirement:
-    """What one receiver needs of one checkpoint tensor."""
+    """The boxes that one receiver needs of one checkpoint tensor."""
 
     name: str
     boxes: tuple[Box, ...]

@@ -40,7 +40,7 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device) -> Recorded:
-        """One that shows what `meta` shows of its storage."""
+        """Return a tensor that shows what `meta` shows of its storage."""
         made: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
@@ -81,7 +81,7 @@ class _Watch(TorchDispatchMode):
 
 
 class LoadRecorder:
-    """One run of a loader."""
+    """The record of one run of a loader."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.watch = _Watch(self)
@@ -147,7 +147,7 @@ class LoadRecorder:
         return held[at] if at >= 0 and start < held[at].stop_bytes else None
 
     def _view(self, tensor: torch.Tensor) -> View | None:
-        """What of which buffer a tensor shows.
+        """Return the part of a buffer that a tensor shows.
 
         Raises:
             NotBoxes: its elements are of another width than the buffer's.
@@ -167,7 +167,7 @@ class LoadRecorder:
         return tuple(dict.fromkeys(name for buffer in buffers if buffer for name in buffer.names()))
 
     def told(self, tensor: torch.Tensor) -> bool:
-        """Whether its elements are not to be had: recorded, or live and written to by the loader."""
+        """Return whether its elements are unknown yet: recorded, or live and written to by the loader."""
         if isinstance(tensor, Recorded):
             return True
         buffer = self._buffer(tensor)
@@ -451,7 +451,7 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """One value, read: this run is void, but it can go on and show what else is read."""
+    """Read one value: this run is void, but it goes on, to show what else is read."""
     recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

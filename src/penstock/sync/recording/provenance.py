@@ -29,7 +29,7 @@ class Piece:
 
 
 class Buffer:
-    """One allocation: a live tensor's, or that of a tensor made on the way."""
+    """An allocation: of a live tensor, or of a temporary one."""
 
     def __init__(self, tensor: torch.Tensor, *, name: str = "", piece: Piece | None = None) -> None:
         self.tensor = tensor.detach()  # keeps the storage, whose identity is the key
@@ -77,7 +77,7 @@ def identity(box: Box) -> StrideMap:
 
 
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
-    """What is left of a piece when `box` is written."""
+    """Return the rest of a piece after `box` is written."""
     whole = piece.map.target_box()
     if meet(whole, box) is None:
         yield piece
@@ -95,7 +95,7 @@ def _without(piece: Piece, box: Box) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a tensor shows of its buffer; the offset in elements from the buffer's first."""
+    """The part of a buffer that a tensor shows; the offset in elements from the buffer's first."""
 
     buffer: Buffer
     offset: int

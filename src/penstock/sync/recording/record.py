@@ -32,7 +32,7 @@ def record(
     load: Load | None = None,
     device: torch.device | str = "cpu",
 ) -> Recording:
-    """What a model's loader does with a checkpoint, as records of boxes.
+    """Record a model's loader, as copies of boxes.
 
     Args:
         model: live, on any device, "meta" included. Its parameters and buffers are what is recorded into.
@@ -69,7 +69,7 @@ def record(
 
 
 def own_loader(model: torch.nn.Module) -> Load:
-    """What fills a model where the caller gives no loader: its `load_weights`, else `load_state_dict`."""
+    """Return the model's own loader: its `load_weights`, else `load_state_dict`."""
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ def own_loader(model: torch.nn.Module) -> Load:
 
 
 class _Pass:
-    """One run of the loader: operators are watched in it, and the model's own tensors put back after it."""
+    """A run of the loader: operators are watched in it, and the model's own tensors put back after it."""
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder
@@ -106,7 +106,7 @@ class _Pass:
         return False
 
     def _put_back(self) -> None:
-        """What the loader put in the place of a parameter is what it would have filled it with."""
+        """Treat a tensor that the loader put in the place of a parameter as the parameter's values."""
         for group, saved in self._held:
             for name, old in saved.items():
                 new = group.get(name)

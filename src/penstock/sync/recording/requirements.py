@@ -40,7 +40,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Step:
-    """What is done to arrived bytes: as a record says, or, where there is none, copied as they are."""
+    """A step on arrived bytes: as a record says, or, where there is none, a plain copy."""
 
     piece: torch.Tensor
     target: torch.Tensor
@@ -55,7 +55,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requirements:
-    """One receiver's rows. They are also what it holds once it has a version: scratch is not used for anything else.
+    """The rows that a receiver needs, and serves once it has a version; scratch has no other use.
 
     Staged: live memory's rows arrive in a shadow and are flipped; scratch's arrive in scratch, which no engine computes
     with. Then `install` and `finish`, as in direct mode.
@@ -78,7 +78,7 @@ class Requirements:
 
     @classmethod
     def as_declared(cls, rows: Sequence[Row]) -> Requirements:
-        """These rows, each as it is: nothing is left to do."""
+        """Return these rows as requirements, each as it is: there are no steps after arrival."""
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0)
 
     @property
@@ -87,7 +87,7 @@ class Requirements:
         return tuple(dict.fromkeys(row.name for row in self.rows))
 
     def why(self) -> tuple[str, ...]:
-        """What a report says of the fallback: nothing where all is recorded."""
+        """Return the report's text about the fallback: nothing where all is recorded."""
         if not self.unrecorded:
             return ()
         nbytes = sum(tensor.nbytes for tensor in self._whole.values())
@@ -108,7 +108,7 @@ class Requirements:
                     step.run()
 
     def finish(self) -> None:
-        """What needs all tensors: the loader's own part, and constants.
+        """Run the steps that need all tensors: the loader's own part, and constants.
 
         Raises:
             PlanError: with `mutated=True`, the loader put other memory in the place of a parameter's.
@@ -138,7 +138,7 @@ def wanted(
     load: Load | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """What a model wants of the checkpoint that was recorded.
+    """Return a model's requirements of the checkpoint that was recorded.
 
     Args:
         model: live; the one that was recorded, or one alike.
@@ -184,7 +184,7 @@ class _Source:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Place:
-    """Where a box of a checkpoint tensor comes to lie; scratch has no tensor before it is allocated."""
+    """A destination of a box of a checkpoint tensor; scratch has no tensor before it is allocated."""
 
     source: _Source
     box: Box
@@ -192,7 +192,7 @@ class _Place:
     tensor: torch.Tensor | None
 
     def cut(self, box: Box) -> torch.Tensor:
-        """What lies there of a box inside it."""
+        """Return the part of this place that a box inside it covers."""
         assert self.tensor is not None
         begin = self.box.start
         start = tuple(a - b for a, b in zip(box.start, begin, strict=True))
@@ -200,7 +200,7 @@ class _Place:
 
 
 class _Keep:
-    """What goes where, tensor after tensor; scratch is allocated when all are known."""
+    """The destinations, tensor after tensor; scratch is allocated when all are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
         self._model, self._live, self._touched = model, live_tensors(model), touched
@@ -284,7 +284,7 @@ class _Keep:
         )
 
     def _allocate(self, places: Sequence[_Place]) -> int:
-        """One arena a device for all that needs scratch; its bytes."""
+        """Allocate one arena per device for all rows in scratch; return the bytes."""
         total = 0
         for device in dict.fromkeys(place.device for place in places):
             mine = [place for place in places if place.device == device]
@@ -297,7 +297,7 @@ class _Keep:
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
-    """Whether some dim alone tells all boxes apart; they may be apart where it does not."""
+    """Return whether one dim alone separates all boxes; they may be separate where none does."""
     for dim in range(len(boxes[0].start)) if boxes else ():
         runs = sorted((box.start[dim], box.stop[dim]) for box in boxes)
         if all(one[1] <= other[0] for one, other in pairwise(runs)):

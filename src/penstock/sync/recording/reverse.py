@@ -26,7 +26,7 @@ from penstock.types import Box, DType
 def checkpoint_shards(
     params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
 ) -> dict[str, Sequence[Shard]]:
-    """What a rank holds of a model, as shards of the checkpoint tensors that the loader fills the model with.
+    """Return a rank's shards of the checkpoint tensors that its loader fills the model from.
 
     Args:
         params: as for `declared`, by the parameters' names.
@@ -53,7 +53,7 @@ def checkpoint_shards(
 
 
 def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
-    """What a row holds of one record's source."""
+    """Return a row's shards of one record's source."""
     held = _torch_box(row)
     common = meet(held, record.target_box)
     if common is None:
@@ -126,7 +126,7 @@ def _boxes(
 
 
 def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Of the digits above a dim's first: extent, source step, target stride."""
+    """Return extent, source step and target stride of the levels above a dim's first."""
     below = runs[0][0]
     for n, step in runs[1:]:
         yield n, below, step

@@ -37,11 +37,11 @@ class StrideMap:
     digits: tuple[Digit, ...]
 
     def source_box(self) -> Box:
-        """What is read, once `boxes` has cut the map."""
+        """Return the box that is read, once `boxes` has cut the map."""
         return _box(self.source_start, ((n, dim) for n, dim, _, _, _ in self.digits))
 
     def target_box(self) -> Box:
-        """What is written, once `boxes` has cut the map."""
+        """Return the box that is written, once `boxes` has cut the map."""
         return _box(self.target_start, ((n, dim) for n, _, _, dim, _ in self.digits))
 
     def flipped(self) -> StrideMap:
@@ -87,7 +87,7 @@ class Grid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Where a view of `dims` (extent, stride) lies: its first element, and each dim's digits, the outer first.
+        """Locate a view of `dims` (extent, stride): its first element, and each dim's digits, the outer first.
 
         Raises:
             NotBoxes: a dim of the view steps across dims of the tensor unevenly.
@@ -202,7 +202,7 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 
 
 def meet(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None if nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     return Box(start=start, stop=stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
