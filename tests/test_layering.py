@@ -103,7 +103,7 @@ IMPURE = frozenset(
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
 # `config` reads the environment; these of `testing` hand it, changed, to the processes they start.
-ENVIRONMENT = frozenset({"config.py", "testing/ranks.py", "testing/s3_server.py", "testing/fork_server.py"})
+ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "testing/fork_server.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.

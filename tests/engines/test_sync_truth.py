@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402 - after what it needs
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.unit.sync.moved import move, same, spoil  # noqa: E402
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
@@ -20,7 +21,6 @@ from penstock.integrations.transformers import checkpoint_shards, weights_loader
 from penstock.sync.recording.record import record  # noqa: E402
 from penstock.sync.recording.requirements import wanted  # noqa: E402
 from penstock.sync.shards import declared  # noqa: E402
-from penstock.testing.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

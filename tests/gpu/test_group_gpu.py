@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import Outcome, run_ranks
 from tests.support.shards import shard_box
 from tests.truth import all_bits, by_safetensors
 
@@ -17,7 +18,6 @@ import penstock
 from penstock.errors import SourceUnavailable
 from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama, write_moe
-from penstock.testing.ranks import Outcome, run_ranks
 from penstock.types import MIB
 
 pytestmark = pytest.mark.gpus(2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.ranks import run_ranks
 
 from penstock.compat import runai_streamer
 from penstock.compat.runai_streamer import (
@@ -23,7 +24,6 @@ from penstock.compat.runai_streamer import (
     pull_files,
 )
 from penstock.errors import ConfigError, FormatError, PenstockError
-from penstock.testing.ranks import run_ranks
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.users import STRANGER, run_as
 
 from penstock.jobs import messages
 from penstock.jobs.convert import convert
 from penstock.jobs.workers.launch import LocalLauncher
-from penstock.testing.users import STRANGER, run_as
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

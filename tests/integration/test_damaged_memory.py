@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.damage import arenas
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
@@ -22,7 +23,6 @@ from penstock.hub.local_hub import find_hub
 from penstock.keeper import lease as renewal
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.damage import arenas
 from penstock.testing.fork_server import ForkServer
 from penstock.testing.keeper import KeeperProcess
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.authority import Authority
 from tests.truth import assert_same
 
 import penstock as ps
@@ -17,7 +18,6 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.testing.authority import Authority
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.integration.conftest import Host, check
-
-from penstock.testing.processes import listening_ports
+from tests.support.processes import listening_ports
 
 NUM_STRANGERS = 600
 

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import torch
+from tests.support.authority import Authority
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError
 from penstock.hub.tls import MemberTls
-from penstock.testing.authority import Authority
 from penstock.transport.descriptor import decode
 
 TOKEN = "all-models-0123456789"

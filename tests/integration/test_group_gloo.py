@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import Outcome, run_ranks
 from tests.support.shards import shard_box
 from tests.truth import all_bits, by_safetensors
 
@@ -19,7 +20,6 @@ import penstock
 from penstock.errors import SourceUnavailable
 from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.ranks import Outcome, run_ranks
 
 STALL_S = 5.0
 """Where a rank is lost; else nobody is given up for being late."""

@@ -16,6 +16,7 @@ import httpx
 import schemathesis
 from hypothesis import settings
 from schemathesis.checks import CHECKS
+from tests.support.authority import Authority
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
 from penstock.hub.app import MAX_BODY_BYTES, create_app
@@ -25,7 +26,6 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, ClaimRequest, Complaint, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.testing.authority import Authority
 from penstock.testing.hubs import IDENTITY, holding
 
 TOKEN = "all-models-0123456789"

@@ -19,6 +19,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
+from tests.support.users import STRANGER, run_as
+
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
@@ -26,7 +28,6 @@ from penstock.hub.messages import Beat, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.net.limits import ConnectionLimits
-from penstock.testing.users import STRANGER, run_as
 
 TOKEN = "a-token-of-16-characters"
 NUM_DESCRIPTORS = 400

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.ranks import run_ranks
 from tests.unit.sync.moved import move
 from torch import nn
 
 from penstock.errors import PlanError
 from penstock.sync.shards import Row, Shard, declared
-from penstock.testing.ranks import run_ranks
 
 Told = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 

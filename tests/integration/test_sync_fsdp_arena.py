@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from penstock.testing.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _losses(rank: int, world_size: int, moved: bool, width: int) -> list[float]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.integration.test_fleet_tls import authority, show
 from tests.integration.test_sync_models import halves, publishers, put, together
+from tests.support.authority import Authority
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.testing.authority import Authority
 
 __all__ = ["authority"]  # a fixture
 

@@ -7,9 +7,9 @@ import socket
 import threading
 
 import pytest
+from tests.support.users import STRANGER, run_as
 
 from penstock.net.peercred import connect_unix, is_same_user, peer_credentials, peer_uid
-from penstock.testing.users import STRANGER, run_as
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
