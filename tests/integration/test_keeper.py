@@ -126,7 +126,7 @@ def test_nobody_keeps_it(llama) -> None:
         fleet.fetch({}, fallback=llama)
         with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
             ps.attach("llama", wait_s=0.0)
-        with pytest.raises(ps.NotFound, match="nobody on this host keeps 'other'"):
+        with pytest.raises(ps.NotFound, match="no keeper on this host has 'other'"):
             ps.attach("other", wait_s=0.0)
     assert time.monotonic() - begun < 20
     with pytest.raises(ps.HubUnavailable):

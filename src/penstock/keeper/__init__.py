@@ -1,1 +1,1 @@
-"""The keeper: models that stay in memory, and processes that attach to them."""
+"""Keeper: models that stay in memory, and processes that attach to them."""

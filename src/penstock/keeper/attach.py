@@ -1,9 +1,9 @@
-"""What an engine calls: `attach` to weights that a keeper of this host holds, without a copy.
+"""The API for engines: `attach` to weights that a keeper of this host holds, without a copy.
 
-In: a model's name. Out: tensors that are the keeper's memory; a lease on it, renewed while any of them lives.
-Not here: keeping (`keeper`), mapping (`transport.mapped_region`), the lease's life (`lease`).
+In: a model's name. Out: tensors over the keeper's memory; a lease on it, renewed while any of them lives.
+Not here: keeping (`keeper`), mapping (`transport.mapped_region`), renewing the lease (`lease`).
 
-    hub: who keeps it here? --> keeper's door: lease, map, table, digests --> map --> compare --> tensors
+    hub: keepers on this host --> keeper's server: lease, map, table, digests --> map --> compare --> tensors
 """
 
 from __future__ import annotations
@@ -49,22 +49,21 @@ from penstock.transport.mapped_region import Region
 from penstock.types import GB
 
 WAIT_S = 1.0
-"""How long a keeper is waited for that is not there: a hub that moves to another process takes half of it."""
+"""Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""
 _ASK_S = 0.05
 
 
 class _SeveralRevisions(ConfigError):
-    """Of one model; one of them may just be on its way out."""
+    """An error for several kept revisions of one model; temporary if one of them is just being dropped."""
 
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
-"""A keeper that comes, goes or is not whole yet; anything else will not be otherwise a moment later, nor will what the
-hub itself refuses."""
+"""Errors worth a retry: a keeper starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachReport(Summarised):
-    """What was attached, and in what time."""
+    """The report of one attach: the tensors, the path, and seconds by phase."""
 
     model: str
     key: str
@@ -79,7 +78,7 @@ class AttachReport(Summarised):
     phases: Mapping[str, float]
     """Seconds of `find`, `lease`, `map`, `verify`; they sum to `wall_s`."""
     verified: bool
-    """Whether every byte was digested here and compared; False (`verify=False`): the keeper's verification is all."""
+    """True if every byte was digested here and compared; False (`verify=False`): only the keeper verified it."""
 
     def summary(self) -> str:
         """A few lines for people."""
@@ -92,14 +91,14 @@ class AttachReport(Summarised):
 
 
 class Attached(Closing, Mapping[str, torch.Tensor]):
-    """Tensors by name that are a keeper's memory. Made by `attach`; a context manager that gives the lease back.
+    """Tensors by name over a keeper's memory. Made by `attach`; a context manager that releases the lease.
 
     Attributes:
-        report: what was attached.
+        report: report of the attach.
 
-    Ownership: the memory stays mapped, and the lease is renewed, while this or any tensor of it lives; then both end
-        by themselves. After `close`, or where `standing` is `lost`, host memory still stays as long as a tensor lives;
-        device memory may be freed by the keeper, and must be used no more.
+    Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
+        `close`, or if `standing` is `lost`, host memory still stays mapped while a tensor lives; device memory may be
+        freed by the keeper and must not be used any more.
     """
 
     def __init__(
@@ -127,34 +126,35 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         return self._renewal.standing
 
     def check(self) -> None:
-        """Raise unless these are the bytes that were kept, and whoever keeps them lives. Costs microseconds.
+        """Raise an error unless the keeper lives and the memory is unchanged. Costs microseconds.
 
         Raises:
-            PeerLost: the keeper is gone. StaleDescriptor: it changed the memory, or gave it up.
-            IntegrityError: it found that bytes changed in this memory, and said so: `standing` is `damaged`.
+            PeerLost: the keeper ended. StaleDescriptor: it changed or freed the memory.
+            IntegrityError: it found that bytes changed in this memory: `standing` is `damaged`.
         """
         if self._renewal.standing == "damaged":
-            raise IntegrityError(self._renewal.why, uri=f"penstock:{self.report.key}", hint="close this, attach again")
+            hint = "close this object and attach again"
+            raise IntegrityError(self._renewal.why, uri=f"penstock:{self.report.key}", hint=hint)
         for region in self._regions:
             region.check()
 
     def attach_into(self, module: torch.nn.Module, *, strict: bool = True) -> None:
-        """Point a module's parameters and persistent buffers at the kept memory; nothing is copied.
+        """Bind a module's parameters and persistent buffers to the kept memory; nothing is copied.
 
-        A parameter on the same device stays the object that it is; one on the meta device, or on another, is replaced
+        A parameter on the same device stays the same object; one on the meta device or on another device is replaced
         by a new one under all of its names.
 
         Args:
-            module: may be on the meta device; what is tied stays tied.
-            strict: every tensor must have a target and every target a tensor; False points what both sides have.
+            module: may be on the meta device; tied parameters stay tied.
+            strict: require a target for every tensor and a tensor for every target; False: bind what both sides have.
 
         Raises:
-            PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
+            PlanError: names, shapes or dtypes do not fit (the message lists them); the module is unchanged.
         """
         bind_parameters(module, self._tensors, strict=strict)
 
     def close(self) -> None:
-        """Give the lease back: the keeper need not wait for us any more. Idempotent; see Ownership."""
+        """Release the lease, so that the keeper need not wait for this process. Idempotent; see Ownership."""
         self._renewal.close()
 
 
@@ -168,30 +168,31 @@ def attach(
     verify: bool = True,
     wait_s: float = WAIT_S,
 ) -> Attached:
-    """Use weights that `penstock keep` holds on this host as they lie there: no byte is moved.
+    """Map weights that `penstock keep` holds on this host; no byte is moved.
 
     Args:
-        model: the name they are kept under.
-        hub: the keeper's; None: this host's own.
-        token: of the hub, where it asks for one.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"`: only what is kept there; None: wherever it is.
-        revision: only this one, or as much of its beginning as tells it from others; None: the one that is kept.
-        verify: digest every chunk as it is mapped, and compare it with the keeper's digests and the revision. On a
-            device this takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust
-            the keeper, which compared every chunk when it came and compares one a beat since.
-        wait_s: how long to wait for a keeper that is not there, or not whole yet. A model that rests in another tier
-            is waited for as long as it is on its way back.
+        model: the name under which they are kept.
+        hub: address of the keeper's hub; None: this host's own.
+        token: token for the hub, if it requires one.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
+        revision: only this revision, or a unique prefix of it; None: the one that is kept.
+        verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
+            takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust the keeper,
+            which verified every chunk on arrival and checks one again with each heartbeat.
+        wait_s: seconds to wait for a keeper that is not running or still loads. A model in another tier is waited for
+            as long as the keeper is bringing it back.
 
     Returns:
-        Tensors by name. They must not be written to: on the host a write is seen by this process only (and takes memory
-        of its own), on a device by every engine.
+        Tensors by name. They must not be written to: on the host a write is visible in this process only (and takes
+        memory of its own), on a device in every engine.
 
     Raises:
-        NotFound: nobody on this host keeps it, after `wait_s`.
-        ConfigError: what is kept cannot be mapped here (another device, another container), or several revisions are.
-        IntegrityError: the bytes that are mapped here are not those of the digests, and the keeper's are; or the
-            digests are not of the revision. Where the keeper's own bytes changed, it loads the model again: waited for.
-        HubUnavailable: there is no hub at `hub`. PermissionDenied: it does not take `token` for this model.
+        NotFound: no keeper on this host has the model after `wait_s`.
+        ConfigError: the weights cannot be mapped here (another device, another container), or there are several
+            revisions.
+        IntegrityError: the bytes mapped here differ from the digests while the keeper's do not; or the digests are not
+            of the revision. If the keeper's own bytes changed, it loads the model again, and this call waits for it.
+        HubUnavailable: no hub answers at `hub`. PermissionDenied: the hub refuses `token` for this model.
     """
     require_name("model", model)
     require_connection(hub, token, "", None, None)
@@ -203,12 +204,13 @@ def attach(
         try:
             url = (hub or find_hub() or "").rstrip("/")
             if not url:
-                raise NotFound(f"nobody keeps {model!r}: no hub runs on this host", hint=_HINT)
+                raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
             with HubClient.connect(url, token=token, timeout_s=left) as client:
                 search = _Search(client, model, revision, wanted)
                 return search.attach(phases, verify)
         except SourceBusy:
-            deadline = max(deadline, time.monotonic() + stall_s)  # it is on its way back, at the pace of its tier
+            # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
+            deadline = max(deadline, time.monotonic() + stall_s)
         except _PASSING as error:
             is_refused = isinstance(error, PermissionDenied) and error.uri == url
             if is_refused or time.monotonic() >= deadline:
@@ -220,19 +222,19 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 
 
 class _Search:
-    """One look for a keeper."""
+    """One attempt to find a keeper and attach to it."""
 
     def __init__(self, hub: HubClient, model: str, revision: str | None, device: torch.device | None) -> None:
         self._hub, self._model, self._revision, self._device = hub, model, revision, device
         self._member, self._stall_s = hub.member, Settings.read().stall_s
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
-        """Attach to the first keeper that will do. Raises the last one's reason where none does."""
+        """Attach to the first suitable keeper. Raises the last keeper's error if none is suitable."""
         phases.enter("find")
         found = self._keepers()
         self._hub.hello(
             Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching")
-        )  # only known: it holds nothing, and reads from nobody
+        )  # registered only to get a grant: this process serves nothing
         last: PenstockError | None = None
         try:
             for member, held in found:
@@ -241,13 +243,13 @@ class _Search:
                 except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
-            with contextlib.suppress(PenstockError):  # it is forgotten soon
+            with contextlib.suppress(PenstockError):  # without an answer the hub forgets this member after its TTL
                 self._hub.leave(self._member)
         assert last is not None
         raise last
 
     def _keepers(self) -> list[tuple[str, HoldingState]]:
-        """Members of this host that keep the model, whole, on the kind of device wanted."""
+        """Return members of this host that keep the complete model on the wanted kind of device."""
         seen = []
         here, kept = host_id(), []
         for member in self._hub.status(self._model).members:
@@ -262,7 +264,7 @@ class _Search:
                 seen.append(f"{what}, {held.state}, on {held.device}")
         if not kept:
             others = f" (here: {'; '.join(seen[:4])})" if seen else ""
-            raise NotFound(f"nobody on this host keeps {self._model!r} as asked{others}", hint=_HINT)
+            raise NotFound(f"no keeper on this host has {self._model!r} as requested{others}", hint=_HINT)
         revisions = sorted({held.revision for _, held in kept})
         if len(revisions) > 1:
             short = ", ".join(one[:19] for one in revisions)
@@ -274,13 +276,13 @@ class _Search:
         asked = msgspec.structs.replace(held, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=asked, source=member))
         if not reply.upstreams:
-            raise NotFound(f"member {member[:8]} keeps {self._model!r} no more", hint=_HINT)
+            raise NotFound(f"member {member[:8]} does not keep {self._model!r} any more", hint=_HINT)
         peer = self._peer(reply.upstreams[0], held.key)
         try:
             peer.lease(attach=True)
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
             if log.state != "whole" or log.generation != where.generation:
-                raise StaleDescriptor("the keeper changes this memory", uri=f"penstock:{member}")
+                raise StaleDescriptor("the keeper is changing this memory: attach again", uri=f"penstock:{member}")
             phases.enter("map")
             leaves = leaves_in(layout, log)
             regions = map_regions(where, _device_here(held, self._device))
@@ -290,10 +292,10 @@ class _Search:
             for region in regions:
                 region.check()
             if wrong is not None and len(wrong):
-                with contextlib.suppress(NotFound):  # a keeper of an earlier version cannot be asked
+                with contextlib.suppress(NotFound):  # a keeper of an earlier version has no such request
                     peer.recheck(int(wrong[0]))
                 message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
-                hint = "the keeper's own bytes are right: suspect this host's memory or the mapping"
+                hint = "the keeper's own bytes are right: test this host's memory, and report the mapping"
                 raise IntegrityError(message, uri=f"penstock:{held.key}", hint=hint)
         except BaseException:
             peer.close()
@@ -324,13 +326,14 @@ class _Search:
 
 
 def _device_here(held: HoldingState, wanted: torch.device | None) -> int | None:
-    """A keeper's GPU as numbered in this process; None for the host. ConfigError: not there, or not `wanted`."""
+    """Return this process's number of a keeper's GPU; None for the host. Raises ConfigError if not usable here."""
     if held.device == "cpu":
         return None
     for number in range(torch.cuda.device_count()):
         if device_id(torch.device("cuda", number)) == held.device_id:
             if wanted in (None, torch.device("cuda", number)):
                 return number
-            raise ConfigError(f"it is kept on cuda:{number}, not on {wanted}", hint="keep it there too, or fetch it")
-    hint = "look at CUDA_VISIBLE_DEVICES of both"
-    raise ConfigError(f"it is kept on GPU {held.device_id}, which this process does not see", hint=hint)
+            message = f"the model is kept on cuda:{number}, not on {wanted}"
+            raise ConfigError(message, hint="keep it there, too, or fetch it")
+    hint = "compare CUDA_VISIBLE_DEVICES of the keeper and of this process"
+    raise ConfigError(f"the model is kept on GPU {held.device_id}, which this process does not see", hint=hint)

@@ -1,8 +1,8 @@
-"""A keeper: holds models for the engines of its host, which map them without a copy, and outlives them.
+"""The keeper: holds models in memory for the engines of its host, which map them without a copy.
 
-In: weight sets by URI, on one device, within a bound. Out: whole holdings of the fleet that engines attach to; idle
-ones make room for others, and come back when they are asked for.
-Not here: what engines call (`attach`), moving the bytes (`fetch.join`, `fetch.run`), one model (`resident_model`),
+In: weight sets by URI, on one device, within a limit. Out: complete weights that engines attach to; idle models make
+room for others, and come back on request.
+Not here: the API for engines (`attach`), moving the bytes (`fetch.join`, `fetch.run`), one model (`resident_model`),
 `memory.tiers`.
 """
 
@@ -53,48 +53,48 @@ from penstock.types import Manifest
 log = logging.getLogger("penstock.fleet")
 
 DRAIN_S = 30.0
-"""How long engines and readers are waited for. An engine that was killed counts until its lease runs out, in 15 s."""
+"""Time to wait for engines and readers. A killed engine counts until its lease expires, after 15 s."""
 RECALL_S = 4.0
-"""How long the door has an asker wait for a model that comes back, before it is told to ask again."""
+"""Time that a lease request waits for a model to come back, before the reader is told to ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentStatus:
-    """One model that is kept."""
+    """The state of one model of a keeper."""
 
     model: str
     key: str
     revision: str
     """The `w1-` root of its digests."""
     nbytes: int
-    """Of memory, gaps between tensors included."""
+    """Bytes of memory, gaps between tensors included."""
     device: str
     num_attached: int
-    """Engines that use it."""
+    """Number of engines that map it."""
     tier: str
-    """`gpu` or `host` on its device; where it rests else: `host`, `disk`, `source`."""
+    """`gpu` or `host` while it is on its device; else the tier that has it: `host`, `disk`, `source`."""
     state: ResidentState = "kept"
     """`reloading`: its memory was damaged, and it is read again; `lost`: that failed."""
     why: str = ""
-    """What was damaged, and what became of it."""
+    """Damage of its memory, and the result of the reload."""
     num_reloads: int = 0
-    """How often it was read again because its memory was damaged."""
+    """Number of reloads because of damaged memory."""
 
 
 class Keeper:
-    """Keeps models until `drop` or `leave`. A context manager, whose end is `leave`; one thread at a time calls it.
+    """A process that keeps models until `drop` or `leave`. A context manager; only one thread at a time may call it.
 
     Args:
-        device: where all of them are kept: `"cpu"` is shared memory of this host.
-        memory_bytes: bound of all of them together on the device; None: what the device has.
-        host_bytes: pinned host memory for idle models of a GPU; it is pinned from now on.
+        device: device of all models: `"cpu"` is shared memory of this host.
+        memory_bytes: limit for all models together on the device; None: the device's memory.
+        host_bytes: pinned host memory for idle models of a GPU; pinned at once.
         disk: directory for idle models, on a local disk.
-        disk_bytes: bound of it; None: what the disk has.
-        settings: of reading storage.
+        disk_bytes: limit of the directory; None: the disk's free space.
+        settings: settings of reading storage.
         hub, token, rack, listen, transports, max_readers, max_bytes_per_s: see `penstock.join`.
 
     Raises:
-        ConfigError: idle models have nowhere to go, or no reason to. BudgetTooSmall: of `host_bytes`.
+        ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
         HubUnavailable, ConfigError, MissingExtra: see `penstock.join`.
     """
 
@@ -124,9 +124,10 @@ class Keeper:
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
-            raise ConfigError("idle models make room only within a bound", hint="give memory_bytes")
+            message = "host_bytes and disk need memory_bytes: idle models move only when the device's limit is reached"
+            raise ConfigError(message, hint="give memory_bytes")
         if disk_bytes is not None and disk is None:
-            raise ConfigError("a bound of no disk", hint="give disk, a directory")
+            raise ConfigError("disk_bytes was given without disk", hint="give disk, a directory")
         bounds = [None if one is None else parse_bytes(one) for one in (memory_bytes, host_bytes, disk_bytes)]
         levels = _levels(self.device, bounds[0], bounds[1], disk, bounds[2], self._settings)
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
@@ -146,17 +147,17 @@ class Keeper:
         self.member.on_damaged = self._damaged
 
     def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
-        """Fetch a model from members that have it, and from storage what they have not; keep it from then on.
+        """Fetch a model from members that have it, and the rest from storage; keep it from then on.
 
         Args:
-            model: the name that engines attach by.
-            uri: where storage has it; see `load`.
+            model: the name that engines use to attach.
+            uri: location in storage; see `load`.
             storage_options: see `load`.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no room for it beside what is kept, or in use; nothing was fetched.
-            ConfigError: this revision of it is kept already.
-            PenstockError: see `Fleet.fetch`; what was kept before is kept still.
+            BudgetTooSmall: `memory_bytes` has no room for it beside the models in use; nothing was fetched.
+            ConfigError: this revision of the model is kept already.
+            PenstockError: see `Fleet.fetch`; the other models stay kept.
         """
         found = inspect(uri, storage_options=storage_options)
         revision = revision_of(found.manifest)
@@ -173,12 +174,12 @@ class Keeper:
         return kept.report
 
     def into(self, model: str) -> MemoryDestination:
-        """A destination for `convert`: the result is made in this keeper's memory, and kept from then on.
+        """Return a destination for `convert` that writes the result into this keeper's memory and keeps it.
 
-        It is never on a disk, unless it makes room for another model; nothing of it is left where the conversion fails.
+        The result is on disk only if it is evicted for another model; nothing of it remains if the conversion fails.
 
         Raises:
-            ConfigError: a model without a name; this keeper's memory is a device's.
+            ConfigError: the model's name is empty, or this keeper's memory is on a device.
         """
         if not model:
             raise ConfigError("a model needs a name")
@@ -196,7 +197,7 @@ class Keeper:
         self.member.report_now()
 
     def models(self) -> list[ResidentStatus]:
-        """What is kept now, in the order it came."""
+        """Return the state of every kept model, in the order in which they were added."""
         kept = list(self._kept.items())
         return [
             ResidentStatus(
@@ -215,12 +216,12 @@ class Keeper:
         ]
 
     def stats(self) -> TiersStats:
-        """What is in which tier, and what moved between them so far."""
+        """Return the contents of the tiers, and the bytes moved between them so far."""
         return self.tiers.stats()
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """See `Recall`. SourceBusy: there is no room beside models that are in use."""
+        """Bring a model back from its tier; see `Recall`. Raises SourceBusy if models in use leave no room."""
         kept = self._kept.get(key)
         if kept is None or kept.is_leaving:
             yield ""
@@ -240,10 +241,10 @@ class Keeper:
             with self.tiers.pin(kept.block):
                 yield ""
 
-    # -- memory that is damaged
+    # -- Damaged memory.
 
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
-        """Have a model whose memory changed loaded again, by a thread of its own; the other models stay served."""
+        """Start a reload of a model whose memory changed, in a thread; the other models are still served."""
         kept = self._kept.get(weights.key)
         if kept is None or kept.is_leaving or kept.weights is not weights:
             return
@@ -252,11 +253,11 @@ class Keeper:
             kept.reloaded = self._reloads.submit(self._reload, kept)
 
     def _reload(self, kept: ResidentModel) -> None:
-        """Give the memory up, and read the model again from members or its source, verified; else it is lost."""
+        """Free the memory and read the model again, verified; on failure the model's state is `lost`."""
         begun, damage = time.monotonic(), kept.why
         try:
             if not kept.can_reload:
-                raise NotFound("a conversion made it here: there is no source to read it from again")
+                raise NotFound("a conversion made the model in memory, so it has no source: run the conversion again")
             if self.device.type != "cpu":
                 # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
                 self.member.server.drain(kept.shown.key, DRAIN_S)
@@ -277,34 +278,35 @@ class Keeper:
         self.member.beat_now()
 
     def check(self) -> None:
-        """Raise unless every model is kept, or on its way back.
+        """Raise an error if a model was lost.
 
         Raises:
-            IntegrityError: a model's memory was damaged, and it could not be loaded again; says why not.
+            IntegrityError: a model's memory was damaged and it could not be loaded again; the message says why.
         """
         for kept in list(self._kept.values()):
             if kept.state == "lost":
                 raise IntegrityError(kept.why, uri=f"penstock:{kept.shown.key}", hint="start the keeper again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = DRAIN_S) -> None:
-        """Keep a model no more: let nobody new in, wait for engines and readers, free its memory.
+        """Drop a model: grant no new leases, wait for engines and readers, free its memory.
 
         Args:
-            model: all revisions of it, or `revision` alone.
-            drain_s: how long to wait.
+            model: drop all revisions of this model.
+            revision: drop only this revision.
+            drain_s: seconds to wait for engines and readers.
 
         Raises:
-            NotFound: it is not kept.
-            SourceBusy: engines or readers are still there after `drain_s`; it is kept as before.
+            NotFound: the model is not kept.
+            SourceBusy: engines or readers still use it after `drain_s`; it is kept as before.
         """
         keys = [one.key for one in self.models() if one.model == model and revision in (None, one.revision)]
         if not keys:
             what = "is not kept here" if revision is None else f"is not kept here in revision {revision}"
-            raise NotFound(f"{model!r} {what}", hint="Keeper.models() says what is, and in which revision")
+            raise NotFound(f"{model!r} {what}", hint="Keeper.models() lists the kept models and their revisions")
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))
-        gc.collect()  # memory is given back when the last view of it is gone
+        gc.collect()  # the memory is freed only with the last view of it, and views may be in reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -332,7 +334,7 @@ class Keeper:
         self._once_idle(lambda: self.tiers.drop(kept.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:
-        """Do something to a block's rooms; a move of it under way, or a pin, is waited for."""
+        """Call `act`, retrying while a move or a pin of the block makes it raise SourceBusy."""
         deadline = time.monotonic() + self._settings.stall_s
         while True:
             try:
@@ -344,14 +346,14 @@ class Keeper:
             time.sleep(0.02)
 
     def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:
-        """Keep until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
+        """Serve until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
 
         Args:
-            drain_s: of the end; a second signal does not wait.
-            timeout_s: return after this long, still keeping; None: no bound.
+            drain_s: seconds to wait at the end; a second signal ends the wait.
+            timeout_s: return after this long and keep the models; None: no limit.
 
         Raises:
-            IntegrityError: see `check`; engines and readers of the other models were waited for, and this keeper left.
+            IntegrityError: see `check`; this keeper has waited for engines and readers of the other models, and left.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s):
@@ -361,15 +363,15 @@ class Keeper:
             raise
 
     def leave(self, drain_s: float = DRAIN_S) -> None:
-        """Let nobody new in, wait for engines and readers at most `drain_s`, say good-bye. Idempotent.
+        """Grant no new leases, wait for engines and readers at most `drain_s`, and leave the fleet. Idempotent.
 
-        Host memory that an engine has mapped stays its own for as long as it is mapped, whatever becomes of the keeper.
+        Host memory that an engine has mapped stays valid while it is mapped, also after the keeper has ended.
         """
         self._stopped.set()
         for kept in self._kept.values():
             kept.is_leaving = True
         self.member.leave(drain_s)
-        self._reloads.shutdown(cancel_futures=True)  # one under way has the deadlines of a fetch
+        self._reloads.shutdown(cancel_futures=True)  # a running reload ends by the deadlines of a fetch
         self._kept.clear()
         self.tiers.close()
 
@@ -383,13 +385,13 @@ class Keeper:
 
 
 class _KeeperDestination:
-    """See `MemoryDestination`."""
+    """The destination for `convert` that `Keeper.into` returns; see `MemoryDestination`."""
 
     def __init__(self, keeper: Keeper, model: str) -> None:
         self._keeper, self._model, self.uri = keeper, model, f"{SCHEME}{model}"
 
     def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
-        """See `MemoryDestination.take`."""
+        """Run the conversion into the keeper's memory; see `MemoryDestination.take`."""
         self._keeper._make(self._model, job, fill)
 
 
@@ -401,13 +403,14 @@ def _levels(
     disk_bytes: int | None,
     settings: Settings,
 ) -> list[Level]:
-    """The device, pinned host memory of a GPU, the disk. Checked before anything is allocated."""
+    """Return the tiers: the device, pinned host memory of a GPU, the disk. Arguments are checked before allocating."""
     levels, below = [], []
     if disk is not None:
         below.append(Level(tier=SpillTier(disk, settings=settings), budget_bytes=disk_bytes))
     if device.type == "cpu":
         if host_bytes is not None:
-            raise ConfigError("models that are kept in host memory are there", hint="it is bounded by memory_bytes")
+            message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"
+            raise ConfigError(message, hint="limit host memory with memory_bytes")
         levels.append(Level(tier=ArenaTier(), budget_bytes=memory_bytes))
     else:
         levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))

@@ -1,6 +1,6 @@
-"""Keeping a lease of a keeper's memory: renewed by a thread until it is given back, and what the keeper says meanwhile.
+"""Renew the lease of a keeper's memory in a thread until it is released, and report the keeper's state meanwhile.
 
-In: a `PeerClient` with a lease. Out: whether the memory is still kept.
+In: a `PeerClient` with a lease. Out: the state of the lease.
 Not here: mapping it (`attach`), the keeper's side (`peer.server`).
 """
 
@@ -14,20 +14,20 @@ from penstock.errors import PenstockError, PermissionDenied, SourceStalled
 from penstock.peer.client import PeerClient
 
 RENEW_S = 2.0
-"""Between renewals: a fraction of the 15 s that a lease lasts, and how late an engine learns of draining."""
+"""Interval of renewals: a fraction of the 15 s that a lease lasts. An engine learns of draining this late at most."""
 END_S = 0.5
-"""How long `close` waits for the keeper to be told; a lease that is not given back runs out."""
+"""Time that `close` waits for the release; a lease that was not released expires."""
 
 LeaseState = Literal["kept", "draining", "damaged", "lost", "given back"]
 
 
 class LeaseRenewal:
-    """One lease, renewed. Its thread holds no memory alive.
+    """One lease, renewed by a thread. The thread keeps no tensor memory alive.
 
     Attributes:
-        standing: `kept`; `draining`, the keeper wants to be rid of its engines; `damaged`, the keeper found that bytes
-            changed in this memory; `lost`, it is gone or took the lease back; `given back`, by us.
-        why: of `lost` and `damaged`.
+        standing: `kept`; `draining`: the keeper waits for its engines to detach; `damaged`: the keeper found that bytes
+            changed in this memory; `lost`: the keeper ended or revoked the lease; `given back`: released by us.
+        why: the reason for `lost` and `damaged`.
     """
 
     def __init__(self, peer: PeerClient, serial: int, generation: int) -> None:
@@ -45,7 +45,7 @@ class LeaseRenewal:
                 try:
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
-                    continue  # a keeper that is stopped still holds its memory
+                    continue  # a stopped keeper process still holds its memory, so the tensors stay valid
                 except PermissionDenied as error:
                     self._lost(f"the lease ran out: {error.message}")
                     return
@@ -53,7 +53,7 @@ class LeaseRenewal:
                     self._lost(error.message)
                     return
                 if reply.state == "damaged":
-                    # The lease is renewed still: on a device the keeper frees this memory once we give it back.
+                    # Renew it all the same: on a device the keeper frees this memory as soon as the lease ends.
                     self._lost("bytes of this memory changed after the keeper had verified them", "damaged")
                     continue
                 if reply.generation != self._generation:
@@ -63,11 +63,11 @@ class LeaseRenewal:
         self.standing = "given back"
 
     def _lost(self, why: str, standing: LeaseState = "lost") -> None:
-        if self.standing != "damaged":  # which is worse: whoever goes on with lost memory has the right bytes
+        if self.standing != "damaged":  # `damaged` is worse and stays: lost memory still has the right bytes
             self.standing, self.why = standing, why
 
     def close(self) -> None:
-        """Give the lease back. Idempotent; does nothing in a forked child, whose parent has the lease."""
+        """Release the lease. Idempotent; does nothing in a forked child, because the lease is its parent's."""
         if self._pid == os.getpid():
             self._closing.set()
             if threading.current_thread() is not self._thread:
@@ -75,4 +75,4 @@ class LeaseRenewal:
 
 
 class LeaseOwner:
-    """What memory holds on to: the lease is given back when the last memory, and with it this, is gone."""
+    """A token referenced by the mapped memory: the lease is released when the last reference to it is gone."""

@@ -1,6 +1,6 @@
-"""What a keeper's door says, as tensors of this process: its regions mapped, its rows viewed, its digests compared.
+"""Map a keeper's regions into this process, view them as tensors, and compare their digests.
 
-In: a line, a map, a log. Out: tensors that are the keeper's memory.
+In: a layout, a map, a log. Out: tensors over the keeper's memory.
 Not here: finding a keeper, its lease (`attach`); mapping one region (`transport.mapped_region`).
 """
 
@@ -26,11 +26,11 @@ from penstock.types import I64, U64
 NEAREST = ("shm", "cuda_ipc")
 """Transports whose memory can be mapped."""
 MAX_THREADS = 16
-"""That digest host memory: at 10 GB/s each they take what the memory of a host gives."""
+"""Most threads that digest host memory: at 10 GB/s each they use the memory bandwidth of a host."""
 
 
 def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
-    """The keeper's digests, in the order of the line. FormatError unless there is one for every leaf."""
+    """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
     chunks, given = decode_column(log.chunks, "<u4"), decode_column(log.leaves, "<u8").view(np.uint64)
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
@@ -44,7 +44,7 @@ def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
 
 
 def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
-    """Every region of the holding, mapped. ConfigError: one has no descriptor that can be."""
+    """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
     regions = []
     for offered in where.regions:
         name = next((name for name in NEAREST if name in offered), None)
@@ -57,7 +57,7 @@ def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
 def tensors_in(
     layout: WeightLayout, where: HoldingMap, regions: Sequence[Region]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Per row its bytes, and all tensors by name: views of the mapped regions, which they keep mapped."""
+    """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
     region_of, offset_of = locate_rows(layout, where, [one.nbytes for one in regions])
     table = layout.table
     made: dict[int, torch.Tensor] = {}
@@ -80,11 +80,11 @@ def tensors_in(
 
 
 def _bytes_of(region: Region) -> torch.Tensor:
-    """`[nbytes]` uint8, a view that keeps the region mapped."""
+    """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
     if region.device == "cpu":
         whole = torch.frombuffer(region.owner, dtype=torch.uint8)
         return whole[region.offset : region.offset + region.nbytes]
-    # Kernels that use it may be queued still when the last tensor goes; unmapping waits for nobody.
+    # Kernels that use the memory may still be queued when the last tensor is freed; unmapping does not wait for them.
     weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
     return torch.as_tensor(region.owner, device=region.device)
 
@@ -95,12 +95,12 @@ def _settle(pid: int, device: str) -> None:
 
 
 def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest every chunk as it is mapped here: which of them differ from their digests.
+    """Digest every chunk as it is mapped here; return the chunks that differ from their digests.
 
     Raises:
         IntegrityError: the digests are not those of the revision.
 
-    Cost: reads all of the memory; on the host by as many threads as the process has cores, 16 at most.
+    Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
     """
     mapped = LocalWeights(held.identity, layout, rows, leaves=leaves)
     mapped.check_revision(held.revision)
@@ -109,7 +109,7 @@ def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[to
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
     else:
-        # Several parts a thread: a core that others use, too, holds back one of them and not the whole.
+        # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))

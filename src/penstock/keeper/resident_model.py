@@ -1,10 +1,10 @@
-"""One model of a keeper, wherever it is: its holding while it is on the device, and how it comes back when it is not.
+"""One model of a keeper: its weights while they are on the device, and its moves between memory tiers.
 
-In: rooms of memory tiers. Out: a holding that is shown while the bytes are where engines can use them.
-Not here: which model is where (`memory.tiers`), what the keeper's user calls (`keeper`).
+In: rooms of memory tiers. Out: weights that are served while the bytes are where engines can use them.
+Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (`keeper`).
 
-    vacate: no lease? no new ones --> close: descriptors stale --> moved down: rest
-    lease asked for --> door: recall --> moved up: wake, register, show --> lease
+    vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
+    lease requested --> server: recall --> moved up: move_in, register, show --> lease
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ResidentState = Literal["kept", "reloading", "lost"]
 
 
 class _InArena(PlacedTarget):
-    """New tensors in an arena, in the order of the line."""
+    """A target that places new tensors in an arena, in the order of the layout."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -51,26 +51,26 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """A tenant of the fastest tier. The tiers call it, one call at a time.
+    """One model of a keeper. The memory tiers call its methods, one call at a time.
 
     Args:
-        fleet: whose member keeps it.
-        revision: what it is to be.
-        nbytes: of memory, gaps between tensors included.
+        fleet: the fleet membership that serves the model.
+        revision: the expected revision.
+        nbytes: bytes of memory, gaps between tensors included.
         uri, storage_options: see `Keeper.keep`.
 
     Attributes:
-        report: of the last fetch.
-        holding: None until the first.
-        is_leaving: it is being dropped: nobody brings it back.
-        state: `kept`; `reloading`, its memory was damaged and it is read again; `lost`, that failed.
-        why: of a state other than `kept`; of the last reload, once it is kept again.
-        num_reloads: how often its memory was damaged and it was read again.
-        reloaded: the end of the last reload; None: there was none.
+        report: report of the last fetch.
+        weights: the served weights; None until the first fetch.
+        is_leaving: True while the model is being dropped, so that nothing brings it back.
+        state: `kept`; `reloading`: its memory was damaged and it is read again; `lost`: that failed.
+        why: reason for a state other than `kept`, or for the last reload.
+        num_reloads: number of reloads because of damaged memory.
+        reloaded: the result of the last reload; None: there was none.
     """
 
     can_reload = True
-    """Whether `fill` can be called again."""
+    """True if `fill` can be called again."""
 
     def __init__(
         self, fleet: Fleet, revision: str, nbytes: int, uri: Uris, storage_options: Mapping[str, str] | None
@@ -87,15 +87,15 @@ class ResidentModel:
 
     @property
     def shown(self) -> LocalWeights:
-        """The holding; there is one once it was fetched."""
+        """The served weights; only valid after the first fetch."""
         assert self.weights is not None
         return self.weights
 
     def fill(self, room: Room) -> None:
-        """Fetch it into the room: from members that have it, and from storage what they have not.
+        """Fetch the model into the room: from members that have it, and the rest from storage.
 
         Raises:
-            SourceChanged: it is not what was kept before. PenstockError: see `Fleet.fetch`.
+            SourceChanged: the source has another revision now. PenstockError: see `Fleet.fetch`.
         """
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.weights
@@ -117,10 +117,11 @@ class ResidentModel:
             raise
         self.weights = found
         self.weights.kept = True
-        gc.collect()  # what fetched it refers to its memory in circles, and is to give way when the model does
+        # Objects of the fetch refer to the memory in cycles; the memory must be freed when the model is evicted.
+        gc.collect()
 
     def vacate(self) -> bool:
-        """See `Tenant.vacate`: engines attached and readers hold it where it is; so does damage, which is not moved."""
+        """Prepare to leave the device; return False if engines or readers use it, or its memory is damaged."""
         member, weights = self._fleet.member, self.shown
         is_sound = weights.damage is None and any(one is weights for one in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):
@@ -129,7 +130,7 @@ class ResidentModel:
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """See `Tenant.moved`."""
+        """Follow a move to another tier: serve the weights from memory, or drop them; see `Tenant.moved`."""
         weights, member = self.shown, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
@@ -140,19 +141,19 @@ class ResidentModel:
         member.beat_now()
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
-        """The line's bytes, as `_InArena` placed them."""
+        """Return each row's bytes, as `_InArena` placed them."""
         nbytes = self.shown.layout.table.nbytes.tolist()
         return [arena.bytes_at(*run) for run in zip(offsets_of(nbytes)[0], nbytes, strict=True)]
 
 
 class ConvertedModel(ResidentModel):
-    """One that a conversion makes in its room, as one file without a header: there is no source to read it from again.
+    """A model that a conversion writes into its room, as one file without a header. It cannot be read again.
 
     Args:
-        fleet: whose member keeps it.
-        job: what makes it.
-        make: has it run, with a path to write to.
-        max_readers: of the holding.
+        fleet: the fleet membership that serves the model.
+        job: the conversion.
+        make: runs the conversion, with a path to write to.
+        max_readers: concurrent readers of the weights.
     """
 
     can_reload = False
@@ -162,10 +163,10 @@ class ConvertedModel(ResidentModel):
         self._make, self._max_readers = make, max_readers
 
     def fill(self, room: Room) -> None:
-        """Have it made in the room, and show it: with the digests of what was made, which readers compare.
+        """Run the conversion into the room, and serve the result with its digests, which readers compare.
 
         Raises:
-            ConfigError: the result is kept already. PenstockError: of the conversion.
+            ConfigError: the result is kept already. PenstockError: errors of the conversion.
         """
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, made = self._fleet.member, self._make(Path(room.arena.path))
@@ -192,5 +193,5 @@ class ConvertedModel(ResidentModel):
 
 
 def _lying(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
-    """Bytes of each row, where it was written."""
+    """Return the bytes of each row, at the offsets where the conversion wrote them."""
     return [arena.bytes_at(*run) for run in zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)]
