@@ -83,7 +83,7 @@ def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
             workers=WORKERS,
             task_bytes=task_bytes,
             launcher=launcher,
-            on_progress=launcher.progress,
+            progress=launcher.progress,
         )
     seconds = launcher.last - launcher.began
     return {

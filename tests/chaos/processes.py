@@ -233,7 +233,7 @@ def convert(told: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (told["limit_file_bytes"], resource.RLIM_INFINITY))
     vars(launcher)["ForkServer"] = lambda imports: fork_server()
     try:
-        report = convert_now(on_progress=lambda num, total: say("done", num=num, total=total), **told["arguments"])
+        report = convert_now(progress=lambda num, total: say("done", num=num, total=total), **told["arguments"])
     except PenstockError as error:
         say("failed", kind=type(error).__name__, text=str(error))
         return 0

@@ -57,7 +57,7 @@ def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tm
             devices=["cuda:0"],
             workers=2,
             launcher=launcher,
-            on_progress=launcher.strike,
+            progress=launcher.strike,
             **told,
         )
     assert launcher.is_struck and any("SIGKILL" in one.end for one in report.workers)

@@ -107,7 +107,7 @@ class Hostile(LocalLauncher):
 
 def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
     with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
-        report = run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=launcher.strike)
+        report = run(source, tmp_path / "out", workers=2, launcher=launcher, progress=launcher.strike)
     assert launcher.sent == 2
     assert files(tmp_path / "out") == expected
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
@@ -116,7 +116,7 @@ def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_pa
 def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with Hostile([signal.SIGSTOP]) as launcher:
-        run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=launcher.strike)
+        run(source, tmp_path / "out", workers=2, launcher=launcher, progress=launcher.strike)
     assert launcher.sent == 1
     assert files(tmp_path / "out") == expected
 
@@ -131,7 +131,7 @@ def test_workers_whose_fork_server_is_killed_end_with_it_and_others_come_of_a_ne
             os.kill(killed[0], signal.SIGKILL)
 
     with launcher:
-        report = run(source, tmp_path / "out", workers=2, launcher=launcher, on_progress=strike)
+        report = run(source, tmp_path / "out", workers=2, launcher=launcher, progress=strike)
         assert launcher.fork_server is not None and launcher.fork_server.pid != killed[0]
     assert files(tmp_path / "out") == expected
     assert len(report.workers) == 4
@@ -217,7 +217,7 @@ def said(done, total):
     if done == 6:
         print("six", flush=True)
         signal.pause()
-convert(sys.argv[1], sys.argv[2], on_progress=said, workers=1, **json.loads(sys.argv[3]))
+convert(sys.argv[1], sys.argv[2], progress=said, workers=1, **json.loads(sys.argv[3]))
 """
 TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes": 10_000_000}
 
@@ -278,7 +278,7 @@ def test_a_source_that_changes_meanwhile_ends_it(source, tmp_path):
                 file.write(b"changed")
 
     with pytest.raises(SourceChanged) as caught:
-        run(copy, tmp_path / "out", workers=1, on_progress=touch)
+        run(copy, tmp_path / "out", workers=1, progress=touch)
     assert not caught.value.mutated
     assert not (tmp_path / "out").exists()
 
@@ -293,7 +293,7 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing_behind(tmp_path):
             os.truncate(path, path.stat().st_size // 4)
 
     with pytest.raises((SourceTruncated, SourceChanged)) as caught:
-        run(copy, tmp_path / "out", workers=1, on_progress=cut)
+        run(copy, tmp_path / "out", workers=1, progress=cut)
     assert not caught.value.mutated
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

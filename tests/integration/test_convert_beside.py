@@ -49,7 +49,7 @@ def write(directory: Path, config: bytes | None = b"{}", count: int = 2) -> Path
 def test_a_configuration_that_is_none_is_told_before_anything_is_read(config: bytes, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source", config), list[int]()
     with pytest.raises(FormatError, match=r"config\.json"):
-        convert(source, tmp_path / "out", on_progress=lambda *_: done.append(1), **TOLD)
+        convert(source, tmp_path / "out", progress=lambda *_: done.append(1), **TOLD)
     assert not done and [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -70,7 +70,7 @@ def test_an_operation_whose_config_fails_is_named_before_anything_is_read(gives:
     source, done = write(tmp_path / "source"), list[int]()
     word = {"op": "function", "function": f"{__name__}:Configured", "gives": gives}
     with pytest.raises(OperationFailed, match=r"config\(\) failed on config.json") as caught:
-        convert(source, tmp_path / "out", operations=[word], on_progress=lambda *_: done.append(1), **TOLD)
+        convert(source, tmp_path / "out", operations=[word], progress=lambda *_: done.append(1), **TOLD)
     assert not done and not caught.value.mutated
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -112,7 +112,7 @@ def test_nothing_is_left_behind_by_a_source_that_was_cut_short(tmp_path: Path) -
             os.truncate(source / "model.safetensors", 1 << 20)
 
     with pytest.raises((SourceTruncated, SourceChanged)):
-        convert(source, tmp_path / "out", on_progress=cut, task_bytes="256K", **TOLD)
+        convert(source, tmp_path / "out", progress=cut, task_bytes="256K", **TOLD)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -136,7 +136,7 @@ def test_what_is_kept_of_a_failed_conversion_is_said(tmp_path: Path) -> None:
             raise DiskFull("cannot write: no space left on device", uri=str(tmp_path / "out"))
 
     with pytest.raises(DiskFull) as caught:
-        convert(source, tmp_path / "out", on_progress=fail, task_bytes="256K", **TOLD)
+        convert(source, tmp_path / "out", progress=fail, task_bytes="256K", **TOLD)
     (kept,) = [path for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith(".out")]
     assert caught.value.hint is not None
     assert "3 finished tasks are kept" in caught.value.hint and str(kept) in caught.value.hint

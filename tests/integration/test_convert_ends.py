@@ -42,7 +42,7 @@ def test_an_object_that_changes_meanwhile_ends_it(tmp_path: Path) -> None:
                 server.replace("model.safetensors", raw[:-8] + b"modified")
 
         with pytest.raises(SourceChanged) as caught:
-            convert(f"{server.url}/model.safetensors", tmp_path / "place" / "out", on_progress=change, **TOLD)
+            convert(f"{server.url}/model.safetensors", tmp_path / "place" / "out", progress=change, **TOLD)
     assert not caught.value.mutated
     assert list((tmp_path / "place").iterdir()) == []
 

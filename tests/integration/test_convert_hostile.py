@@ -145,7 +145,7 @@ def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, m
 
     told: dict[str, Any] = {"operations": [word], "devices": "cpu", "workers": 2}
     with pytest.raises(OperationFailed, match="ran on a task again"):
-        convert(tmp_path / "one.safetensors", tmp_path / "out", on_progress=overwrite, **told)
+        convert(tmp_path / "one.safetensors", tmp_path / "out", progress=overwrite, **told)
     assert not (tmp_path / "out").exists()
     report = convert(tmp_path / "one.safetensors", tmp_path / "out", **told)
     assert (report.num_tasks, report.num_resumed) == (1, 0)
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_it_and_it_goes_on_once_there_is_roo
                     file.write(bytes(4096))
 
     with pytest.raises(DiskFull):
-        convert(made, disk / "out", workers=1, on_progress=fill, **TOLD)
+        convert(made, disk / "out", workers=1, progress=fill, **TOLD)
     assert not (disk / "out").exists()
     (disk / "other").unlink()
     report = convert(made, disk / "out", workers=1, **TOLD)
@@ -185,7 +185,7 @@ def test_one_process_runs_a_job_at_a_time(made, expected, tmp_path) -> None:
             with pytest.raises(DestinationError, match="another process runs this very job"):
                 convert(made, tmp_path / "out", workers=1, **TOLD)
 
-    convert(made, tmp_path / "out", workers=1, on_progress=again, **TOLD)
+    convert(made, tmp_path / "out", workers=1, progress=again, **TOLD)
     assert files(tmp_path / "out") == expected
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -57,7 +57,7 @@ def test_another_user_cannot_talk_to_a_coordinator(made: Path, tmp_path: Path, m
             seen.append(launcher.visitor.is_alive())
 
     with OtherUser() as launcher:
-        convert(made, tmp_path / "out", launcher=launcher, on_progress=look, **TOLD)
+        convert(made, tmp_path / "out", launcher=launcher, progress=look, **TOLD)
         launcher.visitor.join(30)
     assert seen == [False] and len(launcher.seconds) == 1
 
@@ -95,7 +95,7 @@ def test_strangers_take_a_bounded_number_of_a_coordinators_places(
             made,
             tmp_path / "out",
             launcher=launcher,
-            on_progress=lambda done, total: counts.append(launcher.num_open()),
+            progress=lambda done, total: counts.append(launcher.num_open()),
             **TOLD,
         )
         for sock in launcher.strangers:
@@ -116,7 +116,7 @@ def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
         counts.append(launcher.num_open())
 
     with ExitStack() as stack, Strangers() as launcher:
-        report = convert(made, tmp_path / "out", launcher=launcher, on_progress=look, **TOLD)
+        report = convert(made, tmp_path / "out", launcher=launcher, progress=look, **TOLD)
         for sock in launcher.strangers:
             stack.enter_context(sock)
     assert counts[-1] == 0, counts

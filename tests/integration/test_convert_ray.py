@@ -62,7 +62,7 @@ def said(done, total):
         cluster.remove_node(nodes.pop(), allow_graceful=False)
 
 
-report = convert(source, into, workers=2, ray=cluster.address, on_progress=said, **told)
+report = convert(source, into, workers=2, ray=cluster.address, progress=said, **told)
 print(json.dumps({"tasks": report.num_tasks, "ends": [one.end for one in report.workers], "left": len(nodes)}))
 cluster.shutdown()
 """

@@ -121,7 +121,7 @@ def convert(
         trace=trace,
         ray=ray,
         rates=speeds,
-        on_progress=_say if format is Format.human and sys.stderr.isatty() else None,
+        progress=None if format is Format.human else False,
     )
     if places[-1].startswith(SCHEME):
         _keep(run, places[-1].removeprefix(SCHEME), format)
@@ -190,10 +190,6 @@ def _moving(report: ConvertReport) -> str:
 
 
 _EXECUTORS = ("fetch", "place", "compute", "send")
-
-
-def _say(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done} of {total} tasks" + ("\n" if done == total else ""))
 
 
 def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:

@@ -31,6 +31,7 @@ from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient
 from penstock.hub.identity import Identity
 from penstock.loader.into import targets_of
+from penstock.loader.progress import ProgressOption, looked_at
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights
@@ -60,6 +61,7 @@ class Fleet:
         storage_options: Mapping[str, str] | None = None,
         wait_s: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        progress: ProgressOption = None,
     ) -> FetchReport:
         """Fill `target` from members that hold the model, and from storage with what no member has or reads.
 
@@ -71,6 +73,7 @@ class Fleet:
             storage_options: see `load`.
             wait_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
             trace: where to save a Chrome trace.
+            progress: see `load`; of verified bytes.
 
         Returns:
             A report of the sources that were used. From then on, until `leave`, this process is a source.
@@ -100,7 +103,11 @@ class Fleet:
                 else None
             )
             phases.enter("connect")
-            provenance = self._fill(weights, storage, phases, record, is_new=made is not None)
+            chunks = weights.layout.chunks
+            with looked_at(
+                progress, self.identity.model, lambda: (int(chunks.nbytes[weights.have].sum()), weights.layout.nbytes)
+            ):
+                provenance = self._fill(weights, storage, phases, record, is_new=made is not None)
             weights.set_state("whole")
             self.member.beat_now()
             if made is not None:

@@ -22,6 +22,7 @@ from penstock.errors import IntegrityError
 from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
+from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
 from penstock.storage.output import OutputSet, require_free, typed
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
@@ -38,6 +39,7 @@ def pull(
     device: str | int | torch.device = "cpu",
     fallback: Uris | None = None,
     wait_s: float | None = None,
+    progress: ProgressOption = None,
 ) -> FetchReport:
     """Fetch the fleet's model and write it to a directory, or only to a device.
 
@@ -45,7 +47,7 @@ def pull(
         fleet: a member, from `join`.
         to: a directory that does not exist or is empty; it appears complete, with its manifest. None: write nothing.
         device: destination of the fetch; must be the host if `to` is given.
-        fallback, wait_s: see `Fleet.fetch`.
+        fallback, wait_s, progress: see `Fleet.fetch`.
 
     Returns:
         The fetch's report; with `to`, `phases` has `write` too.
@@ -58,13 +60,13 @@ def pull(
     Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
     """
     if to is None:
-        return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s)
+        return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s, progress=progress)
     target = Path(to).absolute()
     with typed(target):
         require_free(target)
     files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
     try:
-        report = fleet.fetch(files, fallback=fallback, wait_s=wait_s)
+        report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
         begun = time.perf_counter()
         files.publish(target, next(one for one in fleet.member.weights if one.key == report.key))
     finally:

@@ -49,6 +49,7 @@ from penstock.jobs.report import ConvertReport, how_verified
 from penstock.jobs.request import ConvertRequest, plan_request
 from penstock.jobs.sidecar_files import sidecar_files, small_from
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, rows_of
+from penstock.loader.progress import Progress, ProgressOption
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
@@ -56,9 +57,6 @@ from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
 from penstock.storage.upload import publish_remote, require_none
 from penstock.storage.weight_set import Uris
-
-Progress = Callable[[int, int], None]
-"""Called with tasks done and tasks in all."""
 
 
 def convert(
@@ -79,7 +77,7 @@ def convert(
     ray: str | None = None,
     launcher: Launcher | None = None,
     rates: Rates | None = None,
-    on_progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> ConvertReport:
     """Convert one or several checkpoints to one.
 
@@ -100,7 +98,7 @@ def convert(
         ray: start the workers on the Ray cluster at this address, where source, destination and `scratch` are the same.
         launcher: who starts workers; None: processes of this host, or Ray's.
         rates: of this machine, to predict by; None: those that are known of its GPUs.
-        on_progress: see `Progress`.
+        progress: see `load`; of tasks.
 
     Returns:
         What was done. The destination is whole, with index, manifest and the first source's small files.
@@ -125,7 +123,7 @@ def convert(
                 sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes
             )
             request.job.check_budget(request.words.memory_bytes, "one task")
-        run = partial(_run, stack, stages, launcher, devices, workers, rates, on_progress)
+        run = partial(_run, stack, stages, launcher, devices, workers, rates, progress)
         made = _make(request, destination, scratch, run, stages, stack)
         end = stack.pop_all()
     with stages.stage("close"):
@@ -237,7 +235,7 @@ def _run(
     devices: str | Sequence[str],
     workers: int | None,
     rates: Rates | None,
-    on_progress: Progress | None,
+    progress: ProgressOption,
     staged: _StagedRequest,
 ) -> _Ran:
     """Have every task done that earlier runs did not do. Workers begin while room is made, and end after this."""
@@ -250,10 +248,11 @@ def _run(
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
         ends.callback(is_over.set)
         room = pool.submit(_make_room, staged.out, stages, is_over)
+        shown = stack.enter_context(Progress(progress, staged.into, unit="tasks"))
         with stages.stage("workers"):
             where = devices_of(devices, workers, launcher.gpus if isinstance(launcher, LocalLauncher) else gpus)
             coordinator = stack.enter_context(
-                Coordinator(job, words, journal, launcher, where, stall_s=words.stall_s, on_progress=on_progress)
+                Coordinator(job, words, journal, launcher, where, stall_s=words.stall_s, on_progress=shown)
             )
             coordinator.begin()
         predicted = predict(job, journal.kept, uris, where if launcher.listen is None else (), rates)

@@ -18,6 +18,7 @@ from penstock.arguments import require_type
 from penstock.engine.choose_place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, telling
+from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
@@ -44,7 +45,7 @@ def load_into(
     group: ProcessGroup | None = None,
     memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
-    progress: bool | None = None,
+    progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Fill live parameters and buffers in place from a weight set.
@@ -188,7 +189,8 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> L
             target = held[slab]
             if not target.is_contiguous():
                 target.copy_(flat[slab].view(target.dtype).view(target.shape))
-        run.ticket.wait(stall_s=session.settings.stall_s)
+        with session.progress() as progress:
+            progress.follow(run.ticket, stall_s=session.settings.stall_s)
         return session.finish(num_tensors=len(table), nbytes=plan.nbytes)
 
 

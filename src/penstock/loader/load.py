@@ -25,6 +25,7 @@ from penstock.engine.place import HostPlace
 from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled
 from penstock.loader.pause import paused_gc, quick_handover
+from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
@@ -162,7 +163,7 @@ def load(
     copy: bool | None = None,
     memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
-    progress: bool | None = None,
+    progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Weights:
     """Load a weight set into memory: {name: tensor}, complete, and verified where there are digests.
@@ -177,7 +178,7 @@ def load(
         copy: on the CPU, memory that does not lean on the file; by default local files are mapped (private pages).
         memory_bytes: bound of host staging, e.g. `"256M"`; by default `PENSTOCK_MEMORY_BYTES` or 256 MiB.
         storage_options: for the object store, by obstore's names; they win over the environment.
-        progress: a bar on stderr; None: on a terminal.
+        progress: a bar on stderr, or a function of (bytes done, of how many); None: a bar on a terminal.
         trace: where to save a Chrome trace of the load.
 
     Returns:

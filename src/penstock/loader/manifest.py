@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.config import Settings
 from penstock.errors import ConfigError
+from penstock.loader.progress import Counter, ProgressOption, looked_at
 from penstock.loader.verify import read_key
 from penstock.report import Summarised
 from penstock.storage import is_remote, local_path, text_of, write_small
@@ -51,6 +52,7 @@ def manifest(
     out: str | os.PathLike[str] | None = None,
     sign: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
 ) -> ManifestReport:
     """Read every body once and write the manifest with its digests, so that every later load is verified.
 
@@ -59,6 +61,7 @@ def manifest(
         out: where to write; None: beside the weights.
         sign: path of an Ed25519 private key in PEM; a detached signature is written beside the manifest.
         storage_options: see `load`; of reading and of writing.
+        progress: see `load`.
 
     Raises:
         ConfigError: the destination cannot be written to (plain http), or the key cannot be read.
@@ -70,7 +73,9 @@ def manifest(
         raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
     key = None if sign is None else read_key(sign)
     with manifests.open_weights(place, settings=settings, storage_options=storage_options) as weights:
-        built = manifests.build(weights)
+        counter = Counter(weights.manifest.nbytes)
+        with looked_at(progress, place, counter.look):
+            built = manifests.build(weights, on_bytes=counter.add)
     raw = manifests.encode(built)
     # The signature first: a reader that finds the new manifest finds the signature of it.
     files = {target: raw} if key is None else {f"{target}.sig": manifests.sign(raw, key), target: raw}

@@ -29,7 +29,7 @@ from penstock.engine.trace import open_trace
 from penstock.errors import ConfigError, IntegrityError, PlanError
 from penstock.loader.intake import PAGE_BYTES, Intake
 from penstock.loader.mapping import Mappings
-from penstock.loader.progress import Progress
+from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.report import FilePath, LoadReport, Phases
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -63,7 +63,7 @@ class Options:
     verify: bool | None = None
     copy: bool | None = None
     storage_options: Mapping[str, str] | None = None
-    progress: bool | None = None
+    progress: ProgressOption = None
     trace: str | os.PathLike[str] | None = None
 
 
@@ -307,9 +307,8 @@ class Session(Closing):
         return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
 
     def progress(self) -> Progress:
-        """The bar the caller asked for."""
-        wanted = self.settings.progress if self.options.progress is None else self.options.progress
-        return Progress(wanted, self.weights.uri)
+        """Return the bar, or the calls, that the caller asked for."""
+        return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:
         """Why a file's bytes took no faster path; "" for the fastest."""

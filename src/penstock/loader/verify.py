@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.loader.progress import Counter, ProgressOption, looked_at
 from penstock.report import Summarised, plain
 from penstock.storage import read_small, text_of
 from penstock.storage.local import read_bounded
@@ -93,13 +94,18 @@ def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> I
 
 
 def verify(
-    uri: Uris, *, public_key: str | os.PathLike[str] | None = None, storage_options: Mapping[str, str] | None = None
+    uri: Uris,
+    *,
+    public_key: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
 ) -> VerifyReport:
     """Read every body and compare it with the manifest's digests; with a key, the manifest with its signature first.
 
     Args:
         uri: as `load`.
         public_key: path of an Ed25519 public key in PEM.
+        storage_options, progress: see `load`.
 
     Raises:
         ConfigError: the key cannot be read.
@@ -135,7 +141,9 @@ def verify(
                 revision=stated.revision,
                 signature=signature,
             )
-        found = build(weights, leaf_bytes=stated.leaf_bytes)
+        counter = Counter(stated.nbytes)
+        with looked_at(progress, weights.uri, counter.look):
+            found = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
     assert found.leaves is not None
     wrong = np.flatnonzero(found.leaves != stated.leaves)
     if len(wrong):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,8 +37,15 @@ class _Window:
     """(offset in the window, bytes, first leaf); each but a tensor's last is whole leaves."""
 
 
-def digest_bodies(sources: Sequence[Source], table: TensorTable, *, leaf_bytes: int, threads: int) -> U64:
-    """Leaf digests of all tensors, in the order of `table`.
+def digest_bodies(
+    sources: Sequence[Source],
+    table: TensorTable,
+    *,
+    leaf_bytes: int,
+    threads: int,
+    on_bytes: Callable[[int], None] | None = None,
+) -> U64:
+    """Return leaf digests of all tensors, in the order of `table`; `on_bytes` is called with bytes as they are read.
 
     Raises:
         SourceError: as `Source.readv`; the other threads stop at their next window.
@@ -67,6 +74,9 @@ def digest_bodies(sources: Sequence[Source], table: TensorTable, *, leaf_bytes: 
                 sources[window.file].readv(window.offset, [buffer[: window.nbytes]])
                 for start, nbytes, first in window.pieces:
                     leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
+                if on_bytes is not None:
+                    with lock:
+                        on_bytes(window.nbytes)
         finally:
             stop.set()
 

@@ -382,13 +382,20 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     return sorted(found)
 
 
-def build(weights: WeightSet, *, leaf_bytes: int = leaf.LEAF_BYTES, threads: int = 0) -> Manifest:
+def build(
+    weights: WeightSet,
+    *,
+    leaf_bytes: int = leaf.LEAF_BYTES,
+    threads: int = 0,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Manifest:
     """Read every body once and digest it.
 
     Args:
         weights: an open set, of all its tensors; leaves it may have are ignored.
         leaf_bytes: bytes under one digest.
         threads: readers, each with its own buffer of `digester.WINDOW_BYTES`; 0 chooses by cores.
+        on_bytes: called with the bytes of each window that was read, by one thread at a time.
 
     Raises:
         ConfigError: `leaf_bytes` is not positive.
@@ -398,7 +405,7 @@ def build(weights: WeightSet, *, leaf_bytes: int = leaf.LEAF_BYTES, threads: int
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
     threads = threads or min(8, os.cpu_count() or 1)
-    leaves = digest_bodies(weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads)
+    leaves = digest_bodies(weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads, on_bytes=on_bytes)
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors,

@@ -81,7 +81,7 @@ def coordinate(values: dict[str, Any]) -> int:
         _say(event="done", num_done=num_done, total=total)
 
     try:
-        report = convert(launcher=ForkLauncher(), on_progress=done, **values)
+        report = convert(launcher=ForkLauncher(), progress=done, **values)
     except PenstockError as error:
         _say(event="failed", kind=type(error).__name__, message=str(error))
         return 1

@@ -24,6 +24,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.messages import SyncState
+from penstock.loader.progress import ProgressOption, looked_at
 from penstock.peer.member import Member
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
@@ -143,13 +144,16 @@ class Subscriber(Closing):
             if waited > (self._stall_s if timeout_s is None else timeout_s):
                 raise SourceStalled(f"version {version} of {self.name!r} was not announced in {waited:.1f} s")
 
-    def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
+    def update(
+        self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
+    ) -> UpdateReport:
         """Take a version and make it live.
 
         Args:
             version: exactly this one; None: the newest there is.
             timeout_s: how long to wait for one that can be read; None: the stall deadline where none is published yet,
                 and not at all where one was and is past.
+            progress: see `load`; of verified bytes.
 
         Returns:
             What was done; of no bytes where the newest is live already.
@@ -160,18 +164,21 @@ class Subscriber(Closing):
             SourceError, PeerLost, IntegrityError: no source could give it. Staged, the version before is live still;
                 direct, `mutated` says whether the target was touched; then it is dirty.
         """
-        if self.mode == "staged":
-            with self._updating:
-                self._stage(version, timeout_s)
-                return self._commit()
         with self._updating:
-            return self._direct(version, timeout_s)
+            if self.mode == "staged":
+                with looked_at(progress, self.name, lambda: self._update_loop.progress):
+                    self._stage(version, timeout_s)
+                return self._commit()
+            with looked_at(progress, self.name, lambda: self._update_loop.progress):
+                return self._direct(version, timeout_s)
 
-    def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
+    def stage(
+        self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
+    ) -> int:
         """Staged mode: have a version beside the live one, verified, ready to `commit`; which. Errors as `update`."""
         if self.mode != "staged":
             raise ConfigError("only a subscriber of mode 'staged' stages")
-        with self._updating:
+        with self._updating, looked_at(progress, self.name, lambda: self._update_loop.progress):
             return self._stage(version, timeout_s).version
 
     def commit(self) -> UpdateReport:

@@ -123,6 +123,12 @@ class UpdateLoop:
         return None if self._buffers is None else self._buffers.held
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """Return the verified bytes of the transfer under way, or the last, and the bytes of its part."""
+        transfer = self._transfer
+        return (0, 0) if transfer is None else (transfer.moved_bytes, transfer.part.nbytes)
+
+    @property
     def wanted(self) -> Requirements | None:
         """Return the requirements of the checkpoint, once they are known."""
         return None if self._buffers is None else self._buffers.wanted

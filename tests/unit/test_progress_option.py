@@ -1,0 +1,98 @@
+"""`progress=` is alike on every long verb: a function is called with what is done and of how much, up to all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import penstock as ps
+from penstock.fetch.pull import pull
+
+NBYTES = 8 * 4096
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({f"w{number}": torch.full((1024,), float(number)) for number in range(8)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def fetch(file: Path, progress: object) -> None:
+    with ps.join("m", transports=["loopback"]) as fleet:
+        fleet.fetch({}, fallback=file, progress=progress)
+
+
+def pulled(file: Path, progress: object) -> None:
+    with ps.join("m", transports=["loopback"]) as fleet:
+        pull(fleet, to=file.parent / "pulled", fallback=file, progress=progress)
+
+
+def verify(file: Path, progress: object) -> None:
+    ps.manifest(file, progress=False)
+    ps.verify(file, progress=progress)
+
+
+def update(file: Path, progress: object) -> None:
+    published = {"w": torch.arange(NBYTES // 4, dtype=torch.float32)}
+    target = {"w": torch.zeros(NBYTES // 4)}
+    only = {"transports": ["http"]}
+    with (
+        ps.publisher("s", published, mode="snapshot", replica="device", **only) as publisher,
+        ps.subscriber("s", target, **only) as subscriber,
+    ):
+        publisher.publish(0)
+        subscriber.update(progress=progress)
+    assert torch.equal(target["w"], published["w"])
+
+
+VERBS: dict[str, Callable[[Path, object], object]] = {
+    "load": lambda file, progress: ps.load(file, copy=True, progress=progress),
+    "load_into": lambda file, progress: ps.load_into({"w0": torch.zeros(1024)}, file, strict=False, progress=progress),
+    "manifest": lambda file, progress: ps.manifest(file, progress=progress),
+    "verify": verify,
+    "fetch": fetch,
+    "pull": pulled,
+    "update": update,
+    "convert": lambda file, progress: ps.convert(
+        file, file.parent / "out", devices="cpu", workers=1, progress=progress
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_function_hears_of_the_end(verb: str, file: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    VERBS[verb](file, lambda done, total: calls.append((done, total)))
+    done, total = calls[-1]
+    assert done == total > 0
+    assert total == {"load_into": 4096, "convert": total}.get(verb, NBYTES)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_false_draws_nothing(verb: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    VERBS[verb](file, False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_shows_the_verb_at_work(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ps.manifest(file, progress=True)
+    assert "m.safetensors" in capsys.readouterr().err
+
+
+def test_what_the_function_raises_ends_the_call(file: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("no more")
+
+    for verb in ("load", "manifest", "fetch"):
+        with pytest.raises(RuntimeError, match="no more"):
+            VERBS[verb](file, fail)
+
+
+def test_another_value_is_a_config_error(file: Path) -> None:
+    with pytest.raises(ps.ConfigError, match="progress is 'yes'"):
+        ps.load(file, progress="yes")
