@@ -1,4 +1,4 @@
-"""Addresses of doors, as members announce them: what is accepted, and how a Unix socket is opened safely.
+"""Addresses of members' servers: validation, and a safe way to connect to a Unix socket.
 
 In: a string that another member chose. Out: its parts, or why it is not used; a connected socket.
 Not here: the requests that go there (`peer.client`), which doors a member has (`peer.server`).
@@ -26,7 +26,7 @@ _PEER_URL = re.compile(PEER_URL_PATTERN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """Where a door listens: `host` and `port`, or the `path` of a Unix socket."""
+    """The address of a member's server: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -35,7 +35,7 @@ class PeerAddress:
 
 
 def parse_peer_url(door: str) -> PeerAddress | None:
-    """Return the parts of a door's address, or None where it is not a plain one."""
+    """Return the parts of a member's address, or None if it is not a valid one."""
     found = _PEER_URL.fullmatch(door)
     if found is None:
         return None

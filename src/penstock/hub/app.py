@@ -85,7 +85,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
     Args:
         directory: answers.
-        auth: who may ask; the default lets everyone, so the socket must keep strangers out.
+        auth: authentication; the default admits every caller, so the socket itself must be private.
 
     Raises:
         MissingExtra: FastAPI or prometheus-client is not installed.
@@ -206,7 +206,7 @@ def _check_version(announced: AnnouncedVersion) -> None:
 
 
 def _check_caller(request: Request, auth: Auth) -> Caller:
-    """Who asks; an answer of 401 if nobody we know."""
+    """Authenticate the caller of a request; refuse it with status 401 if that fails."""
     certificate = request.scope.get(CERTIFICATE, "") if auth.client_ca is not None else ""
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(STRANGER if caller is None else caller.name)
@@ -231,14 +231,14 @@ def _check_models(operation: Operation, caller: Caller, parameter: str, said: An
 
 
 def _check_life(request: Request, member: str) -> None:
-    """An answer of 403 unless the caller is the member that it speaks for."""
+    """Refuse a request with status 403 unless the caller knows the secret of the member that it speaks for."""
     if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
         audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
         raise _Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
 
 
 def _parameter(operation: Operation, request: Request) -> str:
-    """The member of the path, or the model of the query; empty: none."""
+    """Return the member in the path or the model in the query; empty: neither."""
     try:
         if "{member}" in operation.path:
             return msgspec.convert(request.path_params["member"], MemberId)
@@ -250,7 +250,7 @@ def _parameter(operation: Operation, request: Request) -> str:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body, bounded in bytes and time."""
+    """Read the whole body, with limits on bytes and time."""
     parts: list[bytes] = []
     total = 0
     try:
@@ -268,7 +268,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _map_faults(app: FastAPI, metrics: Metrics) -> None:
-    """Every failure becomes a `Fault` with its status."""
+    """Register handlers that answer every error with a `Fault` and its status."""
 
     def answer(status: int, fault: Fault, headers: dict[str, str] | None = None) -> Response:
         metrics.refused(status)

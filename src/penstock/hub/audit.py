@@ -1,4 +1,4 @@
-"""Where the hub's audit lines go: stderr, or files of bounded size, so many lines of each caller a second.
+"""The hub's audit log: to stderr or files of bounded size, with a rate limit for each caller.
 
 In: records of the logger `penstock.audit`. Out: lines; for those left out, one that says how many.
 Not here: what is audited (`app`, `grants`, `directory`).

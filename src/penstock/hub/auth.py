@@ -1,4 +1,4 @@
-"""Who may ask the hub, and about which models.
+"""Authentication of callers at the hub, and the models that each may access.
 
 In: a token file, which may change, or certificates. Out: an `Auth`; of a request, the `Caller`.
 Not here: grants between members (`grants`), the sockets (`app`).
@@ -31,16 +31,16 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def member_of(life: str) -> str:
-    """The member id of a process life's secret, which alone it shows: an id is spoken for by who can name its secret.
+    """Return the member id that belongs to a process's secret: its digest, so that only this process can use the id.
 
-    So every hub can tell, one that has just started too, and no hub keeps a secret.
+    Every hub can check that, also one that has just started, and no hub stores a secret.
     """
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks.
+    """An authenticated caller.
 
     Attributes:
         models: patterns of model names it may ask about; None: all.
@@ -54,7 +54,7 @@ class Caller:
     certificate: str = ""
 
     def may_ask(self, models: Iterable[str]) -> bool:
-        """Whether every one of these models is among its own."""
+        """Return True if the caller may access all of these models."""
         if self.models is None:
             return True
         return all(any(fnmatchcase(model, pattern) for pattern in self.models) for model in models)
@@ -62,7 +62,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auth:
-    """How callers show who they are; the default asks nothing, and then the hub listens on a Unix socket.
+    """The authentication settings of a hub; the default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
         token_file: the bearer tokens that are taken; None: none are asked for.
@@ -103,7 +103,7 @@ class Auth:
 
     @property
     def guards(self) -> bool:
-        """Whether a stranger is kept out."""
+        """True if callers must authenticate."""
         return self.token_file is not None or self.client_ca is not None
 
     @property
@@ -112,7 +112,7 @@ class Auth:
         return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str, certificate: str = "") -> Caller | None:
-        """Who sent this `Authorization` header; None: nobody we know. Takes the same time for every token.
+        """Return the caller of an `Authorization` header; None: unknown. Takes the same time for every token.
 
         Args:
             authorization: the header.
@@ -179,12 +179,12 @@ class TokenFile:
 
 
 def first_token(path: str | Path | None) -> str | None:
-    """What a caller shows: the first token of a file; None without one. ConfigError: as `Auth.of`."""
+    """Return the first token of a file, for a client to send; None without a file. Raises ConfigError as `Auth.of`."""
     return None if path is None else read_tokens(Path(path))[0][0].decode()
 
 
 def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
-    """See `Auth.of`."""
+    """Read a token file: the tokens with their callers; see `Auth.of` for the format and the errors."""
     try:
         text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
     except (SourceError, FormatError, UnicodeDecodeError) as error:
@@ -205,5 +205,5 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
 
 
 def _token_name(token: str) -> str:
-    """What a token is called in logs and counts."""
+    """Return the name of a token in logs and counts; it does not reveal the token."""
     return TOKEN_CALLER + hashlib.sha256(b"penstock caller 1\n" + token.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Which chunks a member reads from storage: each chunk one live member's at a time, in pieces that shrink as more join.
+"""Claims on storage: each chunk is read by one live member at a time, in pieces that shrink as more members join.
 
 In: what was given so far, what the asker still reads, what members have. Out: the new table, the chunks given.
 Not here: who is alive and who can be reached (`directory`), where the table is kept (`store`).
@@ -35,7 +35,7 @@ _MAX_CLAIMANTS = (1 << 16) - 2
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True):
-    """Whom each chunk of one key was given to: to read, or read already and not seen by all others yet."""
+    """The table of claims of one key: the member that each chunk was assigned to."""
 
     members: tuple[str, ...] = ()
     num_have: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
 
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
-    """Ranges as a column of truth values; what lies past the end is left out."""
+    """Return ranges as a boolean array over all chunks; chunks past the end are left out."""
     found = np.zeros(num_chunks, np.bool_)
     for start, stop in ranges:
         found[start:stop] = True
@@ -63,7 +63,7 @@ def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
 
 
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
-    """Sorted, apart, inside; the number of chunks.
+    """Check that ranges are sorted, disjoint and inside the chunks; return their number of chunks.
 
     Raises:
         PlanError: they are not.
@@ -78,7 +78,7 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
 
 
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
-    """Chunks of one piece: a quarter of an equal share, within the bounds; at least one.
+    """Return the number of chunks of one piece: a quarter of an equal share, within the bounds; at least one.
 
     Towards the end a share of what is left, so that all who read end at about the same time; but no crumbs.
     """
@@ -89,7 +89,7 @@ def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
 
 
 def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:
-    """The table without members that live no more."""
+    """Return the table without members that have left or died."""
     if not gone:
         return claims
     rest = [place for place, member in enumerate(claims.members) if member not in gone]
@@ -105,7 +105,7 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 
 
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
-    """The table once the asker's own is what it says.
+    """Return the table after a member reported the chunks that it has and still reads.
 
     Of what it was given, it keeps what it has and what it still reads; the rest goes back. What it reads and nobody was
     given (the hub is new) it is given; if two say they read the same, who came first keeps it.
@@ -127,7 +127,7 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
 def update_table(
     claims: Claims, request: ClaimRequest, *, gone: Collection[str], told: Mapping[str, HoldingState], now: float
 ) -> Claims:
-    """The table once the dead are out, those in that say in their beats what they read, and the asker's own is true.
+    """Return the table without dead members, and with what the caller and the other readers report.
 
     Args:
         claims: the table before.
@@ -145,7 +145,7 @@ def update_table(
 
 
 def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
-    """Note who got on since the last look.
+    """Record the members that made progress since the last check.
 
     Args:
         claims: the table.
@@ -171,7 +171,7 @@ def assign_piece(
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
-    """One piece of what nobody has and nobody reads, from the front.
+    """Assign one piece of the chunks that no member has or reads, from the front.
 
     Args:
         claims: the settled table.
@@ -206,7 +206,7 @@ def assign_piece(
 
 
 def check_state(holding: HoldingState) -> None:
-    """Nothing, if it is of one piece.
+    """Check that a reported state is consistent.
 
     Raises:
         PlanError: it contradicts itself.

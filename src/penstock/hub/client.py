@@ -1,4 +1,4 @@
-"""A member's side of the hub: one method a question, each with a deadline.
+"""The client of the hub: one method for each operation, each with a deadline.
 
 In: messages. Out: the hub's answers, its faults as typed errors.
 Not here: what is asked when (`peer.member`), who hosts the hub of one host (`local_hub`).
@@ -79,7 +79,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
 
 
 class HubEndpoint(Protocol):
-    """How the hub is reached now; it may be elsewhere after a failure.
+    """The present address of the hub, which may change after a failure.
 
     Attributes:
         is_busy: it did not answer in time, and its process is known to run: it will.
@@ -95,13 +95,13 @@ class HubEndpoint(Protocol):
         """
 
     def reached(self) -> None:
-        """It answered."""
+        """Record that the hub answered."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """It could not be asked; `silent`: it took the question and did not answer."""
+        """Record a failed request; `silent`: the hub accepted the request and did not answer."""
 
     def close(self) -> None:
-        """No more questions."""
+        """Release the endpoint."""
 
 
 class FixedEndpoint:
@@ -166,12 +166,12 @@ class HubClient(Closing):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the hub is late and not away; see `HubEndpoint`."""
+        """True if the hub is slow but its process runs; see `HubEndpoint`."""
         return self._line.is_busy
 
     @property
     def rest_s(self) -> float:
-        """How long who asks in a loop should rest at least before the next question; see `REST`."""
+        """Shortest pause before the next request of a polling loop; see `REST`."""
         return min(REST * self._took_s, MAX_REST_S)
 
     @classmethod
@@ -229,36 +229,36 @@ class HubClient(Closing):
         return welcome
 
     def beat(self, member: str, beat: Beat) -> None:
-        """The member lives and holds this. UnknownMember: say hello, then beat again."""
+        """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
         self._ask("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
 
     def leave(self, member: str) -> None:
-        """The member is gone for good."""
+        """Sign a member off for good."""
         self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
 
     def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
-        """Whom to take chunks from. UnknownMember: see `beat`."""
+        """Return the upstreams to read chunks from. Raises UnknownMember: see `beat`."""
         return self._ask("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
-        """Chunks to read from storage. UnknownMember: see `beat`."""
+        """Claim chunks to read from storage. Raises UnknownMember: see `beat`."""
         return self._ask("POST", "/v1/claim", request, ClaimReply)
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Who takes part in a sync, and grants for some. UnknownMember: see `beat`."""
+        """Return the members of a sync, with grants for some. Raises UnknownMember: see `beat`."""
         return self._ask("POST", "/v1/sync", request, SyncReply)
 
     def complain(self, complaint: Complaint) -> None:
-        """A source could not be used. UnknownMember: see `beat`."""
+        """Report a source that could not be used. Raises UnknownMember: see `beat`."""
         self._ask("POST", "/v1/complain", complaint, None)
 
     def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
-        """Members and what they hold, of one model or all."""
+        """Return the members and what they hold, of one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
         return self._ask("GET", f"/v1/status{query}", None, Status, within_s=within_s)
 
     def why(self, request: WhyRequest) -> Why:
-        """Why who takes a model from whom."""
+        """Return the reasons why members read a model from their upstreams."""
         return self._ask("POST", "/v1/why", request, Why)
 
     def close(self) -> None:

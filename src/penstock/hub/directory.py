@@ -1,4 +1,4 @@
-"""The hub's logic: who lives, who has what, who reads what from storage and from whom.
+"""The hub's logic: live members, the chunks that they hold, claims on storage, and upstreams.
 
 In: the messages of members. Out: their answers. All state is in a `Store`, soft, and told anew by the members' beats;
 several directories on one store act as one. Weight bytes never come here.
@@ -151,7 +151,7 @@ class Directory:
             self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + ANNOUNCE_S))
 
     def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
-        """A process life joins, or says again that it lives.
+        """Register a process life, or confirm that it still lives.
 
         Raises:
             PermissionDenied: the id is another process's, or of one that left.
@@ -190,7 +190,7 @@ class Directory:
             raise PermissionDenied(f"member {member} is another certificate's", hint="a new process takes a new id")
 
     def beat(self, member: str, beat: Beat) -> None:
-        """Renew the lease; what the beat does not name is held no more.
+        """Renew a member's lease; keys that the beat does not name are no longer held.
 
         Raises:
             UnknownMember: it was silent for too long, left, or the hub is new.
@@ -212,7 +212,7 @@ class Directory:
             self._renew(member, *self._seen(member, now, keys))
 
     def leave(self, member: str) -> None:
-        """Gone for good: what it held is nobody's to read, what it claimed is free; nothing if it is not known."""
+        """Remove a member for good and free its claims; do nothing if it is not known."""
         entry = self.store.read(f"member/{member}")
         self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is None:
@@ -223,7 +223,7 @@ class Directory:
     # Keys.
 
     def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
-        """Whom to take chunks from, parent first, with a grant for each.
+        """Return the upstreams to read chunks from, parent first, with a grant for each.
 
         Of no chunks: the member does not know the line yet, and is told whom it may ask; it is not entered.
 
@@ -272,7 +272,7 @@ class Directory:
         )
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
-        """Chunks that the member alone reads from storage, and takes back what it reads no more.
+        """Assign chunks that the member alone reads from storage, and take back those that it no longer reads.
 
         Raises:
             UnknownMember, PlanError: see `beat`.
@@ -334,7 +334,7 @@ class Directory:
         self.store.write(name, _encode(noted), ttl_s=ttl_s)
 
     def _is_proven(self, complaint: Complaint, held: HoldingEntry, caller: Caller) -> bool:
-        """Whether it comes with a proof that holds; one that does not leaves a complaint like any other."""
+        """Return True if a complaint has a valid proof; with an invalid one it counts like any other."""
         if complaint.fault != "wrong bytes" or complaint.proof is None:
             return False
         fault = "too many proofs of one caller"
@@ -363,7 +363,7 @@ class Directory:
         return count
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Who takes part in a sync, with grants for those asked for. UnknownMember: who asks is no member."""
+        """Return the members of a sync, with the grants requested. Raises UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
         return sync_directory.list_members(self.store, request, self._grants())
@@ -371,18 +371,18 @@ class Directory:
     # For people.
 
     def status(self, model: str | None = None) -> Status:
-        """Members and what they hold; of one model, those that have or get it."""
+        """Return the members and what they hold; of one model, those that have or fetch it."""
         return status(self.store, model, self._clock())
 
     def why(self, request: WhyRequest) -> Why:
-        """Why a member, all that fill, or an identity, take a model from whom they do, and from others not."""
+        """Explain the upstreams of one member, of all fetching members, or of an identity."""
         views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
         return Why(lines=explain.explain_lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
 
     def _remove(self, member: str, known: MemberEntry) -> None:
-        """Let nobody be sent to a member any more."""
+        """Remove a member, so that no reader is sent to it."""
         self.store.write(f"member/{member}", None)
         for key in known.keys:
             self.store.write(f"hold/{key}/{member}", None)
@@ -424,7 +424,7 @@ class Directory:
         return entry, msgspec.structs.replace(known, seen=now, keys=merged)
 
     def _still_asked(self, key: str, member: str, now: float) -> bool:
-        """Whether a key that a beat left out was asked for since the beat was made; else it is dropped."""
+        """Return True if a key that a beat left out was requested after the beat was made; else drop it."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
         if entry is not None and now - HOLDING_DECODER.decode(entry.value).asked < self.beat_s:
@@ -451,7 +451,7 @@ class Directory:
             self._noted[holding.key] = local
 
     def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
-        """Note what an asker has; it lives, too."""
+        """Record the state that a request reports, and that its member lives."""
         check_state(holding)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
@@ -466,7 +466,7 @@ class Directory:
     def _claimed(
         self, request: ClaimRequest, before: Claims, view: HubSnapshot, *, give_more: bool
     ) -> tuple[Claims, Ranges]:
-        """The table after a request, and the chunks given."""
+        """Return the table of claims after a request, and the chunks assigned."""
         holding, now = request.holding, self._clock()
         absent = set(before.members).difference(view.held)
         gone = {name for name in absent if self.store.read(f"hold/{holding.key}/{name}") is None}
@@ -504,7 +504,7 @@ class Directory:
         return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
 
     def _view(self, key: str, *, again: bool = False) -> HubSnapshot:
-        """The key as it is, or was a moment ago; `again`: as it is."""
+        """Return a snapshot of a key, perhaps a moment old; `again`: read it now."""
         with self._lock:
             cache = self._readings.pop(key, None)
             if cache is None:
@@ -516,10 +516,10 @@ class Directory:
 
 
 def _weight(complained: ComplaintEntry) -> int:
-    """How much a complaint counts: the graver one of a reader is kept."""
+    """Return the weight of a complaint: of one reader's complaints the graver one is kept."""
     return 2 if complained.is_proven else int(complained.complaint.fault == "wrong bytes")
 
 
 def _pause(least_s: float, num_asking: int) -> float:
-    """When to ask again: 100 a second of all who do, at most; not in step, though they may have started so."""
+    """Return the pause before the next request: at most 100 requests a second from all members, with jitter."""
     return min(5.0, max(least_s, num_asking / 100)) * random.uniform(0.75, 1.25)

@@ -1,4 +1,4 @@
-"""Why who takes a model from whom, in words: identities that differ, states, complaints.
+"""Explain in words why members read a model from their upstreams: differing identities, states, complaints.
 
 In: a question, what the hub knows of each key. Out: lines for people. Not here: the answer's transport (`app`).
 """
@@ -15,7 +15,7 @@ _MAX_LINES = 200
 
 
 def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
-    """The answer, at most 200 lines."""
+    """Return the explanation, at most 200 lines."""
     if not views:
         return (f"nobody has or wants {request.model}: the first to ask reads storage",)
     found = list(_lines(request, views))
@@ -102,7 +102,7 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot],
 
 
 def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """What keeps keys of one model apart, each beside the first."""
+    """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
     found = [(key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held]
     for key, identity in found[1:]:
         first, of_first = found[0]
@@ -111,14 +111,14 @@ def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
 
 
 def _came(held: HoldingEntry) -> str:
-    """By which path its bytes came, and why by that."""
+    """Return the path of a member's bytes and the reason for it."""
     holding = held.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
 
 
 def _demoted(view: HubSnapshot, name: str) -> str:
-    """That nobody is sent to a member first, and why; empty: it is like any other."""
+    """Return that a member is the last choice for everyone, and why; empty: it is not."""
     if not view.demoted(name):
         return ""
     why = ": it signed digests that are not the revision's" if name in view.proven else ""

@@ -1,4 +1,4 @@
-"""What may be exchanged: the identity of weights as they lie in one rank's memory, and its digest, the key.
+"""The identity of weights in one rank's memory, which decides if members can exchange them, and its digest, the key.
 
 In: what a worker says of its weights. Out: a key; the fields in which two identities differ.
 Not here: who holds what (`directory`), the bytes' own digests (`digest`).

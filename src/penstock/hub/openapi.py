@@ -1,7 +1,7 @@
-"""The hub's pages beside its questions, and the OpenAPI document of all.
+"""The hub's OpenAPI document.
 
-In: the operations of `app`. Out: routes, a document whose schemas msgspec makes of the messages.
-Not here: the operations (`app`).
+In: the operations. Out: a document whose schemas msgspec makes from the messages.
+Not here: the operations (`operations`), the routes (`app`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document."""
     operations = tuple(operations)
     named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)

@@ -42,7 +42,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One question: how it is put, what answers it."""
+    """One operation of the hub: its method and path, its message types, and the function that answers."""
 
     name: str
     method: str

@@ -1,4 +1,4 @@
-"""What the hub knows of one key at a moment: who has or gets it, who was complained of, and the relay among them.
+"""A snapshot of one key at the hub: the members that have or fetch it, complaints, and the relay among them.
 
 In: the store's entries. Out: a `HubSnapshot`. Not here: changing anything (`directory`).
 """
@@ -27,7 +27,7 @@ CHEAP_READ_S = 0.0005
 
 
 class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of one member and key."""
+    """The store's entry of one member and key."""
 
     hello: Hello
     since: float
@@ -42,7 +42,7 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of a member."""
+    """The store's entry of a member."""
 
     hello: Hello
     since: float
@@ -55,7 +55,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of a complaint."""
+    """The store's entry of a complaint."""
 
     complaint: Complaint
     caller: str
@@ -70,7 +70,7 @@ COMPLAINT_DECODER = msgspec.msgpack.Decoder(ComplaintEntry)
 
 
 class HubSnapshot:
-    """One key, as the store had it when this was made.
+    """The state of one key when the snapshot was made.
 
     Args:
         held: members that have or get it.
@@ -102,7 +102,7 @@ class HubSnapshot:
 
     @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
-        """Member -> who complains of it."""
+        """Member -> the members that complain of it."""
         found: dict[str, set[str]] = {}
         for complaint in self.complaints:
             found.setdefault(complaint.of, set()).add(complaint.member)
@@ -145,7 +145,7 @@ class HubSnapshot:
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
     def demoted(self, member: str) -> bool:
-        """Nobody is sent there first, and what it has does not count."""
+        """Return True if the member is the last choice for all readers, and its chunks do not count."""
         return self.num_complaining(member) >= DISTRUST
 
     def out_of_reach(self, reader: str) -> list[str]:
@@ -160,7 +160,7 @@ class HubSnapshot:
         return self._relays[num_chunks]
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
-        """Whom a member may ask that is not in this view; of no chunks, as most cut the line; near ones first."""
+        """Return the holders for a member that is not in this snapshot yet, near ones first."""
         sizes = Counter(held.holding.num_chunks for held in self.held.values())
         num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
         asks = Node(
@@ -209,7 +209,7 @@ class HubSnapshot:
 
 
 class SnapshotReader:
-    """Makes views of one key, each entry decoded once for each version."""
+    """A reader that makes snapshots of one key and decodes each version of an entry once."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
@@ -248,7 +248,7 @@ def _decoded(
 
 
 class SnapshotCache:
-    """Looks at one key, not more often than its share of the time allows."""
+    """A cache of one key's snapshot, renewed only as often as its share of the time allows."""
 
     def __init__(self, reading: SnapshotReader) -> None:
         self._reading = reading
@@ -257,7 +257,7 @@ class SnapshotCache:
         self._next = 0.0
 
     def at(self, timer: Callable[[], float], share: float, *, again: bool) -> HubSnapshot:
-        """The key as it is (`again`), or as it was when last looked at."""
+        """Return the present snapshot (`again`), or the cached one while it is valid."""
         with self._lock:
             start = timer()
             if self._view is None or again or start >= self._next:

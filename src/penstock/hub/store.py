@@ -1,4 +1,4 @@
-"""Where the hub keeps its soft state: small values by name, with a time to live, changed by compare-and-set.
+"""The store of the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
 Not here: what the values mean (`directory`), the store of several replicas (`store_redis`).
@@ -34,7 +34,7 @@ class Store(Protocol):
     """Five methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
 
     def read(self, name: str) -> Entry | None:
-        """What is under `name`, unless it expired.
+        """Return the entry under `name`; None if there is none or it expired.
 
         Raises:
             HubUnavailable: the store did not answer.
@@ -54,7 +54,7 @@ class Store(Protocol):
         """
 
     def scan(self, prefix: str) -> dict[str, Entry]:
-        """Every entry whose name starts with `prefix`, by the rest of its name.
+        """Return every entry whose name starts with `prefix`, by the rest of its name.
 
         Raises:
             HubUnavailable: the store did not answer.

@@ -19,7 +19,7 @@ from penstock.hub.sync_messages import SyncMember, SyncReply, SyncRequest, sync_
 
 
 class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of a member and name."""
+    """The store's entry of a member of a sync."""
 
     hello: Hello
     since: float
@@ -40,14 +40,14 @@ def record_states(
     states: Iterable[SyncState],
     certificate: str = "",
 ) -> None:
-    """Keep what a member said of its syncs in a beat."""
+    """Store the sync states that a heartbeat reports."""
     for state in states:
         entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
         store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
 
 
 def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
-    """Who lives and takes part, the earlier first.
+    """Return the live members of a sync, the earliest first.
 
     Raises:
         HubUnavailable: the store did not answer.

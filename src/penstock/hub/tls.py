@@ -1,4 +1,4 @@
-"""What members show each other and check: certificates of the fleet's own authority, at doors and for weight bytes.
+"""Mutual TLS between members: certificates of the fleet's own authority, for their servers and for weight bytes.
 
 In: the files of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE`, `PENSTOCK_KEY_FILE`. Out: a context for each side.
 Not here: the hub's certificate (`auth`, `server`), tokens and grants, which are asked for all the same.
