@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
 from penstock.integrations import replica
+from penstock.integrations.vllm_log import vllm_logger
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,7 @@ OPTIONS = ("device", "distributed", "memory_bytes", "storage_options", "verify",
 """Keys of `--model-loader-extra-config`: of `penstock.stream`, but for `distributed`; then those of a fleet."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
-_logger = logging.getLogger("vllm.penstock")
-"""Below vLLM's own, which alone it configures: what is said here is seen."""
+_logger = vllm_logger()
 
 
 def register() -> None:

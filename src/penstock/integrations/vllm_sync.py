@@ -14,7 +14,6 @@ Written for vLLM 0.32 and 0.33.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,9 +30,10 @@ from vllm.distributed.weight_transfer.base import (
 from penstock import api
 from penstock.errors import ConfigError, PeerLost
 from penstock.hub.auth import first_token
+from penstock.integrations.vllm_log import vllm_logger
 from penstock.integrations.vllm_twin import Twin
 
-_logger = logging.getLogger("vllm.penstock")
+_logger = vllm_logger()
 _TOLD_BYTES = 1024
 """Of an error's text, to the other workers."""
 

@@ -1,0 +1,48 @@
+"""Loggers are those of Python, under `penstock`; vLLM's handlers show ours where nothing else would."""
+
+from __future__ import annotations
+
+import ast
+import io
+import logging
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.integrations.vllm_log import NAME, vllm_logger
+
+SOURCE = Path(penstock.__file__).parent
+
+
+def names(source: str) -> list[str]:
+    """Names of loggers that a module logs by; those it only looks at are assigned to `theirs`."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "logging.getLogger" and call.args]
+
+
+def test_every_logger_is_under_penstock_and_documented() -> None:
+    found = {name for path in SOURCE.rglob("*.py") for name in names(path.read_text(encoding="utf-8"))}
+    texts = {name.strip("'") for name in found if name.startswith("'")}
+    assert {name for name in texts if not name.startswith("penstock.")} == {"vllm"}  # whose handlers are looked at
+    docs = (SOURCE.parents[1] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    documented = texts - {"vllm", "penstock.hub.parser"}
+    assert [name for name in sorted(documented | {NAME}) if f"`{name}`" not in docs] == []
+
+
+def test_importing_configures_nothing() -> None:
+    assert not logging.getLogger("penstock").handlers
+
+
+def test_vllms_handlers_show_our_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, ours, theirs = io.StringIO(), logging.getLogger(NAME), logging.getLogger("vllm")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for logger in (ours, theirs):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+    assert not vllm_logger().handlers  # vLLM is not configured
+    theirs.addHandler(logging.StreamHandler(written))
+    theirs.setLevel(logging.INFO)
+    vllm_logger().info("loaded")
+    vllm_logger().info("again")
+    assert written.getvalue() == "loaded\nagain\n"
