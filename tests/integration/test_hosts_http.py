@@ -42,12 +42,12 @@ from penstock.testing.transport_suite import sample
 from penstock.http import server as http_server
 from penstock.transport.descriptor import encode
 from penstock.transport.http import HttpTransport
-from penstock.http.connection import Wire
+from penstock.http.connection import HttpConnection
 from penstock.transport.protocol import Memory
 
 if sys.argv[2] == "slow":
-    real, http_server.PIECE_BYTES = Wire.send, 64 << 10
-    Wire.send = lambda self, views: (time.sleep(0.01), real(self, views))[1]
+    real, http_server.PIECE_BYTES = HttpConnection.send, 64 << 10
+    HttpConnection.send = lambda self, views: (time.sleep(0.01), real(self, views))[1]
 transport = HttpTransport()
 buffer = bytearray(sample(int(sys.argv[1])))
 handle = transport.register(Memory.of_buffer(buffer))

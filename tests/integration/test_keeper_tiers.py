@@ -253,7 +253,7 @@ def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="no disk"):
         ps.Keeper(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ps.ConfigError, match="cannot keep bytes there"):
+    with pytest.raises(ps.ConfigError, match="cannot write spilled bytes"):
         ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "file")
 
 

@@ -67,7 +67,7 @@ def ordinal(device: str) -> int:
     """The number of a CUDA device. ConfigError for another one."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
-        raise ConfigError(f"this reaches CUDA memory only, not {device}", hint="say which: cuda:0")
+        raise ConfigError(f"CUDA memory is required, not {device}", hint="say which: cuda:0")
     return int(index)
 
 

@@ -85,12 +85,12 @@ class Planes:
             return np.frombuffer(stored, np.uint8)
         try:
             if zstandard.frame_content_size(stored) != count:
-                raise FormatError("a plane of another length than its block's")
+                raise FormatError("the length of a plane differs from its block's")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise FormatError(f"a damaged plane: {error}") from error
         if len(plain) != count:
-            raise FormatError("a plane of another length than it says")
+            raise FormatError("the length of a plane differs from the length it states")
         return np.frombuffer(plain, np.uint8)
 
 

@@ -100,7 +100,7 @@ class _Wire(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if self._head_deadline_s is not None and time.monotonic() > self._head_deadline_s:
-            raise TimeoutError("the answer's head did not come to its end")
+            raise TimeoutError("the server did not finish the response headers in time")
         flags = socket.MSG_WAITALL if self.fill and not self._tls else 0
         try:
             return self._sock.recv_into(buffer, 0, flags)
@@ -240,7 +240,7 @@ class Pool:
         try:
             sock = socket.create_connection(where, timeout=self._silence_s)
         except UnicodeError as error:
-            raise ConfigError("a host name that is none") from error
+            raise ConfigError("the URL's host name is not valid") from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls:

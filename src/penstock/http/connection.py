@@ -113,7 +113,7 @@ class HttpConnection:
                 raise FormatError("a head without an end")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError("the head did not come to its end")
+                raise TimeoutError("the peer did not finish the message head in time")
             self.set_pace(max(left, 0.001))
             had, got = bool(found), self._receive(4096)
             if not got:
@@ -130,7 +130,7 @@ class HttpConnection:
             self.set_pace(max(deadline - time.monotonic(), 0.001))
             got = self._receive(nbytes - len(found))
             if not got or time.monotonic() > deadline:
-                raise TimeoutError("the body did not come to its end")
+                raise TimeoutError("the peer did not finish the message body in time")
             found += got
         return found
 

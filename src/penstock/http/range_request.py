@@ -161,7 +161,7 @@ class Exchange:
             why_not = self._address.moved(self._url, location)
             if why_not:
                 raise SourceUnavailable(why_not, uri=self._uri)
-        raise SourceUnavailable(f"it redirects more than {_MAX_REDIRECTS} times", uri=self._uri)
+        raise SourceUnavailable(f"the server redirects more than {_MAX_REDIRECTS} times", uri=self._uri)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.put(self._url, self._connection, None if kind else self.reply)
@@ -239,7 +239,7 @@ class Exchange:
             self.check()
             nbytes = self._content_range()[2] if self.reply.status == 206 else self.reply.length
         if nbytes is None:
-            raise self._protocol("the server does not tell the size")
+            raise self._protocol("the server does not send the size")
         return Validators(etag=headers.get("ETag", ""), last_modified=headers.get("Last-Modified", ""), nbytes=nbytes)
 
     def readinto(self, view: memoryview) -> int:

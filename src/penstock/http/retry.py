@@ -118,7 +118,7 @@ class Patience:
         if wait_s is not None:
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
-                message = f"it asked to wait for {self._stall_s:.1f} s and gave no byte ({why})"
+                message = f"the server asked to wait for {self._stall_s:.1f} s and sent no byte ({why})"
                 hint = "raise stall_s to wait longer"
                 raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range, hint=hint) from cause
             pause_s = min(max(pause_s, wait_s), left_s)

@@ -59,7 +59,7 @@ class Arena:
             return cls._on_host(nbytes)
         if name.partition(":")[0] == "cuda":
             return cls._on_cuda(nbytes, name)
-        raise ConfigError(f"no arenas on {name}", hint="use cpu or cuda")
+        raise ConfigError(f"cannot make an arena on {name}", hint="use cpu or cuda")
 
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
@@ -78,7 +78,7 @@ class Arena:
             region = torch.empty(max(nbytes, ALIGN_BYTES), dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
-            message = f"{device} has {free} of {total} bytes free, {nbytes} are needed in one piece"
+            message = f"{device} has {free} of {total} bytes free; {nbytes} contiguous bytes are needed"
             raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
         return cls(str(region.device), region.data_ptr(), nbytes, region)
 

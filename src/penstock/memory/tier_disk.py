@@ -88,7 +88,7 @@ class SpillRoom:
         got: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
         leaf_digests(into, LEAF_BYTES, got)
         if not np.array_equal(got, self._leaves[first : first + len(got)]):
-            message = "bytes that were put there come back changed"
+            message = "cannot use spilled bytes: their digest differs from the one at the time of writing"
             raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
 
     def settle(self) -> None:
@@ -125,7 +125,7 @@ class SpillTier:
             self.directory.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            message = f"cannot keep bytes there: {error.strerror}"
+            message = f"cannot write spilled bytes: {error.strerror}"
             raise ConfigError(message, uri=str(directory), hint="name a directory of a local disk") from error
 
     def open_room(self, nbytes: int) -> SpillRoom:

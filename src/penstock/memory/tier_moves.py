@@ -103,7 +103,7 @@ class Moves:
         """The right to move. SourceStalled: another's move gets nowhere."""
         while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
             if time.monotonic() - self._progress > self._stall_s:
-                raise SourceStalled(f"another move of these tiers got nowhere for {self._stall_s} s")
+                raise SourceStalled(f"another move between these tiers made no progress for {self._stall_s} s")
         self._note()
         try:
             yield
@@ -294,7 +294,7 @@ class Moves:
             least = used[at] + charge
         if least > level.budget_bytes:
             name, others = self.names[at], least - charge
-            message = f"{charge} bytes do not fit beside {others} that stay in {name}, of {level.budget_bytes}"
+            message = f"{charge} bytes do not fit in {name}: {others} of its {level.budget_bytes} bytes cannot be moved"
             raise BudgetTooSmall(message, minimum_bytes=least)
 
     def _may_leave(self, entry: Entry) -> bool:

@@ -56,7 +56,7 @@ class Tiers(Closing):
         entry = Entry(block, fill, again, tenant, moves.source)
         with moves.state:
             if block in moves.entries:
-                raise ConfigError(f"{block} is in these tiers already")
+                raise ConfigError(f"{block} was put in these tiers already")
             moves.entries[block] = entry
         if to == moves.source:
             moves.idle(entry)

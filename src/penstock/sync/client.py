@@ -142,7 +142,9 @@ class SyncClient(PeerClient):
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
         if len(reply.digests) != 8 * len(strips):
-            raise FormatError("it sent another number of digests than it was asked for", uri=self._uri())
+            raise FormatError(
+                "the peer answered with a different number of digests than was requested", uri=self._uri()
+            )
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
 
     def progress(self, progress: Progress) -> None:

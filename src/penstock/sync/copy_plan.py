@@ -86,7 +86,7 @@ class Copy:
     def __init__(self, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips | None = None) -> None:
         sizes = [memory.nbytes for memory in src]
         if sizes != [memory.nbytes for memory in dst]:
-            raise PlanError(f"memories of {sizes} bytes are copied to others than such")
+            raise PlanError(f"cannot copy: the source has memories of {sizes} bytes, the destination has others")
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
             at = np.flatnonzero(sizes)

@@ -81,7 +81,7 @@ class LocalVersion:
     ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
-            raise PlanError(f"{layout.member}: a layout of other regions than its memory")
+            raise PlanError(f"{layout.member}: the layout's regions differ from the memory's")
         self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
@@ -131,7 +131,7 @@ class LocalVersion:
         with self.changed:
             self._check_open()
             if self.version is None:
-                raise PlanError("rows are ready in no version", hint="begin() one")
+                raise PlanError("cannot mark rows as ready: no version was begun", hint="begin() one")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             for name in {memory.device for memory in self.regions.memories} - {"cpu"}:
                 event = torch.cuda.Event()
@@ -157,7 +157,7 @@ class LocalVersion:
         with self.changed:
             self._check_open()
             if self.version is None:
-                raise StaleDescriptor("no version is held now", uri=self.layout.member)
+                raise StaleDescriptor("this rank has no version now", uri=self.layout.member)
             return VersionMap(
                 member=self.layout.member,
                 version=self.version,

@@ -122,9 +122,9 @@ class Membership:
             reply = self.member.sync(self.name, grants=(member,))
             known = next((one for one in reply.members if one.member == member), None)
             if known is None and reply.is_new:
-                raise NotFound("the hub is new, and has not heard of this member yet", uri=f"penstock:{member}")
+                raise NotFound("the hub was restarted, and does not know this member yet", uri=f"penstock:{member}")
             if known is None:
-                raise PeerLost("it takes no part in this sync any more", uri=f"penstock:{member}")
+                raise PeerLost("it left this sync", uri=f"penstock:{member}")
         sync_client = self._make(known, self.stall_s)
         try:
             session = sync_client.open(session)

@@ -93,7 +93,7 @@ class Planner:
             if not _missing(holders) and holders[0].state.side == "publisher":
                 raise
             # Receivers have what they wanted, which need not be all that this one wants.
-            message = f"who has version {version} has not all of it that is wanted: {error.message}"
+            message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
         same = request.have_key == made.plan.key
         return PartReply(version=version, run=run, key=made.plan.key, part=None if same else raw)
@@ -139,7 +139,7 @@ class Planner:
             return False
         layout = decode(request.layout, Layout)
         if layout.member != asker or layout.digest() != request.digest:
-            raise PlanError(f"{asker} sent a layout of {layout.member}, or not the one it says")
+            raise PlanError(f"{asker} sent a layout of {layout.member}, or one whose digest differs from its request")
         layout.check()
         with self._lock:
             self._wants[asker] = request.digest, layout
@@ -182,7 +182,7 @@ class Planner:
             return run, f"version {version} is not published yet"
         if any(one.state.state == "updating" and one.member != asker for one in members):
             return run, f"version {version} is being taken by others, who may give it then"
-        raise StaleDescriptor(f"version {version} can be read of nobody any more; take the next")
+        raise StaleDescriptor(f"no member has version {version} any more; update to the next one")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
         """The plan of these holders for all receivers known, and the asker's part."""
@@ -255,7 +255,7 @@ class Planner:
                         raise
                     continue
                 if layout.digest() != one.state.layout:
-                    raise NotFound(f"{one.member} holds another layout than it said")
+                    raise NotFound(f"{one.member} has a different layout than it reported")
                 with self._lock:
                     self._held[one.state.layout] = layout
             found.append((one, layout))
@@ -263,7 +263,7 @@ class Planner:
             current = {one.state.layout for one in self._membership.look(max_age_s=60.0)}
             self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
         if not found:
-            raise StaleDescriptor("who had that version is gone; take the next")
+            raise StaleDescriptor("the members that had this version are gone; update to the next one")
         return found
 
 

@@ -127,7 +127,7 @@ class SyncHandler:
 
     def _open(self, request: SessionRequest) -> Session:
         if request.key != self._key:
-            raise NotFound("this member takes no part in that sync")
+            raise NotFound("this member is not in this sync")
         self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
         session = secrets.token_hex(16)
         with self._lock:
@@ -175,7 +175,7 @@ class SyncHandler:
     def _holding(self) -> LocalVersion:
         held = self._held()
         if held is None:
-            raise NotFound("this member holds nothing yet")
+            raise NotFound("this member has no version yet")
         return held
 
     def _map(self, version: int, wait_s: float) -> VersionMap:
@@ -194,7 +194,7 @@ class SyncHandler:
                 held.changed.wait(min(left, 0.1))
             found = held.map()  # StaleDescriptor between versions
         if found.version != version:
-            raise StaleDescriptor(f"version {version} is past; {found.version} is held")
+            raise StaleDescriptor(f"version {version} was replaced by version {found.version}")
         return found
 
     def _digests(self, request: DigestRequest) -> DigestReply:

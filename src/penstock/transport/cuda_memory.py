@@ -115,7 +115,7 @@ class Mapped:
     def at(self, offset: int, source: Descriptor) -> int:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.nbytes:
-            message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.nbytes}"
+            message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.nbytes} bytes"
             raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
         return self.address + offset
 

@@ -112,7 +112,7 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
                 received += len(fds)
                 if not fds or received > count:
                     _close_all(fds)
-                    raise StaleDescriptor(f"{received} of {count} pieces of memory were given", uri=uri)
+                    raise StaleDescriptor(f"{received} of {count} pieces of memory were received", uri=uri)
                 yield from _each(fds)
         except TimeoutError as error:
             raise SourceStalled(f"no answer in {TIMEOUT_S} s", uri=uri) from error

@@ -165,7 +165,7 @@ class PeerGenerationTable:
             raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
         if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
             os.close(fd)
-            raise PeerLost(f"process {address.pid} is not the one that gave the descriptor", uri=uri)
+            raise PeerLost(f"process {address.pid} is not the one that made the descriptor", uri=uri)
         return cls(source.endpoint, address.pid, fd, mapped)
 
     def generation(self, slot: int) -> int:

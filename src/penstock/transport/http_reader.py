@@ -294,13 +294,13 @@ class _Carrier:
             self.close()
             fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
             if fruitless >= MAX_FRUITLESS:
-                read.fail(PeerLost(f"{fruitless} connections in a row came to nothing: {why}", uri=read.uri))
+                read.fail(PeerLost(f"{fruitless} connections in a row ended without a byte: {why}", uri=read.uri))
 
     def _connect(self, uri: str) -> HttpConnection:
         try:
             self._wire = HttpConnection(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
         except ssl.SSLError as error:
-            raise PermissionDenied(f"no TLS with the peer: {error}", uri=uri) from error
+            raise PermissionDenied(f"cannot set up TLS with the peer: {error}", uri=uri) from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
             raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
         return self._wire
@@ -336,7 +336,7 @@ class _Carrier:
             if is_coded:
                 choice.declined()
             if content_length(found) != sum(asked[1]) + TRAILER.size:
-                raise FormatError("an answer of another length than was asked for", uri=read.uri)
+                raise FormatError("the peer answered with a different length than was requested", uri=read.uri)
             return self._receive(wire, part, sum(asked[1]), behind)
         finally:
             choice.end(is_coded)
@@ -381,7 +381,7 @@ class _Carrier:
             behind = wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD], behind)
             got = block_bytes(buffer[:nbytes])
             if got > left:
-                raise FormatError("more came than was asked for", uri=read.uri)
+                raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
             _place(front(part.views, got), got, buffer[:nbytes], self._planes)
             left -= got
             self._landed(part, got, nbytes, is_coded=True)
@@ -389,7 +389,7 @@ class _Carrier:
         if read.error is not None:
             return False
         if nbytes != TRAILER.size:
-            raise FormatError("more came than was asked for", uri=read.uri)
+            raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
         wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD + 2], behind)
         self._peer.progress_at = time.monotonic()
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
@@ -408,7 +408,7 @@ def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Plan
         planes.decode(frame, np.frombuffer(views[0], np.uint8))
         return
     if sum(map(len, views)) != nbytes:
-        raise FormatError("a block of more runs than one is sent of")
+        raise FormatError("the peer sent a block that covers more runs than the request")
     block, at = np.empty(nbytes, np.uint8), 0
     planes.decode(frame, block)
     for view in views:

@@ -194,7 +194,7 @@ class NixlTransport:
             self._check_open()
             if not self._free_slots:
                 hint = "put the tensors into one arena and register that"
-                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all there is room for", hint=hint)
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is the most at one time", hint=hint)
             slot = self._free_slots.pop()
             try:
                 handle = NixlHandle(self, memory, slot)

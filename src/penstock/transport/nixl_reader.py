@@ -209,7 +209,7 @@ class Reader:
     def _scratch_word(self) -> Iterator[int]:
         with self._lock:
             if not self._free:
-                raise ConfigError(f"{NUM_SCRATCH} reads are waited for at once, which is all there is room for")
+                raise ConfigError(f"{NUM_SCRATCH} reads are waited for at once, which is the most at one time")
             slot = self._free.pop()
         try:
             yield slot

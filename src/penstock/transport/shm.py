@@ -63,7 +63,7 @@ class MappedMemory:
     def at(self, offset: int, source: Descriptor) -> int:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.array.nbytes:
-            message = f"{source.nbytes} bytes from {offset} are said to lie in memory of {self.array.nbytes}"
+            message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.array.nbytes} bytes"
             raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
         return self.address + offset
 

@@ -340,7 +340,7 @@ def test_damage_on_disk_is_found_and_read_anew(tmp_path: Path, caplog) -> None:
         tiers.drop(block(0))
         tiers.put(block(1), source.of(block(1)), again=False)
         tiers.demote(block(1))
-        with pytest.raises(IntegrityError, match="come back changed"):
+        with pytest.raises(IntegrityError, match="cannot use spilled bytes"):
             tiers.promote(block(1))
         assert tiers.where([block(1)]) == ["disk"]
     assert not list(tmp_path.iterdir())

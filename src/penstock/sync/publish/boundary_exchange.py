@@ -87,7 +87,9 @@ class BoundaryPlanner:
                     return PartReply(needs_layout=True)
                 told = decode(request.layout, Layout)
                 if told.member != asker or told.digest() != request.digest:
-                    raise PlanError(f"{asker} sent a layout of {told.member}, or not the one it says")
+                    raise PlanError(
+                        f"{asker} sent a layout of {told.member}, or one whose digest differs from its request"
+                    )
                 self._wants[asker] = request.digest, told
             if request.version != self._version:
                 return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
@@ -297,7 +299,7 @@ class BoundaryExchange:
             part = decode(reply.part, Part)
             self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
         if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
-            raise PlanError("rank 0 sent no part, or not the one it says")
+            raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
         return bool(self._want.names)
 
     def _asked(self, request: PartRequest, run: str) -> PartReply:

@@ -73,7 +73,9 @@ def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: 
             if rivals:
                 raise ConfigError(f"rank {rank} of {membership.name!r} is {rivals[0].called} already")
             hint = "start all ranks of the trainer with the same world_size, rank 0 among them"
-            raise SourceStalled(f"no rank 0 of {world_size} published {membership.name!r} in {stall_s:g} s", hint=hint)
+            raise SourceStalled(
+                f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s", hint=hint
+            )
         time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
 
 

@@ -72,7 +72,7 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     unused = ", ".join(recording.unused[:5])
     hint = f"published and not used: {unused}" if unused else "give strict=False if they are not to be published"
-    raise PlanError("the publishers fill not all parameters:\n  " + "\n  ".join(lines), hint=hint)
+    raise PlanError("the publishers do not fill all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 
 def to_arenas(params: Target) -> None:

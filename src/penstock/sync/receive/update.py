@@ -291,7 +291,7 @@ class UpdateLoop:
                 part, buffers.into, names=names, watermark_bytes=watermark, stall_s=self._stall_s, delta=Delta()
             )
         if self._transfer is None or self._transfer.part.key != reply.key:
-            raise PlanError("the planner sent no part, or not the one it says")
+            raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
         return reply
 
     def _read(
@@ -356,7 +356,7 @@ class UpdateLoop:
         for strips, wanted in transfer.proven:
             if (held.regions.digests(strips) != wanted).any():
                 self.fence()
-                message = "what was received was changed here since; it is given to nobody"
+                message = "weights were modified after the update; this process no longer serves them"
                 raise StaleDescriptor(message, hint="give serve=False where the engine changes weights in place")
 
     def reopen(self, version: int) -> bool:
