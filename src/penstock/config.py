@@ -125,7 +125,7 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """What CUDA_VISIBLE_DEVICES names, up to the first that is none, as `-1`; None: nothing is hidden."""
+    """Return what CUDA_VISIBLE_DEVICES names, up to the first that is none, as `-1`; None: nothing is hidden."""
     shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
@@ -134,7 +134,7 @@ SHARED_TMP = Path("/tmp")  # only directories of mode 700 that this user owns ar
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
-    """Where the sockets and locks of this user's hub are; it may not be there yet.
+    """Return where the sockets and locks of this user's hub are; it may not be there yet.
 
     `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; where another user took
     that name, the oldest `/tmp/penstock-UID-*` that is this user's, which is made if there is none.
@@ -192,7 +192,7 @@ def _is_private(path: Path) -> bool:
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
-    """Every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
+    """Return every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
     environ = os.environ if environ is None else environ
     found = []
     for item in fields(Settings):

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
-    """A set, for whose members `let_go` is called in every child that is forked from now on."""
+    """Return a set; `let_go` is called for its members in every child that is forked from now on."""
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:

@@ -87,7 +87,7 @@ _BITS: Mapping[DType, int] = {
 
 
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
-    """Bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
+    """Return bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
     bits = num_elements * dtype.bits
     if bits % 8:
         raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
@@ -109,7 +109,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """The whole of a tensor of `shape`."""
+        """Return the whole of a tensor of `shape`."""
         return cls(start=(0,) * len(shape), stop=tuple(shape))
 
     @property
@@ -146,7 +146,7 @@ class TensorTable:
         return iter(self.names)
 
     def take(self, rows: Sequence[int]) -> TensorTable:
-        """The table of these rows, in this order."""
+        """Return the table of these rows, in this order."""
         at = np.asarray(rows, dtype=np.int64)
         return TensorTable(
             names=tuple(self.names[i] for i in rows),

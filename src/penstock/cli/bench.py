@@ -177,7 +177,7 @@ def drop_cached(files: Sequence[str]) -> None:
 
 
 def _local_files(uri: str) -> list[str]:
-    """The files behind a URI when they are local; none otherwise."""
+    """Return the files behind a URI when they are local; none otherwise."""
     from penstock.storage import is_remote, local_path
     from penstock.storage.locate import resolve
 

@@ -159,7 +159,7 @@ def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[li
 
 
 def _hear(pipe: Connection) -> Any:
-    """What a process says next. SourceStalled, PeerLost: it does not, or is gone."""
+    """Return what a process says next. SourceStalled, PeerLost: it does not, or is gone."""
     if not pipe.poll(DEADLINE_S):
         raise SourceStalled(f"a process of the benchmark said nothing for {DEADLINE_S:g} s")
     try:
@@ -214,7 +214,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
 
 
 def _device(device: str, number: int) -> str:
-    """The device of one of the processes: `cuda` is spread over all there are."""
+    """Return the device of one of the processes: `cuda` is spread over all there are."""
     import torch
 
     return f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device

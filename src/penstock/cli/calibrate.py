@@ -73,7 +73,7 @@ def calibrate() -> Rates:
 
 
 def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
-    """The quickest of some runs, after one that warms up."""
+    """Return the quickest of some runs, after one that warms up."""
     work()
     best = float("inf")
     for _ in range(repeat):
@@ -144,7 +144,7 @@ def _quantise(on_device: bool) -> float | None:
 
 
 def _posting() -> tuple[float, float, float]:
-    """What a read costs beside its bytes, what a further long run, and what a short one."""
+    """Return what a read costs beside its bytes, what a further long run, and what a short one."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory
@@ -169,7 +169,7 @@ def _posting() -> tuple[float, float, float]:
 
 
 def _answer() -> float:
-    """A small question over a kept connection, answered."""
+    """Return the seconds that a small request over a kept connection takes."""
     with _answering() as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
 

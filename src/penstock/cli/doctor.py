@@ -133,7 +133,7 @@ def find_devices() -> list[Fact]:
 
 
 def find_engines() -> list[Fact]:
-    """What each way of moving or checking bytes needs, and whether it is here."""
+    """Return what each way of moving or checking bytes needs, and whether it is here."""
     kernel = os.uname().release
     direct = "yes" if hasattr(os, "O_DIRECT") else "no"
     nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"

@@ -85,7 +85,7 @@ def _rest(keeper: api.Keeper) -> str:
 
 
 def model_name(uri: str) -> str:
-    """What a weight set is called where nobody says: the last part of its path. ConfigError for a glob."""
+    """Return what a weight set is called where nobody says: the last part of its path. ConfigError for a glob."""
     last = PurePosixPath(urlsplit(uri).path or uri).name
     for ending in (".index.json", ".safetensors"):
         last = last.removesuffix(ending)

@@ -64,7 +64,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def exit_code(error: PenstockError) -> int:
-    """The exit code of an error: usage, or by whether the destination was touched."""
+    """Return the exit code of an error: usage, or by whether the destination was touched."""
     if isinstance(error, ConfigError):
         return USAGE
     return DIRTY if error.mutated else FAILED
@@ -113,7 +113,7 @@ def _lost(more: str = "") -> OSError | None:
 
 
 def _lost_code(lost: OSError) -> int:
-    """The exit code of output that was lost: its reader had enough of it, or it is said why."""
+    """Return the exit code of output that was lost: its reader had enough of it, or it is said why."""
     if isinstance(lost, BrokenPipeError):
         return CLOSED
     output.note(f"penstock: stdout cannot be written: {lost.strerror}")

@@ -13,7 +13,7 @@ import typer
 
 
 def given(name: str, metavar: str, help: str) -> Any:
-    """An option without a default that is worth showing."""
+    """Return an option without a default that is worth showing."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
 
 

@@ -63,7 +63,7 @@ BucketBytes = Annotated[str, typer.Option("--bucket-bytes", metavar="BYTES", hel
 def both_sides(
     model: str, trainers: int, receivers: int, *, shards: int, tp: int, whole_experts: bool, fp8: bool
 ) -> tuple[list[Layout], list[Layout]]:
-    """What each rank of a sync holds, and what each wants, as the options describe them."""
+    """Return what each rank of a sync holds, and what each wants, as the options describe them."""
     from penstock.plan.shapes import receiver_layouts, trainer_layouts
 
     shapes = read_shapes(model)
@@ -180,7 +180,7 @@ def simulate_convert(
 
 
 def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
-    """A described cluster by name or from a file, and the rates of its stages. ConfigError: neither."""
+    """Return a described cluster by name or from a file, and the rates of its stages. ConfigError: neither."""
     known = CLUSTERS.get(cluster)
     hint = f"names known: {', '.join(CLUSTERS)}"
     described = known[0] if known else from_json(_read(Path(cluster), hint), Cluster)
@@ -191,7 +191,7 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
 
 
 def read_rates(path: Path) -> Rates:
-    """The rates of a machine's stages from a file. ConfigError: they cannot be read."""
+    """Return the rates of a machine's stages from a file. ConfigError: they cannot be read."""
     speeds = from_json(_read(path, "penstock doctor --calibrate FILE writes it"), Rates)
     speeds.check()
     return speeds

@@ -88,7 +88,7 @@ def _show(found: Status, model: str | None, format: Format) -> None:
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
-    """A row a holding; a member that holds nothing and syncs nothing has one, too."""
+    """Return one row for each set of weights; a member without weights or syncs has a row too."""
     who = _who(member)
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
@@ -105,7 +105,7 @@ def _who(member: MemberStatus) -> str:
 
 
 def _sync_rows(member: MemberStatus) -> list[list[object]]:
-    """A row a rank of a sync."""
+    """Return one row for each rank of a sync."""
     return [
         [
             _who(member),

@@ -51,12 +51,12 @@ def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
 
 
 def name_order(table: TensorTable) -> list[int]:
-    """Rows sorted by name: the order of the root, whatever the files are."""
+    """Return rows sorted by name: the order of the root, whatever the files are."""
     return sorted(range(len(table)), key=table.names.__getitem__)
 
 
 def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
-    """The leaves of `rows`, in that order.
+    """Return the leaves of `rows`, in that order.
 
     Args:
         leaves: [counts.sum()] row after row.
@@ -101,7 +101,7 @@ def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
 
 
 def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
-    """The revision of a weight set whose rows are sorted by name.
+    """Return the revision of a weight set whose rows are sorted by name.
 
     Args:
         body: `canonical` of the sorted table.

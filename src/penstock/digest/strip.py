@@ -55,7 +55,7 @@ class Strips:
         return self.at + (self.num_rows - 1) * self.pitch + self.run_bytes
 
     def is_packed(self) -> npt.NDArray[np.bool_]:
-        """Which lie in one piece."""
+        """Return which rows lie in one piece."""
         packed: npt.NDArray[np.bool_] = (self.num_rows == 1) | (self.pitch == self.run_bytes)
         return packed
 
@@ -85,7 +85,7 @@ def memory_at(address: int, nbytes: int) -> Bytes:
 
 
 def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
-    """The digest of each strip of host memory.
+    """Return the digest of each strip of host memory.
 
     Args:
         memory: what the strips' offsets count in; they were checked.

@@ -39,7 +39,7 @@ _ACCUMULATORS = (
 
 
 def constants() -> npt.NDArray[np.uint64]:
-    """What every kernel reads: [328] uint64.
+    """Return what every kernel reads: [328] uint64.
 
     At o in 0..184 the secret's eight bytes from byte o; at INIT_AT the accumulators' first values; at KEYS_AT the keys
     of the sixteen stripes of a block, eight each.

@@ -61,7 +61,7 @@ class Expected:
         return self._rows[at[0] : at[1]]
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
-        """The error for a leaf (counted within its row) that differs."""
+        """Return the error for a leaf (counted within its row) that differs."""
         table, start = self.plan.table, leaf * self.leaf_bytes
         return _fault(table, row, start, self.leaf_bytes, self._uris[int(table.file_index[row])])
 
@@ -119,7 +119,7 @@ class TensorChecker:
 
 
 def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) -> IntegrityError:
-    """The error for a leaf that begins `start` bytes into a row's tensor."""
+    """Return the error for a leaf that begins `start` bytes into a row's tensor."""
     stop, offset = min(start + leaf_bytes, int(table.nbytes[row])), int(table.offset[row])
     return IntegrityError(
         f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",

@@ -29,7 +29,7 @@ def place_on(
 
 
 def registrar_of(device: torch.device) -> Registrar | None:
-    """What pins host memory for a device; None where none does."""
+    """Return what pins host memory for a device; None where none does."""
     if device.type != "cuda":
         return None
     from penstock.engine.place_cuda import CudaRegistrar

@@ -32,7 +32,7 @@ class Pending(Protocol):
     """Device work in flight."""
 
     def done(self) -> bool:
-        """Whether it completed; never blocks. Raises what the device reports."""
+        """Return whether it completed; never blocks. Raises what the device reports."""
         ...
 
 
@@ -114,7 +114,7 @@ class Executor:
         self._running: list[Step | None] = [None] * num_threads
 
     def is_busy(self) -> bool:
-        """Whether a thread is inside a step."""
+        """Return whether a thread is inside a step."""
         return any(step is not None for step in self._running)
 
     def post(self, *steps: Step) -> None:
@@ -144,7 +144,7 @@ class Executor:
             thread.join()
 
     def _next(self, in_flight: bool) -> Step | None:
-        """The next step; None when there is none now (with work in flight) or will be none."""
+        """Return the next step; None when there is none now (with work in flight) or will be none."""
         with self._state:
             if not self._heap and in_flight:
                 self._state.wait(_POLL_S)
@@ -225,7 +225,7 @@ def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
 
 
 def _thread_limits() -> str:
-    """What limits the threads of this process, for a message."""
+    """Return what limits the threads of this process, for a message."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
     with contextlib.suppress(OSError, IndexError):
@@ -251,11 +251,11 @@ class HostedExecutor:
         self._wake = wake
 
     def is_busy(self) -> bool:
-        """Whether a step is in flight."""
+        """Return whether a step is in flight."""
         return bool(self._in_flight)
 
     def has_steps(self) -> bool:
-        """Whether a posted step waits for its turn."""
+        """Return whether a posted step waits for its turn."""
         return bool(self._steps)
 
     def post(self, *steps: Step) -> None:

@@ -38,7 +38,7 @@ class FetchStep(Step, Protocol):
     """A step that a ring can carry out."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """The read, its buffer acquired; None: run the step as any other; "later": there is no room now."""
+        """Return the read, its buffer acquired; None: run the step as any other; "later": there is no room now."""
         ...
 
     def arrived(self) -> None:
@@ -88,7 +88,7 @@ class RingFetch:
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
-        """Whether a read is in flight."""
+        """Return whether a read is in flight."""
         return bool(self._flying) or self._threads.is_busy()
 
     def post(self, *steps: FetchStep) -> None:
@@ -191,7 +191,7 @@ class RingFetch:
 
 
 def _fault(one: _Flying, code: int) -> SourceError:
-    """The error of a read that ended with this errno; 0: the file ended."""
+    """Return the error of a read that ended with this errno; 0: the file ended."""
     span = (one.read.offset + one.num_read, one.read.offset + one.read.nbytes)
     if code:
         return typed_error(OSError(code, os.strerror(code)), one.read.uri, span)

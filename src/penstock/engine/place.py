@@ -40,7 +40,7 @@ class Place(Protocol):
         ...
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
-        """The slab's own bytes `[start, stop)` where a source can write to them, else None."""
+        """Return the slab's own bytes `[start, stop)` where a source can write to them, else None."""
         ...
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
@@ -85,7 +85,7 @@ class HostPlace:
         self._slabs: list[Bytes | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
 
     def slab(self, index: int) -> Bytes:
-        """The slab's memory; the caller's once `take`n."""
+        """Return the slab's memory; the caller's once `take`n."""
         with self._lock:
             found = self._slabs[index]
             if found is None:
@@ -97,7 +97,7 @@ class HostPlace:
             return found
 
     def take(self, index: int) -> Bytes:
-        """The slab's memory, forgotten here."""
+        """Return the slab's memory, forgotten here."""
         memory = self.slab(index)
         self._slabs[index] = None
         return memory

@@ -101,7 +101,7 @@ class CudaPlace:
             raise self._no_room(sum(self._nbytes)) from error
 
     def slab(self, index: int) -> torch.Tensor:
-        """The slab, flat uint8 [nbytes]; allocated if it was not."""
+        """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
         found = self._slabs[index]
         if found is None:
             with self._lock:
@@ -120,7 +120,7 @@ class CudaPlace:
         return made
 
     def take(self, index: int) -> torch.Tensor:
-        """The slab, forgotten here."""
+        """Return the slab, forgotten here."""
         found = self.slab(index)
         self._slabs[index] = None
         return found
@@ -140,7 +140,7 @@ class CudaPlace:
         return CudaPending(self._driver, event)
 
     def _event_of(self, buffer: StagingBuffer) -> int:
-        """The handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""
+        """Return the handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""
         event = self._events.get(buffer.address)
         if event is None:
             # Torch makes an event when it is first recorded, and makes the device's context that of this thread.

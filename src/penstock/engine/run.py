@@ -164,7 +164,7 @@ class LoadRun(Closing):
         return True
 
     def segments(self, read: int) -> list[Segment]:
-        """The read's segments as tuples."""
+        """Return the read's segments as tuples."""
         return self._segments[self._seg_first[read] : self._seg_first[read + 1]]
 
     def took(self, file: int, path: str, nbytes: int) -> None:

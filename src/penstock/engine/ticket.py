@@ -110,7 +110,7 @@ class Ticket:
             self.changed.notify_all()
 
     def look(self) -> float:
-        """Seconds without a byte and without a step under way; see `Silence`. Order: while waiting."""
+        """Return seconds without a byte and without a step under way; see `Silence`. Order: while waiting."""
         received = 0 if self.received is None else self.received()
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 

@@ -54,11 +54,11 @@ class Trace:
                 self._spans.append((STAGES, name, threading.get_native_id(), start, time.perf_counter(), 0))
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds spent inside steps, per executor, summed over its threads."""
+        """Return seconds spent inside steps, per executor, summed over its threads."""
         return dict(self._busy)
 
     def take(self) -> list[Span]:
-        """The spans that were added since it was last called. One thread calls it."""
+        """Return the spans that were added since it was last called. One thread calls it."""
         taken = self._spans[:]
         del self._spans[: len(taken)]
         return taken
@@ -72,7 +72,7 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """A trace to be saved at `path`; None: busy seconds only.
+    """Return a trace to be saved at `path`; None: busy seconds only.
 
     Raises:
         ConfigError: no file can be written there. Said now, not when all has been moved.

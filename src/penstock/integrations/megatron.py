@@ -58,7 +58,7 @@ class Rule:
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Every rank has all of it, unless Megatron itself says on the parameter that it is cut."""
+    """Yield the whole tensor: every rank has all of it, unless Megatron says on the parameter that it is cut."""
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
     else:
@@ -76,7 +76,7 @@ def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tupl
 
 
 def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Rows of tokens; those that pad the vocabulary are left out."""
+    """Yield rows of tokens; those that pad the vocabulary are left out."""
     start = rank * len(tensor)
     count = min(len(tensor), grid.vocab_size - start)
     if count > 0:
@@ -204,7 +204,7 @@ MLA: Mapping[str, Rule] = {
 def from_megatron(
     params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, Rule] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """What one rank of a Megatron-Core model holds, by Hugging Face names.
+    """Return what one rank of a Megatron-Core model holds, by Hugging Face names.
 
     Args:
         params: the model chunk of this pipeline stage, or its parameters by name; layers numbered from 0 in each chunk,

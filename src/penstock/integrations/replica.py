@@ -53,7 +53,7 @@ class FleetOptions:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> FleetOptions | None:
-        """The options among an engine's extra configuration; None: it names no fleet.
+        """Return the options among an engine's extra configuration; None: it names no fleet.
 
         Raises:
             ConfigError: a value of the wrong type, or options of a fleet without its name.
@@ -75,7 +75,7 @@ class FleetOptions:
         return cls(**given)
 
     def token(self) -> str | None:
-        """The first token of the file; None without one. ConfigError: it cannot be read, or has none."""
+        """Return the first token of the file; None without one. ConfigError: it cannot be read, or has none."""
         from penstock.hub.auth import first_token
 
         return first_token(self.token_file)

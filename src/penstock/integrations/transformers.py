@@ -125,7 +125,7 @@ def weights_loader(model: Any) -> Load:
 def checkpoint_shards(
     model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """What this rank holds of a model, FSDP2's shards or all of it, under the names that engines ask for.
+    """Return what this rank holds of a model, FSDP2's shards or all of it, under the names that engines ask for.
 
     Where the class merges what a checkpoint has apart (experts), this takes it apart again: views, nothing is copied.
 
@@ -155,7 +155,7 @@ def checkpoint_shards(
 def _filled(
     concrete: Any, config: Any, kind: Any, device: Any, uri: str, table: TensorTable, arguments: Mapping[str, Any]
 ) -> Any | None:
-    """The model filled in place; None where the checkpoint does not fit it tensor by tensor."""
+    """Return the model filled in place; None where the checkpoint does not fit it tensor by tensor."""
     import torch
     from transformers import initialization
 
@@ -179,7 +179,7 @@ def _filled(
 
 
 def _converted(concrete: Any, config: Any, kind: Any, device: Any, uri: str, arguments: Mapping[str, Any]) -> Any:
-    """The model by from_pretrained, given the tensors: merged, split and cast by transformers."""
+    """Return the model by from_pretrained, given the tensors: merged, split and cast by transformers."""
     from penstock import api
 
     weights = api.load(uri, device=device, **arguments)
@@ -230,7 +230,7 @@ def _first_floating(table: TensorTable) -> Any:
 
 
 def _concrete(model_class: Any, config: Any) -> Any:
-    """The class itself, or what an Auto class means by this config. ConfigError if it means nothing."""
+    """Return the class itself, or what an Auto class means by this config. ConfigError if it means nothing."""
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         return model_class

@@ -76,7 +76,7 @@ def read_options(extra: Any) -> dict[str, Any]:
 
 
 def _loader_class() -> type[Any]:
-    """The loader, a subclass of vLLM's default one: made when vLLM is there to be subclassed."""
+    """Return the loader, a subclass of vLLM's default one: made when vLLM is there to be subclassed."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -120,7 +120,7 @@ def _loader_class() -> type[Any]:
 
 
 def _files(loader: Any, source: Any) -> list[str]:
-    """A model's safetensors files, as vLLM's default loader finds (or downloads) them."""
+    """Return a model's safetensors files, as vLLM's default loader finds (or downloads) them."""
     given = {"model_name_or_path": source.model_or_path, **vars(source)}
     needed = inspect.signature(loader._prepare_weights).parameters
     missing = [n for n, p in needed.items() if n not in given and p.default is inspect.Parameter.empty]
@@ -158,7 +158,7 @@ def _stream(
     *,
     prefix: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `files` as they arrive, from the fleet if there is one, and a line in the log at the end."""
+    """Yield the tensors of `files` as they arrive, from the fleet if there is one, and a line in the log at the end."""
     from penstock import api
 
     in_fleet = replica.FleetOptions.read(options)
@@ -192,7 +192,7 @@ def _rank() -> int:
 
 
 def _device(load_config: Any) -> str:
-    """Where weights go first: the device vLLM's parameters are on."""
+    """Return where weights go first: the device vLLM's parameters are on."""
     if load_config.device:
         return str(load_config.device)
     from vllm.platforms import current_platform
@@ -205,7 +205,7 @@ def _device(load_config: Any) -> str:
 
 
 def _group() -> Any:
-    """The tensor-parallel group, whose ranks read the same weights; None when there is one rank."""
+    """Return the tensor-parallel group, whose ranks read the same weights; None when there is one rank."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

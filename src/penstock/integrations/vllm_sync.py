@@ -212,7 +212,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         twin.check(subscriber.wanted, strict=self._strict)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """The model's loader, which may run only while vLLM waits for this worker."""
+        """Return the model's loader, which may run only while vLLM waits for this worker."""
         _, twin = self._parts()
         if not self._may_load:
             raise ConfigError(
@@ -242,12 +242,12 @@ def _agreed() -> Iterator[None]:
 
 
 def _all(is_so: bool) -> bool:
-    """Whether it is so on all workers of this engine."""
+    """Return whether it is so on all workers of this engine."""
     return not any(_told("" if is_so else "no"))
 
 
 def _told(mine: str) -> list[str]:
-    """What all workers of this engine say, tensor-parallel ranks of one pipeline stage after the other."""
+    """Return what all workers of this engine say, tensor-parallel ranks of one pipeline stage after the other."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     text = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")

@@ -48,7 +48,7 @@ class Twin(torch.nn.Module):
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """The model's own loading, into the twin.
+        """Return the model's own loading, into the twin.
 
         Order: the model must not run meanwhile: its layers hold the twin's tensors until this returns.
         """
@@ -63,7 +63,7 @@ class Twin(torch.nn.Module):
             return named
 
     def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
-        """How many elements of a tensor an update leaves, of those that have any; as far as the loader tells."""
+        """Return how many elements of a tensor an update leaves, of those that have any; as far as the loader tells."""
         if not wanted.unrecorded:
             return wanted.unfilled
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
@@ -112,7 +112,7 @@ class Twin(torch.nn.Module):
                 experts.process_weights_after_loading(layer.live)
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """What each tensor is made of: the twin's own, or that of one it is tied to.
+        """Return what each tensor is made of: the twin's own, or that of one it is tied to.
 
         A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself.
         """
@@ -150,7 +150,7 @@ class _Layer:
                 yield name, self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
-        """Whether it is processed anew."""
+        """Return whether it is processed anew."""
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
@@ -256,7 +256,7 @@ def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Tensor], arena: Arena) -> torch.nn.Module:
-    """The module at this dotted name under `root`, with tensors of these formats: zero, in the arena."""
+    """Return the module at this dotted name under `root`, with tensors of these formats: zero, in the arena."""
     made = root
     for part in path.split(".") if path else ():
         if part not in made._modules:
@@ -281,14 +281,14 @@ def _attributes(form: torch.Tensor) -> dict[str, Any]:
 
 
 def _own_loader(loader: Any) -> Any:
-    """A tensor's loader without what a reload wrapped it in."""
+    """Return a tensor's loader without what a reload wrapped it in."""
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     return loader
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return bytes from a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -17,12 +17,12 @@ from penstock.types import I64
 
 
 def cached(sources: Sequence[WeightSet]) -> list[CachedSource]:
-    """Those of their files that are read through a cache."""
+    """Return those of their files that are read through a cache."""
     return [one for source in sources for one in source.sources if isinstance(one, CachedSource)]
 
 
 def shared_as(sources: Sequence[WeightSet]) -> str:
-    """What workers have in common that read through one cache; empty: this one reads through none."""
+    """Return what workers have in common that read through one cache; empty: this one reads through none."""
     return next((one.shared_as for one in cached(sources)), "")
 
 
@@ -66,7 +66,7 @@ class _CachedRanges:
         self.any = bool(self._has.any())
 
     def within(self, start: int, stop: int) -> int:
-        """How many of `[start, stop)`."""
+        """Return how many of `[start, stop)`."""
         return self._until(stop) - self._until(start)
 
     def _until(self, offset: int) -> int:

@@ -144,7 +144,7 @@ def plan(
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
 ) -> Job:
-    """What `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
+    """Return what `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
     with ExitStack() as stack:
         return plan_request(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack).job
 
@@ -287,7 +287,7 @@ def _publish(staged: _StagedRequest) -> str:
 
 
 def _fill(request: ConvertRequest, target: MemoryDestination, run: Callable[[_StagedRequest], _Ran]) -> _Made:
-    """The same into memory: nothing lies beside it, nothing is resumed."""
+    """Run the conversion into memory: no sidecar files are written, nothing is resumed."""
     found: list[tuple[_StagedRequest, _Ran]] = []
 
     def make(out: OutputRegion, notes: Notes) -> None:

@@ -383,7 +383,7 @@ class Coordinator(Closing):
 
 
 def _error_of(failure: Failure) -> PenstockError:
-    """What a worker could not go on for, as the error it was there."""
+    """Return what a worker could not go on for, as the error it was there."""
     kind = getattr(errors, failure.kind, PenstockError)
     if kind is BudgetTooSmall:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)

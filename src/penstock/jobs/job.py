@@ -43,7 +43,7 @@ class Written:
         return [(a, b) for a, b in pairwise(cuts) if a < b]
 
     def num_pieces(self, leaf_bytes: int) -> int:
-        """How many these are."""
+        """Return how many these are."""
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
@@ -71,7 +71,7 @@ class Job:
     """The same where it is made in the smallest parts that its operation can make it in."""
 
     def written(self, task: int) -> Iterator[Written]:
-        """What a task writes, output after output."""
+        """Yield what a task writes, output after output."""
         for index, start, stop in self.tasks.entries(task):
             for out in self.recipes[index].outputs:
                 first, last = out.byte_range(start, stop)

@@ -126,7 +126,7 @@ class Notes(Journal):
 
 
 def _locked(path: Path) -> int:
-    """The file, open for this process alone."""
+    """Return the file, open for this process alone."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:

@@ -170,13 +170,13 @@ class Wire:
                 raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Whether something came within `timeout_s`."""
+        """Return whether something came within `timeout_s`."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def from_worker(self) -> list[FromWorker]:
-        """What came of a worker; none: part of a message. It does not wait where something came.
+        """Return what came of a worker; none: part of a message. It does not wait where something came.
 
         Raises:
             PeerLost: it has ended. FormatError: what came is no message.
@@ -184,7 +184,7 @@ class Wire:
         return self._decoded(_FROM_WORKER)
 
     def to_worker(self) -> list[ToWorker]:
-        """What came of the coordinator; see `from_worker`."""
+        """Return what came of the coordinator; see `from_worker`."""
         return self._decoded(_TO_WORKER)
 
     def _decoded(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:

@@ -69,7 +69,7 @@ def check_repeated(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[i
 
 
 def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> list[int]:
-    """Those of the tasks whose bytes are not those of their digests."""
+    """Return those of the tasks whose bytes are not those of their digests."""
 
     def lasted(task: int) -> bool:
         return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
@@ -106,7 +106,7 @@ _STAMP = msgspec.json.Decoder(_Stamp)
 
 
 def stamp(job: Job, revision: str) -> bytes:
-    """The content of `STAMP`."""
+    """Return the content of `STAMP`."""
     return msgspec.json.encode(_Stamp(job=job.key, revision=revision)) + b"\n"
 
 
@@ -160,7 +160,7 @@ def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
 
 
 def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
-    """The output's, from what tasks said; leaves that no one task wrote whole are read back."""
+    """Return the output's, from what tasks said; leaves that no one task wrote whole are read back."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     leaves, is_known = _leaves(job, journal)
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
@@ -197,7 +197,7 @@ def check_unchanged(weights: WeightSet) -> None:
 def config_of(
     uri: str, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> bytes | None:
-    """The result's `config.json`: that of a source as the operation changes it; None where the source has none.
+    """Return the result's `config.json`: that of a source as the operation changes it; None where the source has none.
 
     Order: before anything else is read, so that what is wrong with it does not cost a conversion.
 

@@ -95,7 +95,7 @@ class ConvertReport(Summarised):
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
-    """What `ConvertReport.why` says."""
+    """Return what `ConvertReport.why` says."""
     bare = [one.why_unverified for one in sources if one.why_unverified is not None]
     if not verify:
         return "verify=False"

@@ -27,7 +27,7 @@ Options = Mapping[str, str] | None
 
 
 def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Settings, options: Options) -> list[Word]:
-    """The words, the first of them completed: it is the one that has all sources; and each `dequantise`.
+    """Return the words, the first of them completed: it is the one that has all sources; and each `dequantise`.
 
     Raises:
         PlanError: a file that it needs is not beside the source, or a delta is of another base.

@@ -39,12 +39,12 @@ class Attested(Protocol):
 
 
 def small_from(job: Job) -> int:
-    """The source whose configuration and tokenizer the result has."""
+    """Return the source whose configuration and tokenizer the result has."""
     return job.operation.small_from if isinstance(job.operation, Attested) else 0
 
 
 def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
-    """All that lies beside the files, once the operation has agreed to the result.
+    """Return all sidecar files, once the operation has agreed to the result.
 
     Where it is several weight sets, each directory of one has small files and a manifest of its own; of files of
     several sets in one directory, each file has its manifest, and the directory the small files. The manifest of all,
@@ -67,7 +67,7 @@ def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> d
 
 
 def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manifest:
-    """The manifest of some files, whose tensors' names are without their group."""
+    """Return the manifest of some files, whose tensors' names are without their group."""
     assert manifest.leaves is not None
     table = manifest.tensors
     rows = np.flatnonzero(np.isin(table.file_index, files))

@@ -74,14 +74,14 @@ def exchange(
 
 
 def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    """The rank's own box of a whole tensor, in memory of its own."""
+    """Return the rank's own box of a whole tensor, in memory of its own."""
     if box is None:
         return tensor
     return tensor[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))].clone()
 
 
 def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """The slabs, or the error that the other ranks must hear of before this one raises it."""
+    """Return the slabs, or the error that the other ranks must hear of before this one raises it."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -205,7 +205,7 @@ class _Rounds:
                     self._copy(slot.received[rank], self._turn(slot.round, rank), pack=False)
 
     def _turn(self, k: int, rank: int) -> list[Segment]:
-        """What the rank brings in round k."""
+        """Return what the rank brings in round k."""
         turn = k * self._wire.world_size + rank
         return self._pieces[turn] if turn < len(self._pieces) else []
 
@@ -236,7 +236,7 @@ class _Slot:
 
 
 def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
-    """What each turn of `per_turn` reads brings, in order: its segments, neighbours in one slab joined."""
+    """Return what each turn of `per_turn` reads brings, in order: its segments, neighbours in one slab joined."""
     num_turns = -(-plan.num_reads // per_turn)
     turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
     starts = np.ones(len(turn), bool)

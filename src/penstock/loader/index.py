@@ -24,7 +24,7 @@ class IndexRefused(PlanError, IndexError):
 
 
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
-    """The least box that holds everything `index` selects, and the index that selects it from that box.
+    """Return the least box that holds everything `index` selects, and the index that selects it from that box.
 
     Integers, slices of positive step, `...` and `None` narrow the box. From the first other entry on (lists, arrays,
     masks, booleans, a second `...`) dims are taken whole. Indices that do not fit the shape give some box
@@ -68,7 +68,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
 
 
 def is_basic(index: Any) -> bool:
-    """Whether `index` is made of integers, slices, `...` and `None` alone: selecting by it makes no copy."""
+    """Return whether `index` is made of integers, slices, `...` and `None` alone: selecting by it makes no copy."""
     return all(_is_basic(entry) for entry in (index if isinstance(index, tuple) else (index,)))
 
 

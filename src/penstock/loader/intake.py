@@ -126,7 +126,7 @@ class Intake:
             self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
-        """A ring for files in the page cache, the caller's to close; None where it is not wanted or refused."""
+        """Return a ring for files in the page cache, the caller's to close; None where it is not wanted or refused."""
         if self.is_remote or not self._settings.io_uring:
             return None
         self.ring_refusal = refusal()

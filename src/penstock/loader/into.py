@@ -108,7 +108,7 @@ def _load_into(
 
 
 def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A module's parameters and persistent buffers, or tensors by name: detached, the same memory."""
+    """Return a module's parameters and persistent buffers, or tensors by name: detached, the same memory."""
     if isinstance(target, torch.nn.Module):
         return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
     require_tensors("the target", target)
@@ -127,7 +127,7 @@ def require_tensors(what: str, tensors: object) -> None:
 def match_targets(
     table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Rows to load and the tensor each fills. PlanError with every offender."""
+    """Return rows to load and the tensor each fills. PlanError with every offender."""
     rows: list[int] = []
     filled: list[torch.Tensor] = []
     used: dict[str, str] = {}

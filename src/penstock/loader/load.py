@@ -271,7 +271,7 @@ def telling(group: ProcessGroup | None, options: Options, stall_s: float) -> Abs
 
 
 def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
-    """Every tensor, and their bytes."""
+    """Return every tensor, and their bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, made in batches for name, tensor in zip(names, made, strict=True)}
@@ -317,7 +317,7 @@ def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _made(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
-    """Every tensor as a view of its slab, whose bytes may not be there yet."""
+    """Return every tensor as a view of its slab, whose bytes may not be there yet."""
     tensors: dict[str, torch.Tensor] = {}
     for names, made in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
         tensors.update(zip(names, made, strict=True))
@@ -325,7 +325,7 @@ def _made(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tenso
 
 
 def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
-    """The plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any).
+    """Return the plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any).
 
     `all_at_once`: nothing is given to the caller before everything is there.
     """

@@ -38,11 +38,11 @@ class Mappings:
             raise
 
     def are_ready(self) -> bool:
-        """Whether all files are in the page cache already."""
+        """Return whether all files are in the page cache already."""
         return all(file.is_ready() for file in self._files)
 
     def place(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
-        """A place whose slabs are views of the files, and sources whose reads bring those in.
+        """Return a place whose slabs are views of the files, and sources whose reads bring those in.
 
         Args:
             plan: of the files, each slab one run of one of them.

@@ -108,11 +108,11 @@ class safe_open:
         return list(self._open().table.names)
 
     def metadata(self) -> dict[str, str] | None:
-        """The header's `__metadata__`; None where it has none."""
+        """Return the header's `__metadata__`; None where it has none."""
         return dict(self._open().header.metadata) or None
 
     def get_tensor(self, name: str) -> Any:
-        """The whole of a tensor: `torch.Tensor` on the device, or `numpy.ndarray`.
+        """Return the whole of a tensor: `torch.Tensor` on the device, or `numpy.ndarray`.
 
         Raises:
             NotFound: the file has no tensor of that name.
@@ -132,7 +132,7 @@ class safe_open:
             return SafeSlice(file, file.row(name), is_numpy=self._numpy)
 
     def get_tensors(self) -> dict[str, Any]:
-        """Every tensor by name, in the order of the file; as `get_tensor` gives each."""
+        """Return every tensor by name, in the order of the file; as `get_tensor` gives each."""
         with _as_safetensors_raises():
             file = self._open()
             if self._numpy:
@@ -156,11 +156,11 @@ class SafeSlice:
         self._file, self._row, self._numpy = file, row, is_numpy
 
     def get_shape(self) -> list[int]:
-        """The shape in the header, in elements of the format (an F4 tensor's last dim is twice torch's)."""
+        """Return the shape in the header, in elements of the format (an F4 tensor's last dim is twice torch's)."""
         return list(self._file.table.shapes[self._row])
 
     def get_dtype(self) -> str:
-        """The dtype's name in the format, such as `BF16`."""
+        """Return the dtype's name in the format, such as `BF16`."""
         return str(self._file.table.dtypes[self._row])
 
     def __getitem__(self, index: Any) -> Any:
@@ -228,7 +228,7 @@ class _File:
             raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
 
     def tensor(self, row: int, index: Any) -> torch.Tensor:
-        """The part of a row that torch's `index` (all of it: a tuple of none) selects, on the device."""
+        """Return the part of a row that torch's `index` (all of it: a tuple of none) selects, on the device."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if self._mapping is not None:
@@ -246,7 +246,7 @@ class _File:
         return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
 
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
-        """The part of a row that numpy's `index` selects."""
+        """Return the part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         numpy_dtype(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
@@ -256,7 +256,7 @@ class _File:
         return found[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor, in the order of the file; small neighbours share one piece of memory."""
+        """Return every tensor, in the order of the file; small neighbours share one piece of memory."""
         plan = self._plan(range(len(self.table)))
         slabs = self._slabs(plan, self.device)
         rows: dict[int, list[int]] = {}
@@ -289,7 +289,7 @@ class _File:
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """The plan's slabs, at least one: mapped where the file is, else read."""
+        """Return the plan's slabs, at least one: mapped where the file is, else read."""
         if self._mapping is None:
             slabs = self._reader.read(plan, device)
         else:
@@ -302,7 +302,7 @@ class _File:
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
-    """A device as safetensors spells it. ConfigError for one that torch does not know or that holds no bytes."""
+    """Return a device as safetensors spells it. ConfigError for one that torch does not know or that holds no bytes."""
     if device is None:
         return torch.device("cpu")
     try:

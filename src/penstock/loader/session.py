@@ -145,7 +145,7 @@ class Session(Closing):
         return table
 
     def boxes(self, table: TensorTable) -> tuple[Box | None, ...]:
-        """The region wanted of each row. PlanError for a box of a tensor that is not there."""
+        """Return the region wanted of each row. PlanError for a box of a tensor that is not there."""
         boxes = self.options.boxes
         if boxes is None:
             return (None,) * len(table)
@@ -187,7 +187,7 @@ class Session(Closing):
     # -- running
 
     def maps_files(self, boxes: Sequence[Box | None]) -> bool:
-        """Whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
+        """Return whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
         return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
 
@@ -228,7 +228,7 @@ class Session(Closing):
         return self.run
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
-        """What checks slabs of `place`, or None with `why` saying why not.
+        """Return what checks slabs of `place`, or None with `why` saying why not.
 
         Raises:
             IntegrityError: `verify=True` was asked for and there is nothing to verify against.
@@ -303,7 +303,7 @@ class Session(Closing):
             yield empties(row, num_rows)
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor of no bytes."""
+        """Return a tensor without bytes."""
         return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
 
     def progress(self) -> Progress:

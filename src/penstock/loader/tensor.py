@@ -78,7 +78,7 @@ _ML_DTYPES: dict[DType, str] = {
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype that holds `dtype`.
+    """Return the torch dtype that holds `dtype`.
 
     Raises:
         PlanError: torch has none (the F6 types); nothing was read.
@@ -90,7 +90,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The format's name of a torch dtype. PlanError if the format has none (quantised, complex128, ...)."""
+    """Return the format's name of a torch dtype. PlanError if the format has none (quantised, complex128, ...)."""
     try:
         return _FROM_TORCH[dtype]
     except KeyError:
@@ -111,7 +111,7 @@ def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy dtype that holds `dtype`; BF16 and the F8 types by `ml_dtypes`, where that is installed.
+    """Return the numpy dtype that holds `dtype`; BF16 and the F8 types by `ml_dtypes`, where that is installed.
 
     Raises:
         MissingExtra: `ml_dtypes` is needed and not installed.
@@ -140,7 +140,7 @@ def as_bytes(buffer: Bytes) -> torch.Tensor:
 
 
 def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
-    """All of `buffer` as one contiguous tensor; `shape` in elements of the format, as its header gives it.
+    """Return all of `buffer` as one contiguous tensor; `shape` in elements of the format, as its header gives it.
 
     Raises:
         PlanError: torch cannot hold the dtype or shape.
@@ -204,7 +204,7 @@ def _alike(
 
 
 def as_array(buffer: memoryview, dtype: DType, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """All of `buffer` as one C-contiguous numpy array.
+    """Return all of `buffer` as one C-contiguous numpy array.
 
     Raises:
         MissingExtra, PlanError: as `numpy_dtype`.

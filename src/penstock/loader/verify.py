@@ -159,7 +159,7 @@ def verify(
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a key file. ConfigError where it cannot be read."""
+    """Return the bytes of a key file. ConfigError where it cannot be read."""
     name = text_of(path)
     try:
         return read_bounded(name, MAX_KEY_BYTES)
@@ -168,7 +168,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
-    """The error that names the tensor and range of the first leaf that differs."""
+    """Return the error that names the tensor and range of the first leaf that differs."""
     table = manifest.tensors
     stops = np.cumsum(-(-table.nbytes // manifest.leaf_bytes))
     row = int(np.searchsorted(stops, leaf, side="right"))

@@ -69,7 +69,7 @@ def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams:
 
 
 def _quotas(whole: I64, teams: Groups) -> I64:
-    """Bytes each rank of each team gives: the least choice first, then wherever there is least so far."""
+    """Return the bytes that each rank of each team gives, dealt to the ranks that have least so far."""
     quota = np.repeat(whole, teams.counts)
     load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
     alone = np.repeat(teams.counts == 1, teams.counts)
@@ -98,7 +98,7 @@ def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
 
 
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
-    """The bucket of each tensor: whole layers while they fit, else parts of one.
+    """Return the bucket of each tensor: whole layers while they fit, else parts of one.
 
     Args:
         layer: of each tensor, ascending.

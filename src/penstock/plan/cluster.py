@@ -215,12 +215,12 @@ CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
 
 
 def to_json(value: Cluster | Rates) -> bytes:
-    """The value as indented JSON."""
+    """Return the value as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def from_json(raw: bytes, kind: type[T]) -> T:
-    """A value of `kind`. ConfigError where the bytes are none."""
+    """Return a value of `kind`. ConfigError where the bytes are none."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
@@ -270,12 +270,12 @@ class Links:
         return found
 
     def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
-        """Whether GPUs are of one node."""
+        """Return whether GPUs are of one node."""
         found: npt.NDArray[np.bool_] = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
         return found
 
     def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
-        """How much longer a read takes NVLink than its bytes, for what is between copies and for short runs."""
+        """Return how much longer a read takes NVLink than its bytes, for what is between copies and for short runs."""
         link = self._cluster.nvlink_gb_per_s
         slower = max(link / rates.gather_gb_per_s - 1, 0.0) if rates.gather_gb_per_s else 0.0
         found: npt.NDArray[np.float64] = 1.0 + (

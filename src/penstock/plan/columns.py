@@ -27,7 +27,7 @@ def decodable(kind: type[T]) -> type[T]:
 
 
 def encode(value: object) -> bytes:
-    """The value as bytes; equal values give equal bytes."""
+    """Return the value as bytes; equal values give equal bytes."""
     return msgspec.msgpack.encode(value, enc_hook=_to_bytes)
 
 

@@ -60,7 +60,7 @@ class _Extents:
         return found
 
     def first_of(self, recipe: I64, stop: I64) -> I64:
-        """Bytes of the first `stop` rows of recipes, of their first tensors."""
+        """Return bytes of the first `stop` rows of recipes, of their first tensors."""
         run, _, first, last = self.byte_ranges(recipe, 0 * stop, stop)
         at = np.searchsorted(run, np.arange(len(recipe)))
         return (last - first)[at]

@@ -15,7 +15,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
-    """Bytes per second of each flow.
+    """Return bytes per second of each flow.
 
     Args:
         links: [num_flows, width] the links it crosses, a link at most once; a link of infinite capacity bounds nothing.

@@ -279,7 +279,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
 
 
 def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
-    """What is wrong with pieces that are known not to be right."""
+    """Return what is wrong with pieces that are known not to be right."""
     left = [want]
     for i, piece in enumerate(pieces):
         stray = next(minus(piece, want), None)
@@ -305,5 +305,5 @@ def _joined(parts: Sequence[Pieces], num_dims: int) -> Pieces:
 
 
 def show(box: Box) -> str:
-    """A box for people, as an index of its tensor."""
+    """Return a box for people, as an index of its tensor."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + ")"

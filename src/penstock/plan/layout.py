@@ -46,7 +46,7 @@ class Runs:
 
 
 def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
-    """The byte runs of `box` inside a row-major tensor of `shape` with elements of `bits` bits.
+    """Return the byte runs of `box` inside a row-major tensor of `shape` with elements of `bits` bits.
 
     Raises:
         PlanError: the box lies outside the shape, or cuts a byte that packed elements share.

@@ -129,7 +129,7 @@ def _order(form: Form) -> tuple[object, ...]:
 
 
 def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form, int]) -> _Rows:
-    """All rows of one side, names and forms by number."""
+    """Return all rows of one side, names and forms by number."""
     of: Callable[[str], int] = names.__getitem__
     none = np.zeros(0, np.int64)
     name, form = [none], [none]
@@ -182,7 +182,7 @@ def _groups(column: I64, first: I64, stop: I64) -> Groups:
 
 
 def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I64, spare: I64) -> PlanError:
-    """What is wanted and not held so, beside what is held and not wanted so."""
+    """Return what is wanted and not held so, beside what is held and not wanted so."""
     wanted: dict[int, list[str]] = defaultdict(list)
     held: dict[int, list[str]] = defaultdict(list)
     concerned = have[np.isin(have // len(words), missing // len(words)) | np.isin(have, spare)]

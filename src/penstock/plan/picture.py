@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def svg(found: Prediction) -> str:
-    """The picture."""
+    """Return the picture."""
     lanes = list(dict.fromkeys(span.lane for span in found.timeline))
     top = 74
     loads = top + len(lanes) * _LANE + 24
@@ -78,7 +78,7 @@ def _bar(span: Span, y: float, total_s: float) -> str:
 
 
 def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
-    """The share of these links that is in use, over time."""
+    """Yield the share of these links that is in use, over time."""
     step_s = total_s / len(load.load)
     points = [(_x(0.0, total_s), y + _LOAD)]
     for i, share in enumerate(load.load):

@@ -214,7 +214,7 @@ class Placement:
         return Done(first=True, revoked=others)
 
     def given(self, worker: str) -> tuple[int, ...]:
-        """What it was given and has not ended."""
+        """Return what it was given and has not ended."""
         return tuple(self._workers[worker].given)
 
     # -- where a task comes from
@@ -231,7 +231,7 @@ class Placement:
         return None
 
     def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
-        """The last task of the worker or the place that would end last, if it ends sooner here."""
+        """Return the last task of the worker or the place that would end last, if it ends sooner here."""
         ends = np.where(np.array(self._spare) > 0, np.array(self._load) / self._pace, -1.0)
         ends[me.index] = -1.0
         worst = int(ends.argmax())
@@ -260,7 +260,7 @@ class Placement:
         return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
     def _twice(self, worker: str, me: _Worker, now: float) -> int | None:
-        """The task that runs elsewhere and would gain most by being begun here too, if any would."""
+        """Return the task that runs elsewhere and would gain most by being begun here too, if any would."""
         best, best_s = None, 0.0
         for name, other in self._workers.items():
             task = next(iter(other.given), None)

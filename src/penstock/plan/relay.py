@@ -152,7 +152,7 @@ class Relay:
 
 
 def _serves(parent: Node, child: Node) -> bool:
-    """Whether a parent is worth keeping: not demoted, nor far behind its child."""
+    """Return whether a parent is worth keeping: not demoted, nor far behind its child."""
     if parent.draining or parent.demoted or child.member in parent.complainers:
         return False
     return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have

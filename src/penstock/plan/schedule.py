@@ -83,7 +83,7 @@ class LoadPlan:
         return np.asarray(sums == self.read_nbytes)
 
     def explain(self, limit: int = 20) -> str:
-        """The plan in words: totals, then the first `limit` reads."""
+        """Return the plan in words: totals, then the first `limit` reads."""
         over = int(self.read_nbytes.sum()) - self.nbytes
         lines = [
             f"{len(self.table)} tensors, {self.nbytes} bytes, {len(self.slab_nbytes)} slabs, "

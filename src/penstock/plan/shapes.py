@@ -56,7 +56,7 @@ def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
 
 
 def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
-    """The shapes of Kimi-K2: latent attention, experts in all but the first layer. A trillion parameters.
+    """Yield the shapes of Kimi-K2: latent attention, experts in all but the first layer. A trillion parameters.
 
     Source: its config.json (hidden 7168, 64 heads, q rank 1536, kv rank 512, 384 experts of 2048).
     """
@@ -95,7 +95,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
 
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
-    """The part-th of `of` along a dim, as torch's chunk cuts it; None where that is nothing."""
+    """Return the part-th of `of` along a dim, as torch's chunk cuts it; None where that is nothing."""
     if dim is None or of == 1:
         return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
     step = -(-shape[dim] // of)
@@ -108,7 +108,7 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 
 def _rows(one: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
-    """What a rank has of a tensor: its part, or the part quantised with its scales."""
+    """Yield what a rank has of a tensor: its part, or the part quantised with its scales."""
     tagged = fp8 and _PROJECTION.search(one.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", one.shape, *cut)
     if form is None:
@@ -161,7 +161,7 @@ def _side(
 def trainer_layouts(
     model: Iterable[Shape], num_ranks: int, *, shards: int = 32, expert_groups: int = 0, fp8: bool = False
 ) -> list[Layout]:
-    """Rows over ranks, as FSDP2 cuts them.
+    """Return rows over ranks, as FSDP2 cuts them.
 
     Args:
         model: its tensors.

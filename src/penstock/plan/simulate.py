@@ -86,7 +86,7 @@ class Prediction:
 
 
 def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
-    """Those of the figures used that are assumed, with what is said of them."""
+    """Return those of the figures used that are assumed, with what is said of them."""
     return tuple(f"{name}: {where}" for name, where in rates.source if name in used and "assumed" in where)
 
 
@@ -112,7 +112,7 @@ class Meter:
         self._carried.append(np.add.reduceat(carried[:-1], self._starts))
 
     def limit_s(self, nominal: F64) -> float:
-        """The least the busiest link takes at nominal capacities."""
+        """Return the least the busiest link takes at nominal capacities."""
         return float((self.nbytes / nominal).max(initial=0.0))
 
     def loads(self, total_s: float) -> tuple[LinkLoad, ...]:
@@ -143,7 +143,7 @@ class Meter:
 
 
 def _binned(steps: F64, carried: F64, edges: F64) -> F64:
-    """Bytes carried in each bin, each step's spread evenly over it."""
+    """Return bytes carried in each bin, each step's spread evenly over it."""
     at = np.concatenate(([0.0], np.cumsum(carried)))
     times = np.concatenate((steps[:1, 0], steps[:, 1]))
     return np.diff(np.interp(edges, times, at))

@@ -91,7 +91,7 @@ class _Run:
         self.failed: list[str] = []
 
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
-        """Seconds a byte of each stage, per worker."""
+        """Return the seconds that each stage takes for a byte, per worker."""
         one = self.cluster
         shares = [one.node_storage_gb_per_s / one.gpus_per_node, one.storage_gb_per_s / one.num_gpus]
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
@@ -189,7 +189,7 @@ class _Run:
         self._feed(name)
 
     def prediction(self) -> Prediction:
-        """What came of it."""
+        """Return what came of it."""
         one, count, total_s = self.cluster, len(self.workers), self.now
         names = list(self.workers)
         busy = np.array([each.busy for each in self.workers.values()])
@@ -231,7 +231,7 @@ class _Run:
         )
 
     def _load(self, name: str, row: int, stage: int) -> LinkLoad:
-        """Bytes of one stage over time, each task's when it ended, beside what all workers could carry."""
+        """Return bytes of one stage over time, each task's when it ended, beside what all workers could carry."""
         workers = list(self.workers.values())
         rates = [1 / each.pace[stage] if each.pace[stage] else np.inf for each in workers]
         carried = np.histogram(self.ends[0], NUM_BINS, (0.0, self.now), weights=self.ends[row])[0]

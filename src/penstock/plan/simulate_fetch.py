@@ -287,7 +287,7 @@ class _Run:
         self.have[:] = self.line
 
     def prediction(self) -> Prediction:
-        """What came of it."""
+        """Return what came of it."""
         fleet, cluster = self.fleet, self.cluster
         alive = ~self.dead & ~self.is_holder
         done = self.done[alive]
@@ -325,7 +325,7 @@ class _Run:
         )
 
     def _timeline(self, alive: np.ndarray, last: int) -> tuple[Span, ...]:
-        """The way of the last member: whom it read, whom those read."""
+        """Return the way of the last member: whom it read, whom those read."""
         spans: list[Span] = []
         at = last
         while at >= 0 and not self.is_holder[at] and len(spans) < 64:

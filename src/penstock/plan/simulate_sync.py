@@ -290,7 +290,7 @@ class _Run:
 
 
 def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
-    """What the busiest member of each stage spent on it."""
+    """Return what the busiest member of each stage spent on it."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)

@@ -78,7 +78,7 @@ class Part:
         return int((self.run_bytes * self.num_rows).sum())
 
     def link_bytes(self) -> I64:
-        """Bytes from each source."""
+        """Return bytes from each source."""
         out = np.zeros(len(self.sources), np.int64)
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
@@ -167,7 +167,7 @@ class SyncPlan:
         return int(self.share_bytes.sum())
 
     def part(self, receiver: int) -> Part:
-        """The segments of one receiver.
+        """Return the segments of one receiver.
 
         Cost: linear in them; about 0.3 us each.
         """
@@ -220,7 +220,7 @@ class SyncPlan:
         return np.array(links, np.int64).reshape(len(self.receivers), len(self.sources))
 
     def explain(self, limit: int = MAX_LISTED) -> str:
-        """The plan in words: totals, the busiest ends, then the first `limit` receivers."""
+        """Return the plan in words: totals, the busiest ends, then the first `limit` receivers."""
         links = self.link_bytes()
         taken, given = links.sum(axis=1), links.sum(axis=0)
         lines = [
@@ -275,7 +275,7 @@ def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_byt
 def _assembled(
     found: Match, pieces: Pieces, laid: Strips, holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int
 ) -> SyncPlan:
-    """The plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
+    """Return the plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(found.wanted.values) + 1))
     team = found.held_team[pieces.held[laid.piece]]
@@ -343,7 +343,7 @@ def _in_buckets(found: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> t
 
 
 def _uncovered(found: Match, holes: dict[int, Box]) -> PlanError:
-    """Which tensors are wanted where nobody has them."""
+    """Return which tensors are wanted where nobody has them."""
     kinds = np.searchsorted(found.wanted.first, np.array(sorted(holes), np.int64), side="right") - 1
     lines = []
     for want, kind in zip(sorted(holes), kinds.tolist(), strict=True):

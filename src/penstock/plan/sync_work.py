@@ -54,7 +54,7 @@ class Work:
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
-        """The steps that each receiver's take cuts its part to. Cost: that of all parts."""
+        """Return the steps that each receiver's take cuts its part to. Cost: that of all parts."""
         names = ("window", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
         found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         found["far_s"] = [np.zeros(0)]
@@ -92,7 +92,7 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
 
     def share(column: np.ndarray) -> np.ndarray:
-        """What each piece has of a strip's bytes or copies."""
+        """Return what each piece has of a strip's bytes or copies."""
         each = np.repeat(column[order], cuts)
         return each * (turn + 1) // of - each * turn // of
 

@@ -64,7 +64,7 @@ class Input:
     at: int | None = 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes of the tensor that are read for these rows of the recipe: its rows in their full width."""
+        """Return bytes of the tensor that are read for these rows of the recipe: its rows in their full width."""
         box = self.taken(start, stop)
         first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
         row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits
@@ -78,7 +78,7 @@ class Input:
         return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
-        """The box that these rows of the recipe need; None: nothing of it."""
+        """Return the box that these rows of the recipe need; None: nothing of it."""
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -100,7 +100,7 @@ class Output:
     per: int = 1
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows of the tensor that these rows of the recipe give."""
+        """Return rows of the tensor that these rows of the recipe give."""
         if not self.per:
             return 0, (self.spec.shape or (1,))[0]
         return start // self.per, -(-stop // self.per)
@@ -112,7 +112,7 @@ class Output:
         return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes of the tensor that these rows of the recipe give."""
+        """Return bytes of the tensor that these rows of the recipe give."""
         row = self.row_nbytes
         first, last = self.rows(start, stop)
         return first * row, last * row
@@ -138,7 +138,7 @@ class Recipe:
         return (*(one.spec for one in self.inputs), *(out.spec for out in self.outputs))
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes that are read for these rows, and that they give."""
+        """Return bytes that are read for these rows, and that they give."""
         taken = (one.byte_range(start, stop) for one in self.inputs)
         given = (out.byte_range(start, stop) for out in self.outputs)
         return sum(last - first for first, last in taken), sum(last - first for first, last in given)
@@ -165,7 +165,7 @@ class Tasks:
         return self.in_bytes + self.out_bytes
 
     def in_order(self, order: I64) -> Tasks:
-        """The same tasks under other numbers: the first is what `order[0]` was."""
+        """Return the same tasks under other numbers: the first is what `order[0]` was."""
         counts = np.diff(self.first)[order]
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         at = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])

@@ -132,7 +132,7 @@ class CachedSource:
         return "" if self._is_refused else self._directory.name
 
     def held(self) -> frozenset[int]:
-        """The chunks that are here now, by number; not read, so perhaps not sound."""
+        """Return the chunks that are here now, by number; not read, so perhaps not sound."""
         if self._is_refused:
             return frozenset()
         try:

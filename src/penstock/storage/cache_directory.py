@@ -255,7 +255,7 @@ _directories: dict[tuple[Path, int], CacheDirectory] = {}
 
 
 def directory_at(path: Path, limit_bytes: int) -> CacheDirectory:
-    """The cache's part of the user's directory, for this process."""
+    """Return the cache's part of the user's directory, for this process."""
     path = Path(path).expanduser().absolute() / _FOLDER
     return _directories.setdefault((path, limit_bytes), CacheDirectory(path, limit_bytes))
 

@@ -121,7 +121,7 @@ class FileSource:
         require_unchanged(self._fd, None, self.uri, self.state)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
-        """A descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
+        """Return a descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
 
         Cost: a look at a table; asks once per 64 MiB.
         """
@@ -164,7 +164,7 @@ class FileSource:
         return next((path for path in ("direct", "buffered") if path in taken), "page-cache")
 
     def _ask(self, offset: int, nbytes: int) -> list[tuple[int, int, str]]:
-        """The range as runs `(start, stop, path to take)`."""
+        """Return the range as runs `(start, stop, path to take)`."""
         stop = offset + nbytes
         if not nbytes:
             return []
@@ -214,7 +214,7 @@ class FileSource:
                 self._windows[window] = _RESIDENT if whole else _MIXED
 
     def _sample(self, offset: int, stop: int) -> str:
-        """The path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte.
+        """Return the path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte.
 
         Not on all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them a second time.
         """
@@ -302,7 +302,7 @@ class FileSource:
         return -1
 
     def _ended(self, offset: int) -> SourceError:
-        """The error for a read that returned nothing before the size seen at open."""
+        """Return the error for a read that returned nothing before the size seen at open."""
         try:
             self.require_unmodified()
         except SourceError as error:
@@ -314,7 +314,7 @@ class FileSource:
 
 
 def _cut(buffers: list[memoryview], skip: int, nbytes: int | None = None) -> list[memoryview]:
-    """The buffers without their first `skip` bytes, up to `nbytes` of them."""
+    """Return the buffers without their first `skip` bytes, up to `nbytes` of them."""
     found = []
     for buffer in buffers:
         part = buffer[skip:] if nbytes is None else buffer[skip : skip + nbytes]
@@ -328,7 +328,7 @@ def _cut(buffers: list[memoryview], skip: int, nbytes: int | None = None) -> lis
 def _align(
     offset: int, buffers: list[memoryview], alignment: tuple[int, int]
 ) -> list[tuple[int, bool, list[memoryview]]]:
-    """The request as runs `(offset, fit for direct I/O, buffers)`; neighbours of one kind are one run."""
+    """Return the request as runs `(offset, fit for direct I/O, buffers)`; neighbours of one kind are one run."""
     address_step, offset_step = alignment
     runs: list[tuple[int, bool, list[memoryview]]] = []
     for buffer in buffers:

@@ -203,7 +203,7 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Validators:
-    """What is at `address`, by a GET of its first byte: signed URLs often allow no HEAD."""
+    """Return what is at `address`, by a GET of its first byte: signed URLs often allow no HEAD."""
     patience, renewed = Patience(uri, settings), False
     while True:
         try:

@@ -40,7 +40,7 @@ _held.syscall.restype = ctypes.c_long
 
 
 def _entered(result: int) -> int:
-    """What io_uring_enter returned; OSError unless it only found nothing to do for now."""
+    """Return what io_uring_enter returned; OSError unless it only found nothing to do for now."""
     if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
         raise OSError(code, "io_uring_enter")
     return result

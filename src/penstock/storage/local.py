@@ -55,14 +55,14 @@ class FileState:
         return f"{self.dev}:{self.inode}:{self.mtime_ns}:{self.nbytes}"
 
     def same_content(self, other: FileState) -> bool:
-        """Whether nothing was written to the file between the two."""
+        """Return whether nothing was written to the file between the two."""
         if self.identity != other.identity:
             return False
         return self.ctime_ns == other.ctime_ns or self.access != other.access
 
 
 def state_of(found: os.stat_result) -> FileState:
-    """The parts of a stat result that matter here."""
+    """Return the parts of a stat result that matter here."""
     return FileState(
         dev=found.st_dev,
         inode=found.st_ino,
@@ -99,7 +99,7 @@ def open_regular(path: str) -> tuple[int, FileState]:
 
 
 def _settled(fd: int, path: str) -> FileState:
-    """The file's state at a moment when every write that comes later will change it.
+    """Return the file's state at a moment when every write that comes later will change it.
 
     A write sets the times when it begins, and then copies for as long as it takes: one of gigabytes may be under way
     with times that will not change again. SEEK_DATA waits for the inode's lock, which such a write holds (ext4, btrfs,
@@ -142,7 +142,7 @@ def require_unchanged(fd: int, path: str | None, uri: str, state: FileState) -> 
 
 
 def read_bounded(path: str, max_bytes: int) -> bytes:
-    """All of a small regular file (an index, a manifest, a key).
+    """Return all of a small regular file (an index, a manifest, a key).
 
     Raises:
         FormatError: it has more than `max_bytes`. SourceChanged: it was written to meanwhile. Others: `open_regular`.

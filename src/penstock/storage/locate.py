@@ -129,7 +129,7 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
 
 
 def _nothing_at(path: str) -> NotFound:
-    """What is said of a local path with no file in it, or that is not there."""
+    """Return what is said of a local path with no file in it, or that is not there."""
     if os.path.isdir(path):
         return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
     scheme, _, rest = path.partition(":/")
@@ -138,7 +138,7 @@ def _nothing_at(path: str) -> NotFound:
 
 
 def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
-    """Where nothing can be listed: the two names under which checkpoints are published."""
+    """Return where nothing can be listed: the two names under which checkpoints are published."""
     index = f"{prefix}{_INDEX}"
     try:
         raw = read_small(index, settings=settings, storage_options=options)
@@ -150,7 +150,7 @@ def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Where the manifest of `uri` is written and looked for: in the directory, or beside the single file.
+    """Return where the manifest of `uri` is written and looked for: in the directory, or beside the single file.
 
     Raises:
         ConfigError: a glob over directories, or a URL with a query, has no such place.
@@ -164,7 +164,7 @@ def sidecar_uri(uri: Uri) -> str:
 
 
 def signature_uri(uri: Uri) -> str:
-    """Where the detached signature of that manifest is."""
+    """Return where the detached signature of that manifest is."""
     return f"{sidecar_uri(uri)}.sig"
 
 
@@ -200,7 +200,7 @@ def _is_glob(uri: str) -> bool:
 
 
 def _is_file(uri: str) -> bool:
-    """Whether `uri` names one file of weights: a local path by looking, a remote one by its name."""
+    """Return whether `uri` names one file of weights: a local path by looking, a remote one by its name."""
     if _is_glob(uri):
         return False
     if not is_remote(uri):
@@ -209,7 +209,7 @@ def _is_file(uri: str) -> bool:
 
 
 def _prefix_of(uri: str) -> str | None:
-    """What stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
+    """Return what stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix) else prefix
@@ -221,7 +221,7 @@ def _is_child(uri: str, prefix: str | None) -> bool:
 
 
 def _beside(file: str) -> str | None:
-    """Where a single file's manifest is; a URL with a query has no such place."""
+    """Return where a single file's manifest is; a URL with a query has no such place."""
     return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
 
 

@@ -55,7 +55,7 @@ _SIDECAR = msgspec.msgpack.Decoder(Sidecar)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as bytes; the same manifest always gives the same bytes."""
+    """Return the manifest as bytes; the same manifest always gives the same bytes."""
     table = manifest.tensors
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
@@ -115,7 +115,7 @@ def decode(raw: bytes, *, uri: str) -> Manifest:
 
 
 def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
-    """The rows of a sidecar, checked. Raises as `decode`."""
+    """Return the rows of a sidecar, checked. Raises as `decode`."""
     names, dtypes, shapes = _parse_body(sidecar.body, uri)
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:

@@ -59,7 +59,7 @@ class MappedFile:
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes `[offset, offset + nbytes)`: writable, private, format "B".
+        """Return the bytes `[offset, offset + nbytes)`: writable, private, format "B".
 
         Ownership: the memoryview alone keeps its range; when it and all made of it are gone, its pages are freed,
             and the last view's end unmaps the file. A second view of bytes that were viewed gets a mapping of its own.
@@ -117,7 +117,7 @@ class MappedFile:
         self.require_unmodified()
 
     def is_ready(self) -> bool:
-        """Whether the whole file is in the page cache: there is nothing to bring in, touching it costs the same.
+        """Return whether the whole file is in the page cache: there is nothing to bring in, touching it costs the same.
 
         Cost: one system call, 10 ns a cached folio. Nothing is read.
         """
@@ -178,7 +178,7 @@ class MappedFile:
         return [(part, base) for part, base in found if part is not None]
 
     def _scratch(self, offset: int, stop: int) -> tuple[Part, int]:
-        """A mapping of the range for the time of one call, and its file offset."""
+        """Return a mapping of the range for the time of one call, and its file offset."""
         start = offset - offset % PAGE_BYTES
         return Part(self._map(start, stop - start), 0, stop - start), start
 

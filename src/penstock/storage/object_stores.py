@@ -80,7 +80,7 @@ class Place:
 
 
 def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place:
-    """The store and key that `uri` names. No network.
+    """Return the store and key that `uri` names. No network.
 
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
@@ -301,7 +301,7 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
 
 
 def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
-    """The error for what obstore has no type for, by the HTTP status in its text (listing: every status)."""
+    """Return the error for what obstore has no type for, by the HTTP status in its text (listing: every status)."""
     text = str(error)
     found = re.search(r"status code: (\d{3})", text)
     status = int(found[1]) if found else 0

@@ -219,7 +219,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
-    """Where to read `place` by URL; or None, and why not."""
+    """Return where to read `place` by URL; or None, and why not."""
     if place.unsignable:
         return None, place.unsignable
     if place.anonymous:
@@ -272,7 +272,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """A glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
+    """Return a glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -295,7 +295,7 @@ def _exists(place: Place) -> bool:
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """A whole small object; None when it is not there.
+    """Return a whole small object; None when it is not there.
 
     A bucket that may be read but not listed answers "forbidden" for what is not there: that is PermissionDenied here.
 

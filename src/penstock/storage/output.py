@@ -143,12 +143,12 @@ class OutputSet:
                 at, into = at + done, into[done:]
 
     def name_of(self, row: int) -> str:
-        """A tensor's name in its file."""
+        """Return a tensor's name in its file."""
         group = self.groups[int(self.table.file_index[row])]
         return self.table.names[row][len(group) + 1 if group else 0 :]
 
     def index(self) -> dict[str, bytes]:
-        """The index files by their names; none where a single file needs none, or a name has a star."""
+        """Return the index files by their names; none where a single file needs none, or a name has a star."""
         found = {}
         for group in dict.fromkeys(self.groups):
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]

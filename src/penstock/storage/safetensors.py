@@ -148,7 +148,7 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
-    """The file's own metadata, and the header with `null` in its place."""
+    """Return the file's own metadata, and the header with `null` in its place."""
     leading = _LEADING_METADATA.match(raw)
     # An odd number of quotes: the brace that ends it stands inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
@@ -230,7 +230,7 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
 
 
 def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> I64:
-    """Bytes of each tensor; -1 where dtype and shape make none (negative, overflowing, or not whole bytes)."""
+    """Return bytes of each tensor; -1 where dtype and shape make none (negative, overflowing, or not whole bytes)."""
     kinds = _NbytesByKind()
     return np.fromiter(map(kinds.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(dtypes))
 
@@ -291,14 +291,14 @@ def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
 
 
 def _file_order(start: I64, stop: I64) -> I64 | None:
-    """Rows by (start, stop); None when they are so already, as every known writer leaves them."""
+    """Return rows by (start, stop); None when they are so already, as every known writer leaves them."""
     if bool(np.all(start[1:] >= start[:-1])) and bool(np.all(stop[1:] >= stop[:-1])):
         return None
     return np.lexsort((stop, start)).astype(np.int64)
 
 
 def _check_contiguous(table: TensorTable, uri: str) -> int:
-    """Bytes of all bodies. FormatError unless each begins where the one before it ends, the first at 0."""
+    """Return bytes of all bodies. FormatError unless each begins where the one before it ends, the first at 0."""
     stop = table.offset + table.nbytes
     expected = np.concatenate((np.zeros(1, np.int64), stop))
     wrong = np.flatnonzero(table.offset != expected[:-1])
@@ -342,7 +342,7 @@ def _is_below(shard: str) -> bool:
 def encode_header(
     entries: Iterable[tuple[str, DType, Sequence[int], int, int]], metadata: Mapping[str, str] | None, *, uri: str
 ) -> bytes:
-    """What a file begins with: the length and the JSON, padded so that the bodies are aligned.
+    """Return what a file begins with: the length and the JSON, padded so that the bodies are aligned.
 
     Args:
         entries: name, dtype, shape, and where the body starts and stops, in bytes from the first body.

@@ -96,7 +96,7 @@ class MemorySource:
 
 
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
-    """Where a `readv` ends, in bytes from the start of the source, and those of its buffers that hold any byte.
+    """Return where a `readv` ends, in bytes from the start of the source, and those of its buffers that hold any byte.
 
     Raises:
         SourceTruncated: the range is not within the source.

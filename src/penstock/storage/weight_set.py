@@ -164,7 +164,7 @@ def open_place(
 def _open_all(
     place: Place, files: Sequence[tuple[str, str]], settings: Settings, options: Mapping[str, str] | None
 ) -> tuple[list[_Opened], bytes | None]:
-    """Every file with its header, and the sidecar's bytes if it is there, all at once."""
+    """Return every file with its header, and the sidecar's bytes if it is there, all at once."""
     remote = any(is_remote(uri) for _, uri in files)
 
     def open_one(file: tuple[str, str]) -> _Opened:
@@ -265,7 +265,7 @@ def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping
 def _manifest(
     opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Place
 ) -> tuple[Manifest, str | None]:
-    """The manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
+    """Return the manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
     files = tuple(
         FileEntry(name=one.name, nbytes=one.source.nbytes, identity=one.source.identity, metadata=one.header.metadata)
         for one in opened
@@ -342,7 +342,7 @@ def _compare(found: TensorTable, stated: TensorTable, places: I64, uri: str) -> 
 
 
 def _take(manifest: Manifest, rows: I64) -> Manifest:
-    """The same set with only these tensors; its revision stays that of the whole."""
+    """Return the same set with only these tensors; its revision stays that of the whole."""
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors.take(rows.tolist()),
@@ -353,7 +353,7 @@ def _take(manifest: Manifest, rows: I64) -> Manifest:
 
 
 def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
-    """Rows that `names` asks for, in the order of `tensors`."""
+    """Return rows that `names` asks for, in the order of `tensors`."""
     if isinstance(names, re.Pattern):
         return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
     if names is None:

@@ -76,7 +76,7 @@ class LlamaShape:
         return cls(num_layers=max(1, num_layers), hidden=hidden, intermediate=wide.intermediate, vocab=wide.vocab)
 
     def tensors(self, *, fp8: bool) -> Iterator[Tensor]:
-        """Every tensor, layer after layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
+        """Yield every tensor, layer after layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
         hidden, kv = self.hidden, self.hidden * self.num_kv_heads // self.num_heads
         attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
         wide = self.intermediate
@@ -263,7 +263,7 @@ def _write_rows(file: BinaryIO, num_rows: int, blocks: Callable[[int], Iterator[
 
 
 def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
-    """The tensor's bytes. No two tensors of a checkpoint start at the same place of their tile."""
+    """Yield the tensor's bytes. No two tensors of a checkpoint start at the same place of their tile."""
     if not tensor.nbytes:
         return
     start = (index * 104_729 + seed * 15_485_863) % _TILE

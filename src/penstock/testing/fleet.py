@@ -108,7 +108,7 @@ class Worker:
         self._lines.put(None)
 
     def say_until(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """What it said under this word, once it has.
+        """Return what it said under this word, once it has.
 
         Raises:
             SourceStalled: not within `timeout_s`.
@@ -334,7 +334,7 @@ def digests(tensors: dict[str, Any], names: Iterable[str] | None = None) -> str:
 
 
 def work(values: dict[str, Any]) -> int:
-    """A worker's process, as far as it goes; its exit code."""
+    """Run a worker in this process; return its exit code."""
     try:
         _work(Task(**values))
     except SystemExit as error:
@@ -346,7 +346,7 @@ def work(values: dict[str, Any]) -> int:
 
 
 def hub(values: dict[str, Any]) -> int:
-    """A hub's process: `listen`, and `redis` where its state is to be there."""
+    """Run a hub in this process: it listens on `listen`; its state is in `redis` where that is given."""
     from penstock.hub.directory import Directory
     from penstock.hub.server import run_hub
     from penstock.hub.store import MemoryStore, Store
@@ -363,7 +363,7 @@ def hub(values: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """The worker's process."""
+    """Return the worker's process."""
     return work(json.loads(sys.argv[1]))
 
 

@@ -41,7 +41,7 @@ def tile(seed: int) -> npt.NDArray[np.uint8]:
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:
-    """The first bytes of the pattern."""
+    """Return the first bytes of the pattern."""
     return np.resize(tile(seed), nbytes).tobytes()
 
 
@@ -49,7 +49,7 @@ _fake = FakeCuda()
 
 
 def open_transport(name: str) -> Transport:
-    """A transport by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
+    """Return a transport by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
     if name == "shm":
         return ShmTransport()
     if name == "nixl":

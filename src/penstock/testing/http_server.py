@@ -202,7 +202,7 @@ class RangeServer:
                 _shutdown(connection)
 
     def open(self, name: str) -> tuple[int, int, float] | None:
-        """A new descriptor, the size in bytes and the version (seconds) of `name`; None when absent."""
+        """Return a new descriptor, the size in bytes and the version (seconds) of `name`; None when absent."""
         if self._directory is None:
             with self._lock:
                 found = self._objects.get(name)

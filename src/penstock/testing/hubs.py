@@ -61,7 +61,7 @@ class HubBench:
         self.store = MemoryStore(clock=lambda: self.now)
 
     def hub(self, *, fresh: bool = True) -> Directory:
-        """A directory: beats of 2 s, members gone after 10 s."""
+        """Return a directory: beats of 2 s, members gone after 10 s."""
         return Directory(self.store, fresh=fresh, clock=lambda: self.now, timer=lambda: self.now)
 
     def join(self, hub: Directory, *members: str, host: str = "", rack: str = "") -> None:
@@ -74,7 +74,7 @@ class HubBench:
         hub.beat(member, Beat(holdings=holdings))
 
     def claim(self, hub: Directory, member: str, state: HoldingState, *, ask: bool = True) -> ClaimReply:
-        """What it is to read."""
+        """Return what it is to read."""
         return hub.claim(ClaimRequest(member=member, holding=state, ask=ask))
 
     def parents(self, hub: Directory, states: Iterable[tuple[str, HoldingState]]) -> dict[str, tuple[str, ...]]:

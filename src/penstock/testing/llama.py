@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(sizes.num_heads * sizes.head, sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the stream."""
+        """Return what is added to the stream."""
         made: torch.Tensor = self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head))
         return made
 
@@ -92,7 +92,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.inner, sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the stream."""
+        """Return what is added to the stream."""
         made: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return made
 
@@ -140,7 +140,7 @@ class Layer(nn.Module):
         self._reduce = reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream after it."""
+        """Return the stream after it."""
         x = x + self._reduce(self.self_attn(self.input_layernorm(x)))
         return x + self._reduce(self.mlp(self.post_attention_layernorm(x)))
 

@@ -21,7 +21,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def table_of(tensors: Tensors) -> TensorTable:
-    """The table of a checkpoint that holds these."""
+    """Return the table of a checkpoint that holds these."""
     specs = [
         Spec(name=name, dtype=dtype_of(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
@@ -29,7 +29,7 @@ def table_of(tensors: Tensors) -> TensorTable:
 
 
 def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
-    """All outputs; with a seed, of recipes cut at random. Dtypes and shapes are those that the recipes say."""
+    """Return all outputs; with a seed, of recipes cut at random. Dtypes and shapes are those that the recipes say."""
     found: dict[str, torch.Tensor] = {}
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
         parts = [_run(operation, recipe, start, stop, sources) for start, stop in _cuts(recipe, seed)]

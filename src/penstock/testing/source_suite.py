@@ -25,7 +25,7 @@ def sample(nbytes: int, seed: int = 7) -> bytes:
 
 
 def read(source: Source, offset: int, lengths: Sequence[int]) -> tuple[bytes, str]:
-    """The bytes that `readv` scatters over buffers of `lengths`, joined again, and the path they took."""
+    """Return the bytes that `readv` scatters over buffers of `lengths`, joined again, and the path they took."""
     buffers = [memoryview(bytearray(nbytes)) for nbytes in lengths]
     path = source.readv(offset, buffers)
     return b"".join(buffers), path
@@ -35,7 +35,7 @@ class SourceTests:
     """What every `Source` does. Subclass it with `make`."""
 
     def make(self, data: bytes) -> Source:
-        """A new source of exactly `data`; the suite closes it."""
+        """Return a new source of exactly `data`; the suite closes it."""
         raise NotImplementedError("say how to make the source under test")
 
     def test_tells_its_size_and_name(self) -> None:

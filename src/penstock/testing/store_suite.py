@@ -21,7 +21,7 @@ class StoreTests:
     """What every `Store` does. Subclass it with `make`."""
 
     def make(self) -> Store:
-        """A store, which may be one that other tests have used."""
+        """Return a store, which may be one that other tests have used."""
         raise NotImplementedError("say how to make the store under test")
 
     def num_names(self, store: Store) -> int:

@@ -72,7 +72,7 @@ class SyncWorker(Worker):
         self.tell(line)
 
     def result(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """What it says of a line: with `error` and `message` where that failed."""
+        """Return what it says of a line: with `error` and `message` where that failed."""
         return self.say_until(f"{line} done", timeout_s=timeout_s)
 
     def ask(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class SyncWorker(Worker):
 
 
 def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
-    """The weights of a version, all of them."""
+    """Return the weights of a version, all of them."""
     import torch
 
     found = {}
@@ -95,7 +95,7 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 
 def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
-    """What a subscriber takes of a version, all of it: under its tag."""
+    """Return what a subscriber takes of a version, all of it: under its tag."""
     from penstock.transform.geometry import format_of, outputs
     from penstock.transform.quantize import dtype_of, quantise
     from penstock.types import Box
@@ -112,12 +112,12 @@ def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 
 def part_of(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What this rank has of them: views."""
+    """Return what this rank has of them: views."""
     return {name: one.chunk(task.world_size, task.dim)[task.rank] for name, one in tensors.items()}
 
 
 def truth(task: SyncTask, version: int) -> str:
-    """The digest of what a subscriber has once it has a version."""
+    """Return the digest of what a subscriber has once it has a version."""
     return digests({name: one.contiguous() for name, one in part_of(task, taken(task, version)).items()})
 
 
@@ -235,7 +235,7 @@ def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
 
 
 def work(values: dict[str, Any]) -> int:
-    """A rank's process, as far as it goes; its exit code."""
+    """Return a rank's process, as far as it goes; its exit code."""
     threading.current_thread().name = f"{values['side']}-{values.get('rank', 0)}"
     try:
         _work(SyncTask(**values))

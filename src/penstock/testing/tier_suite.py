@@ -22,7 +22,7 @@ class TierTests:
     """What every `Tier` does. Subclass it with `make`."""
 
     def make(self) -> Tier:
-        """A tier with room for 64 MiB."""
+        """Return a tier with room for 64 MiB."""
         raise NotImplementedError("say how to make the tier under test")
 
     @contextmanager
@@ -91,7 +91,7 @@ class TierTests:
 
 
 def filled(nbytes: int, seed: int = 0) -> HeapRoom:
-    """A room of the reference tier with bytes of chance."""
+    """Return a room of the reference tier with bytes of chance."""
     room = HeapTier().open_room(nbytes)
     room.views()[0][:] = random.Random(seed).randbytes(nbytes)
     return room

@@ -43,7 +43,7 @@ class TransportTests:
     """What every `Transport` does. Subclass it with `make`."""
 
     def make(self) -> Transport:
-        """A new transport of this process; the suite closes it."""
+        """Return a new transport of this process; the suite closes it."""
         raise NotImplementedError("say how to make the transport under test")
 
     def allocate(self, nbytes: int) -> Memory:
@@ -55,7 +55,7 @@ class TransportTests:
         ctypes.memmove(memory.address, data, memory.nbytes)
 
     def read(self, memory: Memory) -> bytes:
-        """All of the memory."""
+        """Return all of the memory."""
         return ctypes.string_at(memory.address, memory.nbytes)
 
     @contextmanager
@@ -247,7 +247,7 @@ class TransportTests:
 
 
 def _raised(kinds: type[PenstockError] | tuple[type[PenstockError], ...], call: object) -> PenstockError:
-    """What `call()` raised; it must be of these kinds."""
+    """Return what `call()` raised; it must be of these kinds."""
     assert callable(call)
     try:
         call()

@@ -202,7 +202,7 @@ def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
 
 
 def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
-    """The table's entries: the last two dims, once for each element of the others; one row where that will do."""
+    """Yield the table's entries: the last two dims, once for each element of the others; one row where that will do."""
     source, out = job.source, job.outputs[0]
     if not source.numel():
         return
@@ -226,7 +226,7 @@ def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
 
 
 def _wide(dtype: DType, entry: tuple[int, ...]) -> bool:
-    """Whether loads and stores of 16 bytes are possible: see `quantise_tiles`."""
+    """Return whether loads and stores of 16 bytes are possible: see `quantise_tiles`."""
     src, row_stride, col_stride, _, cols, out, out_pitch = entry[:7]
     at = src % _WIDTH or out % _WIDTH or (row_stride * dtype.bits // 8) % _WIDTH
     return col_stride == 1 and not (at or cols % (2 * _WIDTH) or out_pitch % _WIDTH)

@@ -112,7 +112,7 @@ class Output:
 
 
 def format_of(tag: str) -> Format:
-    """The format of a tag. ConfigError for a tag that is none."""
+    """Return the format of a tag. ConfigError for a tag that is none."""
     try:
         return FORMATS[tag]
     except KeyError:
@@ -149,7 +149,7 @@ def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened(form: Format, shape: tuple[int, ...], box: Box) -> Box:
-    """The smallest box around `box` that cuts no block; an empty one stays."""
+    """Return the smallest box around `box` that cuts no block; an empty one stays."""
     if not box.num_elements:
         return box
     step = alignment(form, shape)
@@ -195,7 +195,7 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
 
 
 def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[Output, ...]:
-    """What a format stores of a tensor, codes first, and which box of each comes of `box`, which cuts no block.
+    """Return what a format stores of a tensor, codes first, and which box of each comes of `box`, which cuts no block.
 
     Raises:
         PlanError: the tensor cannot be stored so, or the box cuts blocks; the hint has the box that does not.
@@ -219,7 +219,7 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
 
 
 def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tuple[int, ...]) -> Output:
-    """The tensor that has one element for each block of `step`."""
+    """Return the tensor that has one element for each block of `step`."""
     count = tuple(-(-n // s) for n, s in zip(shape, step, strict=True))
     start = tuple(-(-a // s) for a, s in zip(box.start, step, strict=True))
     stop = tuple(-(-b // s) for b, s in zip(box.stop, step, strict=True))

@@ -77,12 +77,12 @@ _DTYPE = {theirs: ours for ours, theirs in _TORCH.items()}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype of what a format reads or stores."""
+    """Return the torch dtype of what a format reads or stores."""
     return _TORCH[dtype]
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """The name of a tensor's dtype. PlanError for one that no format reads or stores."""
+    """Return the name of a tensor's dtype. PlanError for one that no format reads or stores."""
     try:
         return _DTYPE[tensor.dtype]
     except KeyError:
@@ -90,7 +90,7 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """What the format stores of a tensor, codes first; a shard that cuts no block gives its own part of it.
+    """Return what the format stores of a tensor, codes first; a shard that cuts no block gives its own part of it.
 
     Args:
         source: any strides.
@@ -127,7 +127,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
 
 
 def magnitude(values: torch.Tensor) -> torch.Tensor:
-    """The bits of |x| in FP32 as int32: they are ordered as the numbers are, then infinity, then NaN."""
+    """Return the bits of |x| in FP32 as int32: they are ordered as the numbers are, then infinity, then NaN."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
@@ -202,7 +202,7 @@ def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def nan_bits(dtype: DType) -> int:
-    """The NaN that casts give."""
+    """Return the NaN that casts give."""
     return {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType.F8_E4M3: 0x7F, DType.F8_E5M2: 0x7F}[
         dtype
     ]
@@ -220,7 +220,7 @@ def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tup
 
 
 def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
-    """The values that the format's tensors stand for, in FP32 and then cast.
+    """Return the values that the format's tensors stand for, in FP32 and then cast.
 
     Args:
         parts: as `quantise` gave them; parts of them, if they cut no block.

@@ -167,7 +167,7 @@ def _leaf(name: str) -> str:
 
 
 def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
-    """What `config.json` says under `quantization_config`.
+    """Return what `config.json` says under `quantization_config`.
 
     Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config for blocks; compressed-tensors 0.20,
     `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16 for the others.

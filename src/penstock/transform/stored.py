@@ -152,7 +152,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
 
 
 def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
-    """Whether a tensor is stored as a format stores it, which must be the one that its configuration names.
+    """Return whether a tensor is stored as a format stores it, which must be the one that its configuration names.
 
     Args:
         dtypes: of the tensors by name.
@@ -203,7 +203,7 @@ def _has_scales(name: str, dtype: DType, specs: Mapping[str, tuple[DType, tuple[
 
 
 def _is_part(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
-    """Whether a tensor belongs to codes, going by its name and those of the others."""
+    """Return whether a tensor belongs to codes, going by its name and those of the others."""
     if _NOTHING_ELSE.search(name):
         return True
     found = _PARTS.match(name)
@@ -242,7 +242,7 @@ def _plain(
 
 
 def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> Stored | str:
-    """The layout of two codes a byte: NVFP4 and MXFP4 of compressed-tensors; or why it is neither."""
+    """Return the layout of two codes a byte: NVFP4 and MXFP4 of compressed-tensors; or why it is neither."""
     base = name.removesuffix("_packed")
     dtype, shape = specs[name]
     scales, whole = f"{base}_scale", f"{base}_global_scale"
@@ -267,7 +267,7 @@ def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> St
 
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Block, ...]) -> Block | None:
-    """The block that makes scales of this shape; None: none does."""
+    """Return the block that makes scales of this shape; None: none does."""
     if len(shape) < 2:
         return (WHOLE, WHOLE) if math.prod(scales) == 1 else None
 
@@ -299,7 +299,7 @@ def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What compressed-tensors' groups say of weights."""
+    """Return what compressed-tensors' groups say of weights."""
     groups = config.get("config_groups")
     found = groups.values() if isinstance(groups, Mapping) else ()
     return [one["weights"] for one in found if isinstance(one, Mapping) and isinstance(one.get("weights"), Mapping)]

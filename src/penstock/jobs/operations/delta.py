@@ -57,7 +57,7 @@ class Delta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> Delta:
-    """What changed, from digests. Both must have them, of leaves of one size."""
+    """Return what changed, from digests. Both must have them, of leaves of one size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
     found = {}
@@ -112,7 +112,7 @@ def encoded(delta: Delta) -> bytes:
 
 
 def decoded(raw: bytes) -> Delta:
-    """What `encoded` gave. FormatError for anything else."""
+    """Return what `encoded` gave. FormatError for anything else."""
     try:
         found = msgspec.json.decode(raw, type=Delta)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -246,5 +246,5 @@ def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec |
 
 
 def _flat(spec: Spec) -> Spec:
-    """A tensor as its bytes."""
+    """Return a tensor as its bytes."""
     return Spec(name=spec.name, dtype=DType.U8, shape=(spec.nbytes,))

@@ -173,7 +173,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, made: Sequence[torch.Tens
 
 
 def _rows(tensor: torch.Tensor, align: int) -> int:
-    """Rows of a tensor that are made at a time."""
+    """Return rows of a tensor that are made at a time."""
     rows = _CACHED // max(1, tensor.numel() // max(1, len(tensor))) if tensor.ndim else 1
     return max(1, rows // align) * align
 
@@ -299,7 +299,7 @@ def _told(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:
 
 
 def _shortened(quantization: Mapping[str, Any] | None) -> str:
-    """A `quantization_config` in a message, without its lists of modules."""
+    """Return a `quantization_config` in a message, without its lists of modules."""
     if quantization is None:
         return "nothing"
     left = {key: value for key, value in quantization.items() if key not in ("ignore", "modules_to_not_convert")}

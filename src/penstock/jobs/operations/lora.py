@@ -278,7 +278,7 @@ class LoraMerge:
 
 
 def _ways(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
-    """Whether B @ A has this shape, and whether its transpose has."""
+    """Return whether B @ A has this shape, and whether its transpose has."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         return False, False
     made = (b.shape[0], a.shape[1])
@@ -286,7 +286,7 @@ def _ways(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
 
 
 def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
-    """What an adapter's tensors do, by the names of the base's tensors.
+    """Return what an adapter's tensors do, by the names of the base's tensors.
 
     PEFT saves a wrapped module's own tensors under `base_layer`, and what was trained whole under the module's name. Of
     a resized embedding that was also trained whole it saves both copies and the result, the last under the plain name.

@@ -105,12 +105,12 @@ class _Merge(Unchanged):
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The merged values, in the place of the first one's."""
+        """Return the merged values, in the place of the first one's."""
         raise NotImplementedError
 
 
 def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of each, flat, `step` at a time; 0: as many as suit the device."""
+    """Yield the same elements of each, flat, `step` at a time; 0: as many as suit the device."""
     step = step or (_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK)
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
@@ -137,11 +137,11 @@ class _WholeMerge(_Merge):
     rows = False
 
     def measure(self, blocks: Blocks, num_elements: int) -> Any:
-        """What is to be known of whole tensors, for `apply`."""
+        """Return what is to be known of whole tensors, for `apply`."""
         raise NotImplementedError
 
     def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The merged values of the same elements of all tensors, in the place of the first one's."""
+        """Return the merged values of the same elements of all tensors, in the place of the first one's."""
         raise NotImplementedError
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -170,7 +170,7 @@ class _WholeMerge(_Merge):
 
 
 def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
+    """Return the weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
     import torch
 
     made = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
@@ -360,7 +360,7 @@ def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
-    """The bits of |x|: ordered as the numbers are, NaN beyond all."""
+    """Return the bits of |x|: ordered as the numbers are, NaN beyond all."""
     import torch
 
     return values.view(torch.int32) & 0x7FFFFFFF

@@ -38,7 +38,7 @@ class Operation(Protocol):
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """What is made of what, in the order in which the inputs lie in storage.
+        """Return what is made of what, in the order in which the inputs lie in storage.
 
         Raises:
             PlanError: the sources do not fit each other or the operation.
@@ -62,7 +62,7 @@ class Operation(Protocol):
         ...
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint's `config.json` as it is to be afterwards."""
+        """Return the checkpoint's `config.json` as it is to be afterwards."""
         ...
 
 
@@ -110,23 +110,23 @@ def report_progress() -> None:
 
 
 def specs_of(table: TensorTable) -> list[Spec]:
-    """A table's tensors, in file order."""
+    """Return a table's tensors, in file order."""
     rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
     return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
 
 
 def whole(source: int, spec: Spec) -> Input:
-    """All rows of a tensor, each for the same row of the recipe."""
+    """Return all rows of a tensor, each for the same row of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """All of a tensor, for whatever rows of the recipe."""
+    """Return all of a tensor, for whatever rows of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
 def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """A tensor copied, perhaps under another name."""
+    """Return a tensor copied, perhaps under another name."""
     made = spec if name is None else replace(spec, name=name)
     # Rows of packed elements may end within a byte: such a tensor is not cut.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
@@ -141,7 +141,7 @@ def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
 
 
 def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
-    """The only source. PlanError where there are several."""
+    """Return the only source. PlanError where there are several."""
     if len(sources) != 1:
         hint = "merge them first: average, linear, slerp, ties"
         raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
@@ -356,7 +356,7 @@ def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
-    """A group of recipes and those of what they give, as one."""
+    """Return a group of recipes and those of what they give, as one."""
     rows = firsts[0].num_rows
     row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
     row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
@@ -379,7 +379,7 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
 
 
 def _cut(between: Mapping[tuple[int, str], torch.Tensor], given: Input, used: Counter[tuple[int, str]]) -> torch.Tensor:
-    """A whole tensor as an input of the second operation; row by row it is the rows already."""
+    """Return a whole tensor as an input of the second operation; row by row it is the rows already."""
     at = given.source, given.spec.name
     if given.box == Box.full(given.spec.shape):
         return between[at] if used[at] == 1 else between[at].clone()

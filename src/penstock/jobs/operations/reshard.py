@@ -222,7 +222,7 @@ class Reshard(Unchanged):
         return [one.view(dtype) for one in made]
 
     def _shared(self, recipe: Recipe, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The rows of each output, whose inputs follow each other."""
+        """Return the rows of each output, whose inputs follow each other."""
         import torch
 
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]

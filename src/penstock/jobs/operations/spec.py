@@ -103,7 +103,7 @@ def _value(text: str) -> object:
 
 
 def operation_of(words: Sequence[Word]) -> Operation:
-    """The operations, one after the other; none: a copy.
+    """Return the operations, one after the other; none: a copy.
 
     Raises:
         ConfigError: an unknown operation, or words that are not its own.
@@ -126,12 +126,12 @@ def _parameters(name: str) -> list[str]:
 
 
 def is_operation(name: str) -> bool:
-    """Whether one is called so."""
+    """Return whether one is called so."""
     return name in _MADE_BY
 
 
 def maker_of(name: str) -> Callable[..., Operation]:
-    """What makes an operation of its words. ConfigError: nothing is called so."""
+    """Return what makes an operation of its words. ConfigError: nothing is called so."""
     if name not in _MADE_BY:
         raise ConfigError(f"no operation is called {name!r}", hint=f"one of {usage()}; see docs/convert.md")
     module, _, attribute = _MADE_BY[name].partition(":")

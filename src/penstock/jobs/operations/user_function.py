@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def function_of(function: str, **options: Any) -> Operation:
-    """The operation at `module:name`.
+    """Return the operation at `module:name`.
 
     Args:
         function: names an `Operation`, or a callable that makes one of `options` (a class), or a function of a tensor.

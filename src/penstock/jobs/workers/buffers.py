@@ -68,7 +68,7 @@ class Buffers:
             self._changed.notify_all()
 
     def get(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes`, flat uint8: of those kept the smallest that fits, or a new one."""
+        """Return a buffer of at least `nbytes`, flat uint8: of those kept the smallest that fits, or a new one."""
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
@@ -120,10 +120,10 @@ class Buffers:
 
 
 def packed(sizes: Sequence[int]) -> list[int]:
-    """Where tensors of these sizes begin in one buffer, and where the last ends."""
+    """Return where tensors of these sizes begin in one buffer, and where the last ends."""
     return [0, *accumulate(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)]
 
 
 def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The parts of a buffer that `packed` says."""
+    """Return the parts of a buffer that `packed` says."""
     return [buffer[at : at + size] for at, size in zip(packed(sizes), sizes, strict=False)]

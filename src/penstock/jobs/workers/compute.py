@@ -54,7 +54,7 @@ class ComputeBackend(Protocol):
     buffers: Buffers
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
-        """What is packed in a host buffer, as flat uint8 tensors where `make` wants them.
+        """Return what is packed in a host buffer, as flat uint8 tensors where `make` wants them.
 
         Ownership: the buffer is the compute backend's until the pending is done.
         """
@@ -65,7 +65,7 @@ class ComputeBackend(Protocol):
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """What runs within computes here, and is complete when its results are copied to the host."""
+        """Return what runs within computes here, and is complete when its results are copied to the host."""
         ...
 
 
@@ -175,5 +175,5 @@ def as_view(raw: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, flat; a copy where it is not contiguous."""
+    """Return a tensor's bytes, flat; a copy where it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

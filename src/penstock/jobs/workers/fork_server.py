@@ -141,7 +141,7 @@ class ForkServer(Closing):
             raise PeerLost(f"a process is gone as soon as it was forked: {error.strerror}") from error
 
     def reap(self, pid: int) -> int:
-        """The exit code of a process that ended. PeerLost: as of `fork`."""
+        """Return the exit code of a process that ended. PeerLost: as of `fork`."""
         return self._ask({"reap": pid})
 
     def _ask(self, what: object, fds: Sequence[int] = ()) -> int:

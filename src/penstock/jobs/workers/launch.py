@@ -101,7 +101,7 @@ class LocalLauncher(Closing):
         return self.fork_server
 
     def _begun(self, fork_server: ForkServer) -> tuple[Forked, int]:
-        """A process that waits for a worker's arguments, and where they are to be written."""
+        """Return a process that waits for a worker's arguments, and where they are to be written."""
         reads, writes = os.pipe()
         try:
             return fork_server.fork("penstock.jobs.workers.prewarm:work", [], (reads, 2)), writes
@@ -225,7 +225,7 @@ def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str
 
 
 def has_driver() -> bool:
-    """Whether there is a driver of GPUs; where not, torch need not be asked."""
+    """Return whether there is a driver of GPUs; where not, torch need not be asked."""
     return any(os.path.exists(one) for one in _DRIVERS)
 
 
@@ -245,7 +245,7 @@ def _count_gpus(fork_server: ForkServer) -> int:
 
 
 def exit_with_gpu_count() -> int:
-    """How many GPUs, as an exit code that no failure has."""
+    """Return how many GPUs, as an exit code that no failure has."""
     return _COUNTED + num_gpus()
 
 
@@ -260,7 +260,7 @@ def num_gpus() -> int:
 
 
 def gpus() -> list[str]:
-    """Every GPU."""
+    """Return every GPU."""
     return [f"cuda:{i}" for i in range(num_gpus() if has_driver() else 0)]
 
 

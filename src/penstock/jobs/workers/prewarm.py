@@ -41,7 +41,7 @@ def work() -> int:
 
 
 def _wake() -> list[str]:
-    """The arguments. What fails here fails again where the worker can tell it."""
+    """Return the arguments. What fails here fails again where the worker can tell it."""
     with contextlib.suppress(PenstockError):
         load_driver()
     said = sys.stdin.buffer.readline()

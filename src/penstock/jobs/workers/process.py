@@ -111,7 +111,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
 
 
 def failure_of(error: PenstockError) -> Failure:
-    """An error, to be told."""
+    """Return an error as a message for the coordinator."""
     return Failure(
         kind=type(error).__name__,
         message=error.message,
@@ -124,7 +124,7 @@ def failure_of(error: PenstockError) -> Failure:
 
 
 def _wake(device: torch.device, trace: Trace) -> torch.device:
-    """The device as torch knows it, with its context made and the digest kernels there.
+    """Return the device as torch knows it, with its context made and the digest kernels there.
 
     Raises:
         ConfigError: it is not there. MissingExtra: Triton is not.
@@ -194,7 +194,7 @@ def _serve(wire: Wire, words: Words, awake: Future[torch.device], trace: Trace, 
 
 
 def _planned(words: Words, stack: ExitStack) -> tuple[list[WeightSet], Job]:
-    """The sources, open until the stack ends, and the job. PlanError: it is another than the coordinator's."""
+    """Return the sources, open until the stack ends, and the job. PlanError: it is another than the coordinator's."""
     settings = Settings.read(stall_s=words.stall_s)
     options = words.storage_options or None
     sources = [

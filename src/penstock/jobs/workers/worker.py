@@ -129,7 +129,7 @@ class Worker(Closing):
         self._revoked.add(task)
 
     def is_revoked(self, task: int) -> bool:
-        """Whether nobody waits for it any more."""
+        """Return whether nobody waits for it any more."""
         return task in self._revoked
 
     def report(self) -> None:
@@ -143,7 +143,7 @@ class Worker(Closing):
             self._fetched_bytes += nbytes if is_fetched else 0
 
     def came(self) -> tuple[int, int]:
-        """Bytes that came from the sources, and that were read, from there or from a cache."""
+        """Return bytes that came from the sources, and that were read, from there or from a cache."""
         fetched_bytes, asked_bytes = came(self._sources)
         return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
@@ -241,7 +241,7 @@ class _TaskRun:
             executor.post(step)
 
     def run(self) -> list[torch.Tensor]:
-        """The operation on every entry: the task's outputs.
+        """Return the operation on every entry: the task's outputs.
 
         Raises:
             OperationFailed: a user's function raised, or gave other tensors than it said.
@@ -270,7 +270,7 @@ class _TaskRun:
         return made
 
     def _checked(self, output: Output, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, if it is what the recipe says of these rows."""
+        """Return the tensor, if it is what the recipe says of these rows."""
         spec, (first, last) = output.spec, output.rows(start, stop)
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
@@ -465,7 +465,7 @@ class _Written:
         del self._rest[:at]
 
     def end(self, tensor: str) -> U64:
-        """The digests. OperationFailed where other bytes came than the output has."""
+        """Return the digests. OperationFailed where other bytes came than the output has."""
         if self._done != self._stop:
             raise OperationFailed(f"its parts are {self._done} bytes, not {self._stop}", tensor=tensor)
         return self._digests
