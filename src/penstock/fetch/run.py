@@ -285,7 +285,7 @@ class Fetch(Closing):
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
     def _should_skip_claims(self) -> bool:
-        """Return True if storage must be read without a claim: the hub refused us, or no byte came for half a stall.
+        """Return True if storage must be read without a claim: the hub refused us, or no byte came for too long.
 
         In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
         """
