@@ -88,4 +88,4 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         holder.member.hub.leave(holder.member.id)
         with liar, ps.join("m", hub=hub, transports=["http"]) as reader:
             report = reader.fetch(found, fallback=made)
-        assert any("it shows the certificate of" in fault for fault in report.faults), report.faults
+        assert any("the peer's certificate names" in fault for fault in report.faults), report.faults

@@ -116,7 +116,7 @@ class Fetch(Closing):
         self._begun = time.monotonic()
         self._is_storage_out = False
         self._hub_answer = "not asked yet"
-        self._is_alone = self._is_refused = False
+        self._is_alone = self._is_refused = self._is_hub_away = False
         self._threads: list[threading.Thread] = []
 
     def run(self) -> Provenance:
@@ -183,6 +183,7 @@ class Fetch(Closing):
     def _note_hub_failure(self, error: PenstockError) -> None:
         """Record that the hub did not answer or refused us. A refusal is final: retrying cannot change it."""
         self._is_refused = isinstance(error, PermissionDenied)
+        self._is_hub_away = not self._is_refused
         self._hub_answer = f"it refused: {error.message}" if self._is_refused else error.message
         if self._is_refused and self._storage is None and not self._readers:
             self.ticket.fail(error)
@@ -265,6 +266,7 @@ class Fetch(Closing):
                 else:
                     reply = self._member.claim(self._weights)
                     ranges, wait_s, self._hub_answer = reply.ranges, reply.ask_again_s, reply.why
+                    self._is_hub_away = False
                 if ranges:
                     wait_s = 0.0 if self._read_claim(ranges) else TURN_S
             except PenstockError as error:
@@ -291,7 +293,8 @@ class Fetch(Closing):
         """
         # Later than `read_stall_s`, after which a holder that gives nothing is reported: the hub then gives claims on
         # what only that holder has, and the starters read storage once together instead of once each.
-        if not self._is_alone and (self._is_refused or self._hunger.seconds > 0.75 * self.stall_s):
+        patience_s = self.stall_s / 2 if self._is_hub_away else 0.75 * self.stall_s
+        if not self._is_alone and (self._is_refused or self._hunger.seconds > patience_s):
             self._is_alone = True
             self.provenance.read_without_claim(self._hub_answer)
         return self._is_alone

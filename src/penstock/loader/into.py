@@ -16,7 +16,7 @@ import torch
 
 from penstock.arguments import require_type
 from penstock.engine.choose_place import place_on
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PenstockError, PlanError, SourceChanged, SourceTruncated
 from penstock.loader.load import deferred_interrupts, open_session, telling
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport
@@ -214,5 +214,9 @@ def _telling(session: Session) -> Iterator[None]:
         yield
     except PenstockError as error:
         session.close()
-        error.mutated = error.mutated or (session.run is not None and bool(session.run.paths))
+        # A read that found the file changed or too short has filled a part of its buffers, which may be the target.
+        has_read = session.run is not None and (
+            bool(session.run.paths) or isinstance(error, SourceChanged | SourceTruncated)
+        )
+        error.mutated = error.mutated or has_read
         raise

@@ -190,7 +190,7 @@ def slow_storage(pause_s: float) -> None:
                     time.sleep(pause_s)
                     yield some[some == chunk]
 
-    vars(join)["StoragePart"] = SlowPart
+    vars(join)["StorageReader"] = SlowPart
 
 
 def slow_digests(pause_s: float) -> None:
