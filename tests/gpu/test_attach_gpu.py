@@ -84,7 +84,7 @@ def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocat
     """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
     wanted = by_safetensors(llama)
     with monkeypatch.context() as patched, ps.Keeper(device="cuda:0") as keeper:
-        patched.setattr(LocalWeights, "canary", lambda self, chance: None)
+        patched.setattr(LocalWeights, "spot_check", lambda self, chance: None)
         keeper.keep("llama", llama)
         keeper.member.weights[0].rows[-1][-1] ^= 1
         with ps.attach("llama", verify=False) as attached:
