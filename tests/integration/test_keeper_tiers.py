@@ -248,7 +248,7 @@ def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, t
 def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="need memory_bytes"):
         ps.Keeper(disk=tmp_path)
-    with pytest.raises(ps.ConfigError, match="are there"):
+    with pytest.raises(ps.ConfigError, match="in host memory already"):
         ps.Keeper(memory_bytes="1G", host_bytes=BOUND)
     with pytest.raises(ps.ConfigError, match="no disk"):
         ps.Keeper(disk_bytes="1G")
