@@ -250,7 +250,7 @@ def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
         ps.Keeper(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="in host memory already"):
         ps.Keeper(memory_bytes="1G", host_bytes=BOUND)
-    with pytest.raises(ps.ConfigError, match="no disk"):
+    with pytest.raises(ps.ConfigError, match="without disk"):
         ps.Keeper(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ps.ConfigError, match="cannot write spilled bytes"):
