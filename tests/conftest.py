@@ -7,6 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Tests assert behaviour, not time: on a busy machine an example of 50 ms took 260, above hypothesis's own deadline.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would every command that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -112,11 +112,11 @@ def _write_digests(job: Job) -> dict[str, Any]:
     from pathlib import Path
 
     from penstock.config import Settings
-    from penstock.storage import weight_set as manifest
+    from penstock.storage import weight_set
 
-    with manifest.open_weights(job.checkpoint.directory, settings=Settings.read()) as weights:
-        raw = manifest.encode(manifest.build(weights))
-    Path(manifest.sidecar_uri(job.checkpoint.directory)).write_bytes(raw)
+    with weight_set.open_weights(job.checkpoint.directory, settings=Settings.read()) as weights:
+        raw = weight_set.encode(weight_set.build(weights))
+    Path(weight_set.sidecar_uri(job.checkpoint.directory)).write_bytes(raw)
     return {"sidecar_bytes": len(raw)}
 
 

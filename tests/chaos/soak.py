@@ -404,7 +404,12 @@ def _turn(told: dict[str, Any]) -> None:
 
 
 def slope_per_minute(samples: Sequence[Sample], of: str) -> tuple[float, float]:
-    """Return the rise of a fitted line over these samples, and the standard error of that."""
+    """Return the rise of a fitted line over these samples, and the standard error of that; NaN of fewer than two.
+
+    A busy machine may give a short soak no sample after its warm-up: nothing is known of the rise then.
+    """
+    if len(samples) < 2:
+        return float("nan"), float("nan")
     minutes = np.array([one.at_s for one in samples]) / 60
     values = np.array([getattr(one, of) for one in samples], float)
     slope, start = np.polyfit(minutes, values, 1)
@@ -440,6 +445,8 @@ def judge(name: str, samples: Sequence[Sample], before: Sample, after: Sample, *
     # What is under way at a sample comes and goes: a rise counts from two standard errors below it.
     least = {of: slope - 2 * error for of, (slope, error) in fits.items()}
     faults = []
+    if is_fitted and len(samples) < 3:
+        faults.append(f"{len(samples)} samples are too few to tell whether it grows")
     if is_fitted:
         faults += [
             f"{of} grows by {slopes[of] / mib:.2f} MiB a minute"

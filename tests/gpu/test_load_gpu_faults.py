@@ -20,7 +20,7 @@ import penstock
 from penstock.config import Settings
 from penstock.engine.place_cuda import CudaPlace
 from penstock.errors import SourceUnavailable
-from penstock.storage import weight_set as manifests
+from penstock.storage import weight_set
 from penstock.storage.files import FileSource
 from penstock.types import MIB
 
@@ -56,9 +56,9 @@ def no_threads_left() -> bool:
 
 
 def digested(directory: Path) -> None:
-    with manifests.open_weights(str(directory), settings=Settings.read()) as weights:
-        raw = manifests.encode(manifests.build(weights))
-    Path(manifests.sidecar_uri(str(directory))).write_bytes(raw)
+    with weight_set.open_weights(str(directory), settings=Settings.read()) as weights:
+        raw = weight_set.encode(weight_set.build(weights))
+    Path(weight_set.sidecar_uri(str(directory))).write_bytes(raw)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -20,8 +20,7 @@ from types import FunctionType
 import safetensors
 
 from penstock.errors import FormatError, PenstockError
-from penstock.storage import MemorySource
-from penstock.storage import manifest as manifest_file
+from penstock.storage import MemorySource, manifest
 from penstock.storage.safetensors import parse_index, read_header
 
 BODY = bytes(64)
@@ -86,9 +85,9 @@ def check(data: bytes) -> None:
         read_header(MemorySource(data))
     with contextlib.suppress(FormatError):
         parse_index(data, uri="mem:index")
-    for raw in (data, manifest_file.MAGIC + data):
+    for raw in (data, manifest.MAGIC + data):
         with contextlib.suppress(PenstockError):
-            manifest_file.decode(raw, uri="mem:manifest")
+            manifest.decode(raw, uri="mem:manifest")
 
 
 def main() -> None:

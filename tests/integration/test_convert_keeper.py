@@ -20,7 +20,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
 from penstock.jobs.workers.launch import LocalLauncher
-from penstock.keeper import lease as renewal
+from penstock.keeper import lease
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
     yield
     gc.collect()
     shutil.rmtree(directory)

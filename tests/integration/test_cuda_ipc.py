@@ -35,8 +35,7 @@ from penstock.segments import Rectangles
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
-from penstock.transport import cuda_ipc
-from penstock.transport import fd_server as fd_door
+from penstock.transport import cuda_ipc, fd_server
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.cuda_memory import CudaPayload, map_peer
 from penstock.transport.protocol import Memory
@@ -254,19 +253,19 @@ def test_only_the_generation_that_is_now_is_handed_out(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         payload = msgspec.msgpack.decode(holder.descriptor.payload)
         told = (payload["door"], payload["page"]["pid"])
-        assert len(list(fd_door.receive_fds(*told, holder.descriptor.generation, 5, "here"))) == 5
+        assert len(list(fd_server.receive_fds(*told, holder.descriptor.generation, 5, "here"))) == 5
         for generation, count in ((99, 1), (holder.descriptor.generation, 7)):
             with pytest.raises(StaleDescriptor):
-                list(fd_door.receive_fds(*told, generation, count, "here"))
+                list(fd_server.receive_fds(*told, generation, count, "here"))
         with pytest.raises(PeerLost):
-            list(fd_door.receive_fds(told[0], os.getpid(), 1, 1, "here"))
+            list(fd_server.receive_fds(told[0], os.getpid(), 1, 1, "here"))
         with pytest.raises(PeerLost):
-            list(fd_door.receive_fds("nobody", told[1], 1, 1, "here"))
+            list(fd_server.receive_fds("nobody", told[1], 1, 1, "here"))
         assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
 def test_a_door_that_is_silent(reader, monkeypatch) -> None:
-    monkeypatch.setattr(fd_door, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(fd_server, "TIMEOUT_S", 0.1)
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         os.kill(holder.process.pid, signal.SIGSTOP)
         os.waitpid(holder.process.pid, os.WUNTRACED)

@@ -20,7 +20,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
-from penstock.keeper import lease as renewal
+from penstock.keeper import lease
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fork_server import ForkServer
@@ -31,7 +31,7 @@ from penstock.testing.keeper import KeeperProcess
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
     yield directory
     gc.collect()
     shutil.rmtree(directory)

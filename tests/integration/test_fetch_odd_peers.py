@@ -22,7 +22,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.cli.manifest import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
-from penstock.fetch import storage_reader as part
+from penstock.fetch import storage_reader
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply, UpstreamsReply
 from penstock.memory.memfd import shared_at
@@ -189,9 +189,9 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
 ) -> None:
     """It gets on by what members give it, so that it would keep its claim for as long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
-    read, reads = part.StorageReader.read, list[part.StorageReader]()
+    read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
 
-    def read_badly(self: part.StorageReader, chunks: I64) -> Iterator[I64]:
+    def read_badly(self: storage_reader.StorageReader, chunks: I64) -> Iterator[I64]:
         if self not in reads:
             reads.append(self)
         if self is not reads[0]:
@@ -207,7 +207,7 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
 
     deadline, flight = time.monotonic() + 60, Member.upstreams
     monkeypatch.setattr(Member, "upstreams", upstreams_late)
-    monkeypatch.setattr(part.StorageReader, "read", read_badly)
+    monkeypatch.setattr(storage_reader.StorageReader, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}
         going = pool.submit(first.fetch, got, fallback=str(made))
@@ -290,16 +290,16 @@ def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_
 ) -> None:
     """It lives, and its storage is given up no sooner than they would give up waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
-    read, reads, over = part.StorageReader.read, list[part.StorageReader](), threading.Event()
+    read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
 
-    def hang(self: part.StorageReader, chunks: I64) -> Iterator[I64]:
+    def hang(self: storage_reader.StorageReader, chunks: I64) -> Iterator[I64]:
         reads.append(self)
         for some in read(self, chunks):
             yield some
             if self is reads[0]:
                 over.wait(30.0)
 
-    monkeypatch.setattr(part.StorageReader, "read", hang)
+    monkeypatch.setattr(storage_reader.StorageReader, "read", hang)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         going = pool.submit(first.fetch, {}, fallback=str(made))
         while not (first.member.weights and whole(first).have.any()):

@@ -21,7 +21,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import HoldingState, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.peer import server as door
+from penstock.peer import server as peer_server
 
 ALL, OTHERS = "all-models-0123456789", "other-models-0123456789"
 FAR_S = "120"
@@ -72,7 +72,7 @@ def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> Non
 
 
 def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
-    monkeypatch.setattr(door, "LEASE_TTL_S", float(FAR_S))
+    monkeypatch.setattr(peer_server, "LEASE_TTL_S", float(FAR_S))
     with ps.join("m", hub=hub, token=ALL) as holder, ps.join("m", hub=hub, token=ALL) as reader:
         holder.fetch({}, fallback=made)
         (held,) = holder.member.weights

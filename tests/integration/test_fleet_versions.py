@@ -24,7 +24,7 @@ from penstock.hub.messages import Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.hub.version_negotiation import PROTOCOL
-from penstock.peer import server as door
+from penstock.peer import server as peer_server
 from penstock.peer.http_listener import BoundedRequestHandler
 
 NEWER = {"added_later": {"a": [1, "b"]}}
@@ -130,7 +130,7 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
 def test_what_a_newer_member_adds_at_its_door_is_ignored(
     hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, take = door._Handler._send, BoundedRequestHandler.take_body
+    send, take = peer_server._Handler._send, BoundedRequestHandler.take_body
 
     def newer_answer(self: Any, code: int, value: Any) -> None:
         raw = msgspec.msgpack.decode(msgspec.msgpack.encode(value)) if value is not None else None
@@ -140,7 +140,7 @@ def test_what_a_newer_member_adds_at_its_door_is_ignored(
         raw = msgspec.msgpack.decode(take(self, nbytes))
         return msgspec.msgpack.encode(with_more_fields(raw))
 
-    monkeypatch.setattr(door._Handler, "_send", newer_answer)
+    monkeypatch.setattr(peer_server._Handler, "_send", newer_answer)
     monkeypatch.setattr(BoundedRequestHandler, "take_body", newer_question)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", hub=hub) as holder, ps.join("m", hub=hub) as reader:

@@ -141,12 +141,12 @@ def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, chi
 
 _STOPPED_AT_ONCE = """
 import os, signal
-from penstock.hub import local_hub as local
+from penstock.hub import local_hub
 def start(self):
     os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit
-local.HubThread.start = start
-local.LocalEndpoint().reach(20.0)
+local_hub.HubThread.start = start
+local_hub.LocalEndpoint().reach(20.0)
 """
 
 

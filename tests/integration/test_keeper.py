@@ -19,7 +19,7 @@ import torch
 from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
-from penstock.keeper import lease as renewal
+from penstock.keeper import lease
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fork_server import ForkServer
 from penstock.testing.keeper import KeeperProcess
@@ -39,7 +39,7 @@ print(json.dumps({"bits": all_bits(attached), "path": attached.report.path, "wal
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
     yield directory
     gc.collect()
     shutil.rmtree(directory)

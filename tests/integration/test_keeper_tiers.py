@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import penstock as ps
 from penstock.cli.main import app
-from penstock.keeper import lease as renewal
+from penstock.keeper import lease
 from penstock.memory.memfd import shared_at
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
@@ -31,7 +31,7 @@ BOUND = 45_000_000
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(renewal, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
     yield directory
     gc.collect()
     shutil.rmtree(directory)

@@ -12,7 +12,7 @@ import torch
 import penstock as ps
 from penstock.errors import PenstockError, StaleDescriptor
 from penstock.hub.messages import HoldingState, UpstreamsRequest
-from penstock.peer import server as door
+from penstock.peer import server as peer_server
 from penstock.peer.client import PeerClient
 from penstock.peer.member import Member
 from penstock.segments import Segments
@@ -84,7 +84,7 @@ def test_a_descriptor_ends_with_its_lease_and_others_go_on(holder, reader) -> No
 
 
 def test_a_descriptor_ends_when_its_lease_is_not_renewed(holder, reader, monkeypatch) -> None:
-    monkeypatch.setattr(door, "LEASE_TTL_S", 1.0)
+    monkeypatch.setattr(peer_server, "LEASE_TTL_S", 1.0)
     with ps.join("m") as first:
         peer, mine = borrow(first.member, holder)
         assert reader.read(mine) == WANTED

@@ -108,7 +108,7 @@ class Fetch(Closing):
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
         self._failed_since_progress: set[str] = set()
-        # Those of them that the hub was told of: it no longer counts what they have when it says who reads storage.
+        # Those of them that the hub took a complaint of: it no longer counts what they have.
         self._reported: set[str] = set()
         self._others_read_until = 0.0
         self.ticket = Ticket(weights.layout.nbytes, self._is_under_way, received=self._received_bytes)
@@ -251,8 +251,10 @@ class Fetch(Closing):
         for reader in failed:
             assert reader.error is not None
             if not isinstance(reader.error, SourceBusy):
-                self._member.complain(reader.upstream.member, self._weights.key, reader.error, reader.proof)
-                self._reported.add(reader.upstream.member)
+                who = reader.upstream.member
+                if self._member.complain(who, self._weights.key, reader.error, reader.proof):
+                    with self._lock:
+                        self._reported.add(who)
             reader.close()
 
     def _poll_claims(self) -> None:

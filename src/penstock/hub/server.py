@@ -38,7 +38,7 @@ START_S = 20.0
 """Importing FastAPI on a busy machine takes some seconds."""
 STOP_S = 5.0
 _CUTS_A_TICK = 100
-"""Connections over their deadline that are cut in one tick of uvicorn (0.1 s): each costs the loop 0.1 ms."""
+"""Connections over their deadline that are cut in a tick of uvicorn (0.1 s); thousands at once would hold the loop."""
 GC_THRESHOLD = (20_000, 50, 100)
 """Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
 _KEEP_ALIVE_S = 75

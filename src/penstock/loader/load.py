@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from penstock import interrupt
+from penstock.arguments import require_type
 from penstock.closing import Closing
 from penstock.config import Settings, parse_bytes
 from penstock.engine.choose_place import place_on
@@ -255,7 +256,14 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
 
 
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
-    """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others."""
+    """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others.
+
+    Raises:
+        ConfigError: an argument is of the wrong type. PenstockError: the weight set cannot be opened.
+    """
+    require_type("verify", options.verify, (bool, type(None)), "True, False or None")
+    if group is not None:
+        require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
     with telling(group, options, settings.stall_s), paused_gc():
         return Session(uri, options, settings, local_world_size=1 if group is None else group.size())

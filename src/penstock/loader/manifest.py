@@ -17,8 +17,7 @@ from penstock.errors import ConfigError
 from penstock.loader.progress import Counter, ProgressOption, looked_at
 from penstock.loader.verify import read_key
 from penstock.report import Summarised
-from penstock.storage import is_remote, local_path, text_of, write_small
-from penstock.storage import weight_set as manifests
+from penstock.storage import is_remote, local_path, text_of, weight_set, write_small
 from penstock.storage.output import typed
 from penstock.types import GB
 
@@ -68,17 +67,17 @@ def manifest(
         SourceError, FormatError: as `load`. DestinationError, DiskFull: nothing was written.
     """
     place, settings = text_of(uri), Settings.read()
-    target = manifests.sidecar_uri(place) if out is None else text_of(out)
+    target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
         raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
     key = None if sign is None else read_key(sign)
-    with manifests.open_weights(place, settings=settings, storage_options=storage_options) as weights:
+    with weight_set.open_weights(place, settings=settings, storage_options=storage_options) as weights:
         counter = Counter(weights.manifest.nbytes)
         with looked_at(progress, place, counter.look):
-            built = manifests.build(weights, on_bytes=counter.add)
-    raw = manifests.encode(built)
+            built = weight_set.build(weights, on_bytes=counter.add)
+    raw = weight_set.encode(built)
     # The signature first: a reader that finds the new manifest finds the signature of it.
-    files = {target: raw} if key is None else {f"{target}.sig": manifests.sign(raw, key), target: raw}
+    files = {target: raw} if key is None else {f"{target}.sig": weight_set.sign(raw, key), target: raw}
     for file, data in files.items():
         _write_whole(file, data, settings, storage_options)
     return ManifestReport(

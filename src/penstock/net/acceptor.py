@@ -20,8 +20,7 @@ from penstock.net.listener import GuardedListener
 ACCEPTS_A_TURN = 32
 """Connections that are accepted before those that are open are served."""
 PAUSE_S = 0.02
-"""Pause after a full turn. With `ACCEPTS_A_TURN` this admits 1,600 connections a second, which cost half of a core; the
-kernel holds the others, up to `listener.BACKLOG`. 1,000 members that come in one instant are all in after 0.7 s."""
+"""Pause after a full turn: at most 1,600 connections a second. The kernel queues others, up to `listener.BACKLOG`."""
 
 
 class Acceptor:

@@ -337,8 +337,8 @@ class Member:
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
         return self._call_hub(lambda: self._hub.sync(request))
 
-    def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> None:
-        """Report to the hub that a source could not be used; dropped if the hub does not answer or refuses it.
+    def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> bool:
+        """Report to the hub that a source could not be used; return False if the hub does not answer or refuses it.
 
         Not for a source that is merely full (`SourceBusy`): the hub would no longer count its chunks.
         """
@@ -351,6 +351,8 @@ class Member:
         complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
             self._call_hub(lambda: self._hub.complain(complaint))
+            return True
+        return False
 
     def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
         """Return a client of another member for a key; `stall_s`: a deadline other than this member's."""

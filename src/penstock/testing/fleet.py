@@ -180,10 +180,9 @@ def set_constants(constants: dict[str, float]) -> None:
 
 def slow_storage(pause_s: float) -> None:
     """Have every chunk of storage take this long, on top, in this process."""
-    from penstock.fetch import join
-    from penstock.fetch import storage_reader as part
+    from penstock.fetch import join, storage_reader
 
-    class SlowPart(part.StorageReader):
+    class SlowPart(storage_reader.StorageReader):
         def read(self, chunks: I64) -> Iterator[I64]:
             for some in super().read(chunks):
                 for chunk in some:
@@ -195,15 +194,15 @@ def slow_storage(pause_s: float) -> None:
 
 def slow_digests(pause_s: float) -> None:
     """Have every digesting of chunks take this long, on top, in this process."""
-    from penstock.peer import local_weights as holding
+    from penstock.peer import local_weights
 
-    digest = holding.LocalWeights.digest
+    digest = local_weights.LocalWeights.digest
 
-    def slow(self: holding.LocalWeights, chunks: I64) -> U64:
+    def slow(self: local_weights.LocalWeights, chunks: I64) -> U64:
         time.sleep(pause_s)
         return digest(self, chunks)
 
-    vars(holding)["LocalWeights"].digest = slow
+    vars(local_weights)["LocalWeights"].digest = slow
 
 
 def _work(task: Task) -> None:

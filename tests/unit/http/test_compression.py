@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.http import compression as coding
+from penstock.http import compression
 from penstock.http.byte_planes import Planes
 from penstock.http.compression import AGAIN_S, MARGIN, Choice
 from penstock.types import GB, MIB
@@ -39,7 +39,7 @@ class Slow(Planes):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(coding, "time", found)
+    monkeypatch.setattr(compression, "time", found)
     return found
 
 

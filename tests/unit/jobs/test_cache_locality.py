@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Settings
-from penstock.jobs import cache_locality as held
+from penstock.jobs import cache_locality
 from penstock.jobs.cache_locality import cached_tasks, came, shared_as
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
@@ -24,7 +24,7 @@ CHUNK = 64 << 10
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightSet:
     """A checkpoint of local files behind a cache that is empty."""
-    for module in (cache, held):
+    for module in (cache, cache_locality):
         monkeypatch.setattr(module, "CACHE_CHUNK_BYTES", CHUNK)
     write_llama(tmp_path / "m", total_bytes=2_000_000, shards=2)
     settings = Settings(cache_dir=tmp_path / "cache")

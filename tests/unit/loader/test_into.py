@@ -17,7 +17,7 @@ import penstock
 from penstock.config import Settings
 from penstock.errors import PlanError, SourceUnavailable
 from penstock.memory.memfd import shared_at
-from penstock.storage import weight_set as manifests
+from penstock.storage import weight_set
 from penstock.storage.files import FileSource
 from penstock.types import MIB
 
@@ -164,9 +164,9 @@ def test_nothing_to_fill(path: Path) -> None:
 
 
 def digest(path: Path) -> None:
-    with manifests.open_weights(str(path), settings=Settings.read()) as weights:
-        raw = manifests.encode(manifests.build(weights))
-    Path(manifests.sidecar_uri(str(path))).write_bytes(raw)
+    with weight_set.open_weights(str(path), settings=Settings.read()) as weights:
+        raw = weight_set.encode(weight_set.build(weights))
+    Path(weight_set.sidecar_uri(str(path))).write_bytes(raw)
 
 
 def test_a_flipped_bit_says_that_the_target_was_touched(path: Path) -> None:

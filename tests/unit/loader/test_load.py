@@ -292,11 +292,11 @@ def test_what_was_loaded_outlives_the_file(big: Path) -> None:
 
 def digest(path: Path) -> None:
     from penstock.config import Settings
-    from penstock.storage import weight_set as manifests
+    from penstock.storage import weight_set
 
-    with manifests.open_weights(str(path), settings=Settings.read()) as weights:
-        raw = manifests.encode(manifests.build(weights))
-    Path(manifests.sidecar_uri(str(path))).write_bytes(raw)
+    with weight_set.open_weights(str(path), settings=Settings.read()) as weights:
+        raw = weight_set.encode(weight_set.build(weights))
+    Path(weight_set.sidecar_uri(str(path))).write_bytes(raw)
 
 
 def flip_a_bit(path: Path, at: int = -100) -> None:

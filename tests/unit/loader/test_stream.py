@@ -15,7 +15,7 @@ from tests.truth import own_threads
 import penstock
 from penstock.config import Settings
 from penstock.errors import SourceUnavailable
-from penstock.storage import weight_set as manifests
+from penstock.storage import weight_set
 from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
@@ -158,9 +158,9 @@ def test_what_fails_midway_is_raised_once_and_leaves_nothing(big: Path, monkeypa
 def test_a_bad_tensor_is_not_given_but_those_before_it_are(big: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(big.read_bytes())
-    with manifests.open_weights(str(path), settings=Settings.read()) as weights:
-        raw = manifests.encode(manifests.build(weights))
-    Path(manifests.sidecar_uri(str(path))).write_bytes(raw)
+    with weight_set.open_weights(str(path), settings=Settings.read()) as weights:
+        raw = weight_set.encode(weight_set.build(weights))
+    Path(weight_set.sidecar_uri(str(path))).write_bytes(raw)
     data = bytearray(path.read_bytes())
     data[-TENSOR_BYTES // 2] ^= 1
     path.write_bytes(data)

@@ -36,10 +36,8 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.storage import MemorySource, digester
-from penstock.storage import locate as place
+from penstock.storage import MemorySource, digester, locate, weight_set
 from penstock.storage import manifest as manifest_file
-from penstock.storage import weight_set as manifest
 from penstock.storage.files import FileSource
 from penstock.storage.weight_set import WeightSet, build, decode, encode, open_weights, sidecar_uri, signature_uri
 from penstock.types import DType, FileEntry, TensorTable
@@ -88,7 +86,7 @@ def bodies_of(weights: WeightSet) -> dict[str, bytes]:
     return found
 
 
-def open_all(uri: manifest.Uris, **kwargs: object) -> tuple[WeightSet, dict[str, bytes]]:
+def open_all(uri: weight_set.Uris, **kwargs: object) -> tuple[WeightSet, dict[str, bytes]]:
     with open_weights(uri, settings=SETTINGS, **kwargs) as weights:  # type: ignore[arg-type]
         return weights, bodies_of(weights)
 
@@ -111,7 +109,7 @@ def test_every_kind_of_place_gives_the_same_weights(kind: str, tmp_path: Path) -
     if kind == "index":
         write_index(folder)
     (folder / "config.json").write_text("{}")
-    uri: manifest.Uris = {
+    uri: weight_set.Uris = {
         "directory": str(folder),
         "slash": f"{folder}/",
         "path": folder,
@@ -268,14 +266,14 @@ def test_sources_are_closed_when_one_file_is_bad(tmp_path: Path, monkeypatch: py
         closed.append(source.uri)
         close(source)
 
-    monkeypatch.setattr(manifest, "open_source", opening)
+    monkeypatch.setattr(weight_set, "open_source", opening)
     monkeypatch.setattr(FileSource, "close", closing)
     with pytest.raises(FormatError):
         open_weights(tmp_path, settings=SETTINGS)
     assert set(opened) <= set(closed)
 
 
-NAME_CHOICES: list[tuple[manifest.Names, list[str]]] = [
+NAME_CHOICES: list[tuple[weight_set.Names, list[str]]] = [
     (None, ALL),
     ("a.*", ["a.w", "a.scale"]),
     ("z.w", ["z.w"]),
@@ -289,7 +287,7 @@ NAME_CHOICES: list[tuple[manifest.Names, list[str]]] = [
 
 @pytest.mark.parametrize("with_index", [True, False])
 @pytest.mark.parametrize("names, expected", NAME_CHOICES, ids=range(len(NAME_CHOICES)))
-def test_names_choose_tensors(names: manifest.Names, expected: list[str], with_index: bool, tmp_path: Path) -> None:
+def test_names_choose_tensors(names: weight_set.Names, expected: list[str], with_index: bool, tmp_path: Path) -> None:
     shards_of(tmp_path)
     if with_index:
         write_index(tmp_path)
@@ -375,7 +373,7 @@ def test_the_sidecar_is_found_and_believed_when_it_agrees(kind: str, tmp_path: P
     shards_of(tmp_path)
     write_index(tmp_path)
     made = write_sidecar(tmp_path / "model-0.safetensors" if kind == "file" else tmp_path)
-    uri: manifest.Uris = {
+    uri: weight_set.Uris = {
         "directory": tmp_path,
         "glob": f"{tmp_path}/*.safetensors",
         "index": tmp_path / "model.safetensors.index.json",
@@ -629,22 +627,22 @@ def test_signatures() -> None:
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
-    signature = manifest.sign(b"manifest", private)
+    signature = weight_set.sign(b"manifest", private)
     assert len(signature) == 64
-    manifest.check_signature(b"manifest", signature, public)
+    weight_set.check_signature(b"manifest", signature, public)
     for raw, text in ((b"manifesT", signature), (b"manifest", signature[:-1]), (b"manifest", b"")):
         with pytest.raises(IntegrityError):
-            manifest.check_signature(raw, text, public)
+            weight_set.check_signature(raw, text, public)
     other = ec.generate_private_key(ec.SECP256R1())
     other_private = other.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     other_public = other.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
     locked = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x"))
     for bad in (b"", b"junk", public, other_private, locked):
         with pytest.raises(ConfigError, match="private key"):
-            manifest.sign(b"manifest", bad)
+            weight_set.sign(b"manifest", bad)
     for bad in (b"", b"junk", private, other_public):
         with pytest.raises(ConfigError, match="public key"):
-            manifest.check_signature(b"manifest", signature, bad)
+            weight_set.check_signature(b"manifest", signature, bad)
 
 
 def test_where_manifests_are(tmp_path: Path) -> None:
@@ -671,7 +669,7 @@ class Bucket:
         self.may_list = True
         self.absent: type[PenstockError] = NotFound
         for name in ("open_source", "list_uris", "read_small"):
-            for module in (manifest, place):
+            for module in (weight_set, locate):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, getattr(self, name))
 

@@ -30,7 +30,7 @@ from penstock.peer.member import Member
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership, joined
 from penstock.sync.planner import Planner
-from penstock.sync.publish import rank_group as group
+from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.progress import SubscriberProgress
 from penstock.sync.publish.snapshot import VersionSnapshot
@@ -86,9 +86,9 @@ class Publisher(Closing):
         if rank == 0:
             self._run = member.id
             member.report_now()
-            group.claim(self._membership)
+            rank_group.claim(self._membership)
         else:
-            self._run = group.join(self._membership, rank, world_size, "", stall_s)
+            self._run = rank_group.join(self._membership, rank, world_size, "", stall_s)
             member.report_now()
         offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
         self.latest = max([one.state.version for one in self._membership.look()], default=-1)
@@ -159,9 +159,9 @@ class Publisher(Closing):
             message = f"version {version} of {self.name!r} is not above {max(self.version, self.latest)}"
             raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
         if self.rank == 0:
-            group.check_alone(self._membership)
+            rank_group.check_alone(self._membership)
         else:
-            self._run = group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
+            self._run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
 
     def _begin(self, version: int) -> None:
         """From now on receivers may have it."""
@@ -195,13 +195,15 @@ class Publisher(Closing):
         try:
             if self.rank == 0:
                 known = [
-                    one.member for one in self._membership.look(max_age_s=group.ASK_S) if one.state.side == "subscriber"
+                    one.member
+                    for one in self._membership.look(max_age_s=rank_group.ASK_S)
+                    if one.state.side == "subscriber"
                 ]
                 self._subscriber_progress.begin(version, known)
                 self._begin(version)
                 return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             self._begin(version)
-            return group.decided(self._membership, self._run, version, self._stall_s)
+            return rank_group.decided(self._membership, self._run, version, self._stall_s)
         finally:
             self._end()
 
@@ -212,7 +214,7 @@ class Publisher(Closing):
         self.member.beat_now()
 
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._membership.look(max_age_s=group.ASK_S) if one.member == member]
+        found = [one for one in self._membership.look(max_age_s=rank_group.ASK_S) if one.member == member]
         return not found or self._membership.is_gone(found[0])
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
