@@ -25,6 +25,8 @@ from penstock.net.peercred import is_same_user, peer_uid
 BACKLOG = 2048
 """Length of the kernel's accept queue: a thousand members may connect at the same moment. The kernel caps it at
 net.core.somaxconn."""
+CLOSE_S = 5.0
+"""Longest wait for the accepting thread when a listener is closed; it takes less than a millisecond on an idle machine."""
 _REFUSED_A_TURN = 64
 """Connections refused in one call of `accept`, so that the caller's loop runs again; each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -169,9 +171,16 @@ class ThreadedListener:
         self._serve, self._name, self._tls, self._is_open = serve, name, tls, True
         self.address: Any = self._listener.getsockname()
         self._listener.listen(BACKLOG)
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._accept_until_closed()
+        finally:
+            self._listener.close()
+
+    def _accept_until_closed(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         while self._is_open:
@@ -223,7 +232,10 @@ class ThreadedListener:
         self._is_open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+        # The thread closes the socket: closed here, its number could name another file before the thread's `poll` looks
+        # at it again, and the thread would wait for that file without end.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
     def forget(self) -> None:
         """Close a forked child's copy of the socket, without shutting down the parent's."""

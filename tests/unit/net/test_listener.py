@@ -1,13 +1,19 @@
-"""A listener whose process has no descriptor left: it goes on, and serves who shows who it is."""
+"""Listening sockets: service without a free descriptor, and the end of the accepting thread."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+
+from penstock.net.admission import Admission
+from penstock.net.limits import ConnectionLimits
+from penstock.net.listener import ThreadedListener
 
 NUM_DESCRIPTORS = 64
 LISTENER = f"""
@@ -72,3 +78,19 @@ def test_a_listener_without_descriptors_serves_members_and_does_not_spin() -> No
     assert 0 < said["num_open"] < NUM_DESCRIPTORS
     assert said["cpu_s"] < 5.0, said  # importing is most of it
     assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
+
+
+def test_the_thread_of_a_closed_listener_ends_though_its_descriptor_is_used_again() -> None:
+    opened: list[int] = []
+    try:
+        for _ in range(100):
+            bound = socket.create_server(("127.0.0.1", 0))
+            admission = Admission(ConnectionLimits(), name="test")
+            listener = ThreadedListener(bound, admission, lambda *_: None, name="test-closed-listener")
+            time.sleep(0.002)  # the thread waits for connections
+            listener.close()
+            opened.append(os.eventfd(0))  # takes the number that the socket had
+        assert [thread.name for thread in threading.enumerate() if thread.name == "test-closed-listener"] == []
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
