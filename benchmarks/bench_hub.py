@@ -34,6 +34,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock.errors import UnknownMember
 from penstock.hub.auth import LIFE_HEADER, member_of
 from penstock.hub.identity import Identity
 from penstock.hub.messages import (
@@ -79,6 +80,8 @@ class Asker:
                     raise
                 await asyncio.sleep(0.1)
         self._taken[name].append(time.perf_counter() - start)
+        if answer.startswith(b"HTTP/1.1 410"):
+            raise UnknownMember(f"{name}: {got[:200]!r}")
         if not answer.startswith(b"HTTP/1.1 2"):
             raise RuntimeError(f"{name}: {answer[:40]!r} {got[:200]!r}")
         return None if gives is None else msgspec.json.decode(got, type=gives)
@@ -134,7 +137,12 @@ class Member:
         self.welcome = await self.asker.ask("hello", "POST", "/v1/hello", self.hello, Welcome)
 
     async def beat(self) -> None:
-        await self.asker.ask("beat", "PUT", f"/v1/members/{self.id}", Beat(holdings=(self.state(),)))
+        try:
+            await self.asker.ask("beat", "PUT", f"/v1/members/{self.id}", Beat(holdings=(self.state(),)))
+        except UnknownMember:
+            # It was silent for too long while others were still joining; a real member says hello again, too.
+            self.asker.num_again += 1
+            await self.join()
 
     async def beats(self, until: float) -> None:
         while time.monotonic() < until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -28,6 +29,7 @@ from penstock.hub.messages import Beat, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.net.limits import ConnectionLimits
+from penstock.net.listener import AdmittedSocket
 
 TOKEN = "a-token-of-16-characters"
 NUM_DESCRIPTORS = 400
@@ -191,6 +193,48 @@ def test_a_proven_connection_may_be_idle_but_not_for_ever(serve) -> None:
         assert not is_cut(sock, 2.0)
         sock.sendall(HALF_HEAD)
         assert is_cut(sock, 20.0)
+
+
+def answers(address: tuple[str, int], data: bytes) -> bytes:
+    """Return all that the hub sends before it closes the connection."""
+    with attack(address, "127.0.0.9", data) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(20.0)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_head_has_a_bounded_number_of_fields(serve) -> None:
+    address = serve(ConnectionLimits())
+    head = b"GET /healthz HTTP/1.1\r\nconnection: close\r\n"
+    assert answers(address, head + b"x: y\r\n" * 90 + b"\r\n").startswith(b"HTTP/1.1 200 ")
+    assert answers(address, head + b"x: y\r\n" * 101 + b"\r\n").startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}" * 1000], ids=["no body", "a body"])
+def test_a_caller_without_a_token_gets_a_complete_answer(serve, body: bytes) -> None:
+    address = serve(ConnectionLimits())
+    head = b"POST /v1/hello HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
+    answer = answers(address, head + body)
+    assert answer.startswith(b"HTTP/1.1 401 ") and answer.count(b"HTTP/1.1") == 1
+    assert b"www-authenticate: Bearer" in answer and b"--token-file" in answer
+
+
+def test_ended_connections_leave_nothing_to_the_garbage_collector(serve) -> None:
+    address = serve(ConnectionLimits(head_s=1.0))
+    gc.collect()
+    gc.disable()
+    try:
+        for data in (b"", HALF_HEAD, b"\x00\xff", HALF_HEAD + b"\r\n", b"GET /healthz HTTP/1.1\r\nhost: h\r\n\r\n") * 4:
+            with attack(address, "127.0.0.9", data):
+                time.sleep(0.02)
+        deadline = time.monotonic() + 10.0
+        while left := [kept for kept in gc.get_objects() if isinstance(kept, AdmittedSocket)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        gc.enable()
 
 
 def test_another_user_cannot_ask_a_hub_on_a_unix_socket(tmp_path_factory) -> None:

@@ -29,6 +29,7 @@ from penstock.errors import (
 )
 from penstock.hub.audit import CALLER, STRANGER
 from penstock.hub.auth import LIFE_HEADER, Auth, Caller, member_of
+from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
     Fault,
@@ -96,6 +97,11 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     auth = auth or Auth()
     metrics = Metrics(directory)
 
+    def on_unauthorized(path: str, client: str) -> None:
+        metrics.refused(401)
+        CALLER.set(STRANGER)
+        audit.warning("event=unauthorized path=%r client=%s", path, client)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         beating = asyncio.create_task(_beat(directory, auth))
@@ -108,6 +114,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         # Starlette's route: FastAPI's would look for parameters to decode, which msgspec does.
         app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
     _add_pages(app, directory, auth, metrics)
+    app.state.on_unauthorized = on_unauthorized
     app.openapi = lambda: document(OPERATIONS, FAULTS, auth)  # type: ignore[method-assign]
     _map_faults(app, metrics)
     return app
@@ -211,8 +218,9 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(STRANGER if caller is None else caller.name)
     if caller is None:
+        # A token that was good when the connection was proven; without one a request does not come here.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
-        raise _Refused(401, "no token, or not one of this hub's", "give the token of the hub's --token-file")
+        raise _Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
 
 

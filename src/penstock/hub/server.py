@@ -170,11 +170,12 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
             listener.admission.sweep(most=_CUTS_A_TICK)
             return await super().on_tick(counter)
 
+    app = create_app(directory, auth)
     config = uvicorn.Config(
-        create_app(directory, auth),
+        app,
         # Not uvloop, where it is installed: it accepts by itself, past the listener's limits.
         loop="asyncio",
-        http=protocol_for(listener, auth),
+        http=protocol_for(listener, auth, app.state.on_unauthorized),
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 from penstock.net.listener import GuardedListener
 
-ACCEPTS_A_TURN = 32
+ACCEPTS_A_TURN = 10
 """Connections that are accepted before those that are open are served."""
-PAUSE_S = 0.02
-"""Pause after a full turn: at most 1,600 connections a second. The kernel queues others, up to `listener.BACKLOG`."""
+PAUSE_S = 0.01
+"""Pause after a full turn: at most 1,000 connections a second. The kernel queues others, up to `listener.BACKLOG`."""
 
 
 class Acceptor:

@@ -26,7 +26,7 @@ BACKLOG = 2048
 """Length of the kernel's accept queue: a thousand members may connect at the same moment. The kernel caps it at
 net.core.somaxconn."""
 CLOSE_S = 5.0
-"""Longest wait for the accepting thread when a listener is closed; it takes less than a millisecond on an idle machine."""
+"""Longest wait for the accepting thread when a listener is closed; it needs less than 1 ms on an idle machine."""
 _REFUSED_A_TURN = 64
 """Connections refused in one call of `accept`, so that the caller's loop runs again; each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
