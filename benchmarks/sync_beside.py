@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from benchmarks.sync_model import BLOCK, SCALES, Served, Shape
 
+from penstock.transform.formats import format_of
 from penstock.transform.fuse import Job, fuse
-from penstock.transform.geometry import format_of
 
 BUCKET_BYTES = 1 << 30
 """Of packed broadcasts."""

@@ -237,7 +237,7 @@ class Worker:
         """What an engine's loader is given of a trained tensor: itself, or its codes and scales."""
         from benchmarks.sync_model import SCALES
 
-        from penstock.transform.geometry import format_of
+        from penstock.transform.formats import format_of
         from penstock.transform.quantize import quantise
 
         if name + SCALES not in self.model.places:

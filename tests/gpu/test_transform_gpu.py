@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from penstock.testing import transform_suite  # noqa: E402
 from penstock.transform import fuse, quantize  # noqa: E402
-from penstock.transform.geometry import FORMATS, format_of  # noqa: E402
+from penstock.transform.formats import FORMATS, format_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

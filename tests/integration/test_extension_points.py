@@ -1,4 +1,4 @@
-"""Add a storage and an operation from outside the package, through public entry points only.
+"""Add a storage, a transport, a format and an operation from outside the package, through public entry points only.
 
 The extensions are a module in a directory of their own, as an installed package would be: nothing of Penstock is
 patched, and no private name is used.
@@ -6,8 +6,13 @@ patched, and no private name is used.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,9 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.errors import ConfigError
 from penstock.storage import register_storage
+from penstock.transform import Format, register_format
+from penstock.transport import TransportKind, register_transport
+from penstock.types import DType
 
 VAULT = '''
 import os
@@ -77,6 +85,138 @@ class Negate:
         return config
 '''
 
+PEEK = '''
+import ctypes
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import Cancelled, ConfigError, PeerLost, StaleDescriptor
+from penstock.transport import TransportKind
+from penstock.transport.descriptor import Descriptor
+
+GENERATIONS = Path(os.environ["PEEK_ROOT"])
+PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+class Payload(msgspec.Struct):
+    pid: int
+    address: int
+
+
+class PeekHandle:
+    """Memory of this process; a file that is removed at a fence says whether its generation is still good."""
+
+    def __init__(self, memory):
+        self.memory, self.is_open = memory, True
+        self.descriptor = self._begin()
+
+    def _begin(self):
+        self._generation = secrets.randbits(62)
+        (GENERATIONS / str(self._generation)).touch()
+        return Descriptor(
+            transport="peek",
+            endpoint=str(os.getpid()),
+            generation=self._generation,
+            nbytes=self.memory.nbytes,
+            payload=msgspec.msgpack.encode(Payload(os.getpid(), self.memory.address)),
+        )
+
+    def fence(self):
+        if not self.is_open:
+            raise Cancelled("the registration is closed")
+        (GENERATIONS / str(self._generation)).unlink(missing_ok=True)
+        self.descriptor = self._begin()
+        return self.descriptor
+
+    def close(self):
+        self.is_open = False
+        (GENERATIONS / str(self._generation)).unlink(missing_ok=True)
+
+
+class PeekRead:
+    def __init__(self, into, source, segments):
+        self.into, self.source, self.segments = into, source, segments
+        self.nbytes, self.moved_bytes = int(segments.nbytes.sum()), 0
+
+
+class PeekTransport:
+    """Reads /proc/PID/mem of another process on this host."""
+
+    name = "peek"
+
+    def __init__(self):
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
+        self._handles = []
+
+    def register(self, memory):
+        if memory.device != "cpu":
+            raise ConfigError(f"peek reaches host memory only, not {memory.device}")
+        self._handles.append(PeekHandle(memory))
+        return self._handles[-1]
+
+    def post_read(self, into, source, segments):
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
+        return PeekRead(into, source, segments)
+
+    def wait(self, pending, *, stall_s):
+        peer, rows = msgspec.msgpack.decode(pending.source.payload, type=Payload), pending.segments
+        target = (ctypes.c_ubyte * pending.into.memory.nbytes).from_address(pending.into.memory.address)
+        view = memoryview(target).cast("B")
+        pending.moved_bytes = 0
+        try:
+            with open(f"/proc/{peer.pid}/mem", "rb", buffering=0) as memory:
+                for src, dst, n in zip(rows.src.tolist(), rows.dst.tolist(), rows.nbytes.tolist(), strict=True):
+                    while n:
+                        got = os.preadv(memory.fileno(), [view[dst : dst + n]], peer.address + src)
+                        src, dst, n = src + got, dst + got, n - got
+                        pending.moved_bytes += got
+        except OSError as error:
+            raise PeerLost(f"process {peer.pid} cannot be read: {error}", mutated=pending.moved_bytes > 0) from error
+        if not (GENERATIONS / str(pending.source.generation)).exists():
+            raise StaleDescriptor("the memory was fenced", mutated=True)
+
+    def close(self):
+        for handle in self._handles:
+            handle.close()
+
+
+KIND = TransportKind(name="peek", open=lambda setup: PeekTransport(), reach="host", rank=5)
+'''
+
+BLOCK64 = """
+from penstock.transform import Format
+from penstock.types import DType
+
+FORMAT = Format(
+    tag="fp8-block64",
+    values=DType.F8_E4M3,
+    scaling="amax",
+    block=(64, 64),
+    scales_suffix="_scale_inv",
+    config=lambda kept: {"quant_method": "fp8", "weight_block_size": [64, 64], "modules_to_not_convert": list(kept)},
+)
+"""
+
+HOLDER = """
+import sys, safetensors.torch, penstock
+with penstock.join("model", transports=["peek"]) as fleet:
+    fleet.offer(safetensors.torch.load_file(sys.argv[1]))
+    print("offered", flush=True)
+    sys.stdin.read()
+"""
+
+READER = """
+import json, sys, safetensors.torch, penstock
+tensors = {}
+with penstock.join("model", transports=["peek"]) as fleet:
+    report = fleet.fetch(tensors)
+safetensors.torch.save_file(tensors, sys.argv[1])
+print(json.dumps(list(report.nbytes_by_path)))
+"""
+
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -90,15 +230,21 @@ def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a package with an entry point for vault://, on the path of this process and of its children."""
+    """The directory of a package with entry points, on the path of this process and of its children."""
     site = tmp_path / "site"
-    information = site / "vault_storage-1.0.dist-info"
+    information = site / "extensions-1.0.dist-info"
     information.mkdir(parents=True)
-    (site / "vault_storage.py").write_text(VAULT)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vault-storage\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[penstock.storages]\nvault = vault_storage:VaultStorage\n")
+    for name, code in (("vault_storage", VAULT), ("peek_transport", PEEK), ("block64_format", BLOCK64)):
+        (site / f"{name}.py").write_text(code)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: extensions\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[penstock.storages]\nvault = vault_storage:VaultStorage\n"
+        "[penstock.transports]\npeek = peek_transport:KIND\n"
+        "[penstock.formats]\nfp8-block64 = block64_format:FORMAT\n"
+    )
     source = Path(penstock.__file__).resolve().parents[1]
     monkeypatch.setenv("VAULT_ROOT", str(tmp_path / "vault"))
+    monkeypatch.setenv("PEEK_ROOT", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{site}:{source}")
     return site
 
@@ -112,7 +258,7 @@ def run(code: str) -> str:
 
 def test_a_storage_registered_in_this_process(tensors, installed: Path, tmp_path: Path) -> None:
     # Without its entry point, so that only the registration can make the scheme known.
-    (installed / "vault_storage-1.0.dist-info" / "entry_points.txt").unlink()
+    (installed / "extensions-1.0.dist-info" / "entry_points.txt").unlink()
     run(
         "import penstock, safetensors.torch\n"
         "from penstock.storage import register_storage\n"
@@ -137,6 +283,103 @@ def test_a_storage_and_an_operation_of_an_installed_package(tensors, installed: 
     }
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], -tensor) for name, tensor in tensors.items())
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A runtime directory for processes that find each other by the host's own hub; its path is short."""
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_path: Path) -> None:
+    """Both ends know it by its entry point, and it carries every byte of a fetch."""
+    wanted = {"a": torch.randn(1 << 20), "b": torch.randn(3, 5).bfloat16()}
+    save_file(wanted, tmp_path / "in.safetensors")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "in.safetensors")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "offered\n"
+        done = subprocess.run(
+            [sys.executable, "-c", READER, str(tmp_path / "out.safetensors")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        holder.communicate(timeout=60)  # ends its standard input
+    assert done.returncode == 0, done.stderr
+    (path,) = json.loads(done.stdout)
+    assert path.startswith("peek")
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_format_of_an_installed_package(installed: Path, tmp_path: Path) -> None:
+    """A conversion stores it, describes it in config.json, and `dequantise` reads it again."""
+    source = tmp_path / "model"
+    source.mkdir()
+    weight = torch.randn(200, 160)
+    save_file({"layers.0.mlp.up_proj.weight": weight}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"architectures": ["Toy"], "torch_dtype": "float32"}))
+    run(
+        "import penstock\n"
+        f"penstock.convert(r'{source}', r'{tmp_path}/fp8', to='fp8-block64', workers=1)\n"
+        f"penstock.convert(r'{tmp_path}/fp8', r'{tmp_path}/plain', operations='dequantise:to=F32', workers=1)"
+    )
+    stored = next((tmp_path / "fp8").glob("*.safetensors"))
+    found = load_file(stored)
+    codes = found["layers.0.mlp.up_proj.weight"]
+    scales = found["layers.0.mlp.up_proj.weight_scale_inv"]
+    assert codes.dtype == torch.float8_e4m3fn and scales.shape == (4, 3)
+    spread = scales.repeat_interleave(64, 0)[:200].repeat_interleave(64, 1)[:, :160]
+    values = codes.float() * spread
+    # E4M3 has three bits of mantissa: an error of at most 1/16 of the value, or of the least step of its block.
+    assert bool(((values - weight).abs() <= weight.abs() / 16 + spread * 2**-10).all())
+    block = weight[:64, :64].abs().max() / 448
+    torch.testing.assert_close(scales[0, 0], block)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [64, 64]
+    plain = load_file(next((tmp_path / "plain").glob("*.safetensors")))
+    assert torch.equal(plain["layers.0.mlp.up_proj.weight"], values)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tag": "nvfp4"}, "there is one"),
+        ({"tag": "a tag"}, "a tag is"),
+        ({"block": (96, 64)}, "powers of two"),
+        ({"block": (64, 0)}, "has one row"),
+        ({"block": (256, 256)}, "powers of two"),
+        ({"scaling": "nv"}, "F4 values"),
+        ({"values": DType.BF16}, "F8_E4M3 or F4"),
+        ({"scaling": "none"}, "no blocks"),
+    ],
+)
+def test_a_format_that_the_kernels_cannot_store_is_refused(change: dict[str, object], why: str) -> None:
+    form = Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64))
+    with pytest.raises(ConfigError, match=why):
+        register_format(replace(form, **change))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("shm", "there is one"), ("Peek", "not a name"), ("staged_peek", "not a name"), ("", "not a name")],
+)
+def test_a_transport_name_that_is_taken_or_none_is_refused(name: str, why: str) -> None:
+    kind = TransportKind(name=name, open=lambda setup: object(), reach="host", rank=5)
+    with pytest.raises(ConfigError, match=why):
+        register_transport(kind)
 
 
 @pytest.mark.parametrize("scheme", ["file", "S3", "a b", "", "x://"])

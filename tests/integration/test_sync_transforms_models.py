@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import BudgetTooSmall, PlanError
-from penstock.transform.geometry import format_of
+from penstock.transform.formats import format_of
 from penstock.transform.quantize import quantise
 
 __all__ = ["stack"]  # a fixture

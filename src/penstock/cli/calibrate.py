@@ -124,8 +124,8 @@ def _quantise(on_device: bool) -> float | None:
         return None
     import torch
 
+    from penstock.transform.formats import format_of
     from penstock.transform.fuse import Job, fuse
-    from penstock.transform.geometry import format_of
 
     form = format_of("fp8-block128")
     rows, cols = (8192, 8192) if on_device else (1024, 2048)

@@ -96,7 +96,8 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
     """Return what a subscriber takes of a version, all of it: under its tag."""
-    from penstock.transform.geometry import format_of, outputs
+    from penstock.transform.formats import format_of
+    from penstock.transform.geometry import outputs
     from penstock.transform.quantize import dtype_of, quantise
     from penstock.types import Box
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.transform import fuse, geometry, quantize
-from penstock.transform.geometry import Format
+from penstock.transform.formats import Format
 from penstock.types import Box, DType
 
 SMALL = ((1, 16), (3, 32), (129, 144), (2, 3, 5, 32), (16,), (3, 4099), (7, 0))

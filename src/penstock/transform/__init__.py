@@ -1,1 +1,8 @@
-"""What becomes of values on their way: casts and block formats, with the same bits on the CPU and on a device."""
+"""Changes of tensors' values between two layouts: casts and block formats, with the same bits on the CPU and a device.
+
+In / Out: a `Format` for `register_format`. Not here: when values are changed (`jobs.operations`, `sync.publish`).
+"""
+
+from penstock.transform.formats import Format, register_format
+
+__all__ = ["Format", "register_format"]

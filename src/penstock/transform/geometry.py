@@ -1,7 +1,7 @@
-"""The formats a tensor can be quantised to, and which of their blocks a shard gives: shapes and boxes, no values.
+"""Blocks of a format in a tensor and in the shard that a rank holds: shapes and boxes, no values.
 
-In: a tag, a tensor's name, dtype and shape, the box a rank holds. Out: the tensors the format stores, and their boxes.
-Not here: values (`quantize`), kernels (`fuse`), which tensors of a model are quantised (`select`).
+In: a format, a tensor's name, dtype and shape, the box a rank holds. Out: the tensors that are stored, and their boxes.
+Not here: the formats (`formats`), values (`quantize`), kernels (`fuse`), which tensors are quantised (`select`).
 
 A block is given by who holds its first element, so every block is quantised once, by one rank:
 
@@ -10,95 +10,11 @@ A block is given by who holds its first element, so every block is quantised onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import PlanError
+from penstock.transform.formats import CASTS, SOURCES, WHOLE, Format
 from penstock.types import Box, DType
-
-Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
-"""How a block's scale comes of its largest magnitude (`quantize`)."""
-
-WHOLE = 0
-"""In a block's shape: all of the dim."""
-
-SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
-"""What block formats are made of."""
-
-CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
-"""What a cast ends in; it begins with any of them that has 16 bits or more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """One way to store a tensor: how its values are cut into blocks, and what is stored of each."""
-
-    tag: str
-    values: DType
-    """Of the codes; F4 are stored as U8, two a byte, the first in the low nibble."""
-    scaling: Scaling
-    block: tuple[int, int] = (1, 1)
-    """Elements of a block in the last two dims."""
-    scales: DType = DType.F32
-    values_suffix: str = ""
-    scales_suffix: str = "_scale"
-    global_suffix: str = ""
-    """Of the one FP32 number the whole tensor has beside its scales; empty: it has none."""
-    whole_blocks: bool = False
-    """The last dim must be a multiple of the block's: no format reader takes a cut one."""
-
-
-def _block128(tag: str, rows: int) -> tuple[Format, ...]:
-    """FP8 in blocks of rows x 128: scales any FP32, or a power of two, stored as FP32 or as a byte.
-
-    Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]);
-    DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept); transformers 5, FineGrainedFP8Config, and vLLM 0.32,
-    fp8.py (`is_scale_e8m0`): float8_e8m0fnu, as in DeepSeek-V4.
-    """
-    one = {"values": DType.F8_E4M3, "block": (rows, 128), "scales_suffix": "_scale_inv"}
-    return (
-        Format(tag=tag, scaling="amax", **one),  # type: ignore[arg-type]
-        Format(tag=f"{tag}-ue8m0", scaling="pow2", **one),  # type: ignore[arg-type]
-        Format(tag=f"{tag}-e8m0", scaling="pow2", scales=DType.F8_E8M0, **one),  # type: ignore[arg-type]
-    )
-
-
-def _mxfp8() -> tuple[Format, ...]:
-    """MXFP8, which engines read alike whichever way its exponents were rounded.
-
-    Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`; `-floor`: OCP
-    Microscaling Formats 1.0, section 6.3, whose exponent saturates the largest eighth of a block's range.
-    """
-    shared = {"values": DType.F8_E4M3, "block": (1, 32), "scales": DType.U8, "whole_blocks": True}
-    return (
-        Format(tag="mxfp8", scaling="mx", **shared),  # type: ignore[arg-type]
-        Format(tag="mxfp8-floor", scaling="mx_floor", **shared),  # type: ignore[arg-type]
-    )
-
-
-FORMATS: Mapping[str, Format] = {
-    one.tag: one
-    for one in (
-        *(Format(tag=f"cast:{dtype}", values=dtype, scaling="none") for dtype in sorted(CASTS)),
-        *_block128("fp8-block128", 128),
-        *_block128("fp8-block1x128", 1),
-        # Source: compressed-tensors 0.17, "float-quantized" with strategy "channel": weight_scale [rows, 1].
-        Format(tag="fp8-channel", values=DType.F8_E4M3, scaling="amax", block=(1, WHOLE)),
-        *_mxfp8(),
-        # Source: compressed-tensors 0.17, "nvfp4-pack-quantized", compressors/nvfp4.
-        Format(
-            tag="nvfp4",
-            values=DType.F4,
-            scaling="nv",
-            block=(1, 16),
-            scales=DType.F8_E4M3,
-            values_suffix="_packed",
-            global_suffix="_global_scale",
-            whole_blocks=True,
-        ),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +25,6 @@ class Output:
     dtype: DType
     shape: tuple[int, ...]
     box: Box
-
-
-def format_of(tag: str) -> Format:
-    """Return the format of a tag. ConfigError for a tag that is none."""
-    try:
-        return FORMATS[tag]
-    except KeyError:
-        raise ConfigError(f"no transform is called {tag!r}", hint=f"one of {', '.join(FORMATS)}") from None
 
 
 def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:

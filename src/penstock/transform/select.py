@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.transform.geometry import Format, fault
+from penstock.transform.formats import Format
+from penstock.transform.geometry import fault
 from penstock.types import DType
 
 KEEP = (
@@ -169,43 +170,9 @@ def _leaf(name: str) -> str:
 def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     """Return what `config.json` says under `quantization_config`.
 
-    Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config for blocks; compressed-tensors 0.20,
-    `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16 for the others.
-
     Raises:
-        PlanError: a cast, of which engines need not be told.
+        PlanError: a format of which engines need not be told, as a cast.
     """
-    kept = list(selection.modules_kept())
-    if form.scales_suffix == "_scale_inv" and form.scaling != "none":
-        said: dict[str, Any] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": list(form.block),
-            "modules_to_not_convert": kept,
-        }
-        return said | ({"scale_fmt": "ue8m0"} if form.scaling == "pow2" else {})
-    number = {"type": "float", "symmetric": True}
-    activations: dict[str, Any] | None
-    if form.tag == "fp8-channel":
-        layout, weights = "float-quantized", number | {"num_bits": 8, "strategy": "channel", "dynamic": False}
-        activations = number | {"num_bits": 8, "strategy": "token", "dynamic": True}
-    elif form.scaling in ("mx", "mx_floor"):
-        layout = "mxfp8-quantized"
-        group = number | {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-        weights, activations = group | {"dynamic": False}, group | {"dynamic": True}
-    elif form.tag == "nvfp4":
-        layout, activations = "nvfp4-pack-quantized", None
-        weights = number | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": False}
-        weights |= {"scale_dtype": "torch.float8_e4m3fn"}
-    else:
+    if form.config is None:
         raise PlanError(f"{form.tag} has no quantization_config; its dtype is the tensors' own")
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": layout}
-        },
-        "ignore": kept,
-    }
+    return form.config(selection.modules_kept())

@@ -1,29 +1,23 @@
 """Open the transports of this process, and choose the nearest one that both ends have, with the reason.
 
 In: the device of the memory, names allowed, where the peer is. Out: registrations, a choice with its reason.
-Not here: how a transport moves bytes (its own room), which peer (`plan.relay`, `fleet`).
-
-Order: `loopback` (one process), `cuda_ipc` and `shm` (one host), `nixl` (RDMA, device memory), `http` (everywhere).
+Not here: which transports there are (`registry`), how they move bytes (their own modules), which peer (`plan.relay`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from penstock.closing import Closing
 from penstock.cuda.driver import CudaDriver
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.transport.descriptor import Descriptor, decode
-from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Filling, Handle, Memory, Transport
+from penstock.transport.registry import Reach, TransportKind, TransportSetup, transport_kinds
 from penstock.transport.staged import INNER, StagedTransport
-
-NAMES = ("loopback", "cuda_ipc", "shm", "nixl", "http")
-"""Nearest first."""
 
 
 @runtime_checkable
@@ -44,18 +38,31 @@ class Reaching(Protocol):
         ...
 
 
-ONE_HOST = frozenset({"loopback", "cuda_ipc", "shm", "pinned_shm", "staged_shm"})
-ORDER = ("loopback", "cuda_ipc", "shm", "pinned_shm", "staged_shm", "nixl", "http", "staged_http")
-"""Nearest first: the transports, and what goes by them into the memory of a device."""
-BY = {"pinned_shm": "shm", **INNER}
-"""Which transport's descriptors each of those takes."""
+DEVICE_TARGETS = {"pinned_shm": "shm", **INNER}
+"""Transports into the memory of a device, each with the transport whose descriptors it takes; nearer ones first."""
+
+
+class _Route(NamedTuple):
+    name: str
+    offered_as: str
+    """The transport whose descriptor the peer must offer."""
+    reach: Reach
+
+
+def _routes() -> Iterator[_Route]:
+    """Each transport followed by what goes by it into the memory of a device, nearest first."""
+    for kind in transport_kinds():
+        yield _Route(kind.name, kind.name, kind.reach)
+        for name, inner in DEVICE_TARGETS.items():
+            if inner == kind.name:
+                yield _Route(name, inner, kind.reach)
 
 
 class Links(Closing):
     """The transports of one process, each opened once; a context manager.
 
     Args:
-        makers: how to open each, by name; a maker that raises is left out, and `refused` says why.
+        makers: how to open each, by name, nearest first; a maker that raises is left out, and `refused` says why.
 
     Attributes:
         refused: name -> why this process has not got it.
@@ -64,11 +71,9 @@ class Links(Closing):
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
         self.transports: dict[str, Transport] = {}
         self.refused: dict[str, str] = {}
-        for name in NAMES:
-            if name not in makers:
-                continue
+        for name, make in makers.items():
             try:
-                self.transports[name] = makers[name]()
+                self.transports[name] = make()
             except (ConfigError, MissingExtra) as error:
                 self.refused[name] = str(error.message)
             except BaseException:
@@ -150,17 +155,17 @@ class Links(Closing):
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
-        beside = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
-        for name in ORDER:
-            if (name in ONE_HOST and not same_host) or (name == "loopback" and not same_process):
+        # Not worth a reason: they are for the other kind of memory, or add to one that is named anyway.
+        unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
+        for name, offered_as, reach in _routes():
+            if (reach != "network" and not same_host) or (reach == "process" and not same_process):
                 continue
-            given = BY.get(name, name)
-            if name in ours and given in offered:
-                descriptor = decode(offered[given])
-                if descriptor.transport != given:
-                    raise PlanError(f"a descriptor offered as {given} is of {descriptor.transport}")
+            if name in ours and offered_as in offered:
+                descriptor = decode(offered[offered_as])
+                if descriptor.transport != offered_as:
+                    raise PlanError(f"a descriptor offered as {offered_as} is of {descriptor.transport}")
                 return self.transports[name], descriptor, "; ".join(why)
-            if name not in beside:
+            if name not in unnamed:
                 why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
 
@@ -199,57 +204,28 @@ def open_links(
         trust: how readers over `http` check a peer's certificate, and what they show.
 
     Raises:
-        ConfigError: a name is none of `NAMES`.
+        ConfigError: no transport has one of the names.
     """
-    unknown = set(only or ()) - set(NAMES)
+    kinds = {kind.name: kind for kind in transport_kinds()}
+    unknown = set(only or ()) - set(kinds)
     if unknown:
-        raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(NAMES)}")
-    makers: dict[str, Callable[[], Transport]] = {
-        "loopback": LoopbackTransport,
-        "cuda_ipc": _cuda_ipc,
-        "shm": _shm,
-        "http": lambda: _http(listen, tls, trust),
-    }
-    if "nixl" in (only or ()) or (listen is not None and _suits_nixl()):
-        makers["nixl"] = _nixl
-    links = Links({name: make for name, make in makers.items() if only is None or name in only})
+        raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(kinds)}")
+    refused: dict[str, str] = {}
+    makers: dict[str, Callable[[], Transport]] = {}
+    for name, kind in kinds.items():
+        if only is not None and name not in only:
+            refused[name] = "not among the transports allowed"
+            continue
+        setup = TransportSetup(listen=listen, tls=tls, trust=trust, is_named=only is not None)
+        if why := kind.unless(setup):
+            refused[name] = why
+        else:
+            makers[name] = _maker(kind, setup)
+    links = Links(makers)
     links.add_staged()
-    for name in NAMES:
-        if name not in links.transports:
-            excluded = only is not None and name not in only
-            needs = "it needs listen=" if listen is None else "neither RDMA nor a GPU here"
-            links.refused.setdefault(name, "not among the transports allowed" if excluded else needs)
+    links.refused |= refused
     return links
 
 
-def _suits_nixl() -> bool:
-    """Return whether NIXL beats `http` here: there is RDMA, or device memory, which `http` cannot reach.
-
-    Over TCP it is no faster, protects no memory from who has a descriptor, and a holder that was stopped until its
-    readers gave up is aborted by UCX when it goes on. Source: docs/design/002-transport.md.
-    """
-    return any(Path("/sys/class/infiniband").glob("*")) or Path("/proc/driver/nvidia").exists()
-
-
-def _cuda_ipc() -> Transport:
-    from penstock.transport.cuda_ipc import CudaIpcTransport
-
-    return CudaIpcTransport()
-
-
-def _shm() -> Transport:
-    from penstock.transport.shm import ShmTransport
-
-    return ShmTransport()
-
-
-def _nixl() -> Transport:
-    from penstock.transport.nixl import NixlTransport
-
-    return NixlTransport()
-
-
-def _http(listen: str | None, tls: ssl.SSLContext | None, trust: ssl.SSLContext | None) -> Transport:
-    from penstock.transport.http import HttpTransport
-
-    return HttpTransport(listen=listen, tls=tls, trust=trust)
+def _maker(kind: TransportKind, setup: TransportSetup) -> Callable[[], Transport]:
+    return lambda: kind.open(setup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import PlanError
-from penstock.transform.geometry import FORMATS, format_of
+from penstock.transform.formats import FORMATS, format_of
 from penstock.transform.select import quantization_config, select
 from penstock.types import DType
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import all_of, as_it_is, one, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
-from penstock.transform.geometry import Format, alignment, fault, format_of, outputs
+from penstock.transform.formats import Format, format_of
+from penstock.transform.geometry import alignment, fault, outputs
 from penstock.transform.select import KEEP, Selection, quantization_config, select
 from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
 from penstock.types import Box, DType, TensorTable
@@ -43,7 +44,7 @@ class Store:
     On a device by one kernel a tensor, whose bits are those of the CPU (`transform.fuse`).
 
     Args:
-        format: a tag of `transform.geometry.FORMATS`.
+        format: a tag of `transform.formats.FORMATS`.
         only: a shell pattern of names, or several, the whole name; none: linear weights for block formats,
             everything for casts.
         keep: likewise, of names that stay as they are; none: what `transform.select` keeps, nothing for casts.

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.arguments import require_type
 from penstock.errors import ConfigError
 from penstock.jobs.operations.operation import Chain, Copy, Operation, Rename
-from penstock.transform.geometry import FORMATS
+from penstock.transform.formats import is_format
 
 Word = Mapping[str, object]
 Operations = str | Word | Sequence[str | Word]
@@ -77,7 +77,7 @@ def operation_spec(text: str) -> dict[str, Any]:
             raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
         return words
     name, colon, rest = text.partition(":")
-    if text in FORMATS:
+    if is_format(text):
         raise ConfigError(f"{text!r} is a format, not an operation", hint=f"give to={text!r}, or --to {text}")
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}

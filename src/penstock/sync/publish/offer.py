@@ -17,7 +17,7 @@ from penstock.peer.member import Member
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
 from penstock.sync.shards import Row, regions_of
-from penstock.transform.geometry import format_of
+from penstock.transform.formats import format_of
 from penstock.transport.protocol import Memory
 from penstock.types import I64
 

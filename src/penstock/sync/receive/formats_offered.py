@@ -16,7 +16,7 @@ from penstock.hub.sync_messages import TableReply
 from penstock.loader.tensor import torch_dtype
 from penstock.peer.weight_layout import tabulate
 from penstock.sync.recording.layout import live_tensors
-from penstock.transform.geometry import FORMATS, Format, format_of
+from penstock.transform.formats import Format, format_of, is_format
 from penstock.types import DType, TensorTable
 
 
@@ -65,7 +65,7 @@ def _rows(told: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[i
 
 def _suffix(tag: str) -> str:
     """Return what the codes' name adds to the name of their source; a tag of the user's own adds nothing."""
-    return FORMATS[tag].values_suffix if tag in FORMATS else ""
+    return format_of(tag).values_suffix if is_format(tag) else ""
 
 
 def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str
     if model is None:
         return ()
     live = live_tensors(model)
-    found = [tag for tag in offered if tag in FORMATS and _has(live, format_of(tag))]
+    found = [tag for tag in offered if is_format(tag) and _has(live, format_of(tag))]
     return tuple(found) if len(found) == 1 else ()
 
 

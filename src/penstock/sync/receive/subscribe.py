@@ -21,7 +21,7 @@ from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.receive.update import Options
 from penstock.sync.recording.layout import Load
 from penstock.sync.report import UpdateMode
-from penstock.transform.geometry import format_of
+from penstock.transform.formats import format_of
 
 
 def subscriber(

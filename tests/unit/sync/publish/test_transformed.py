@@ -15,7 +15,8 @@ from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
 from penstock.sync.receive.formats_offered import shown
 from penstock.sync.shards import Row, Shard, declared
-from penstock.transform.geometry import format_of, outputs
+from penstock.transform.formats import format_of
+from penstock.transform.geometry import outputs
 from penstock.transform.quantize import dtype_of, quantise
 from penstock.types import Box
 

@@ -1,0 +1,247 @@
+"""Formats that tensors can be stored in, by tag, and their registration.
+
+In: a tag, or a `Format`. Out: the `Format` of a tag.
+Not here: which blocks a shard gives (`geometry`), values (`quantize`), kernels (`fuse`), how a stored checkpoint is
+recognised (`stored`).
+
+    register_format(Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64), config=my_config))
+    penstock.convert(source, destination, to="fp8-block64")
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+from penstock.types import DType
+
+ENTRY_POINTS = "penstock.formats"
+"""Group of entry points in which an installed package names its formats, by tag; each is a `Format`.
+
+Reason: the workers of a conversion are other processes, which a call in this one does not reach.
+"""
+
+Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
+"""How a block's scale comes of its largest magnitude (`quantize`)."""
+
+WHOLE = 0
+"""In a block's shape: all of the dim."""
+
+SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
+"""What block formats are made of."""
+
+CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
+"""What a cast ends in; it begins with any of them that has 16 bits or more."""
+
+MAX_BLOCK = 128
+"""Longest side of a block that is not all of the dim: the kernels' tiles have 128 columns, and cut no block."""
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One way to store a tensor: how its values are cut into blocks, and what is stored of each."""
+
+    tag: str
+    values: DType
+    """Of the codes; F4 are stored as U8, two a byte, the first in the low nibble."""
+    scaling: Scaling
+    block: tuple[int, int] = (1, 1)
+    """Elements of a block in the last two dims."""
+    scales: DType = DType.F32
+    values_suffix: str = ""
+    scales_suffix: str = "_scale"
+    global_suffix: str = ""
+    """Of the one FP32 number the whole tensor has beside its scales; empty: it has none."""
+    whole_blocks: bool = False
+    """The last dim must be a multiple of the block's: no format reader takes a cut one."""
+    config: Callable[[Sequence[str]], dict[str, Any]] | None = None
+    """Returns `quantization_config` of `config.json`, given the names of the modules that are kept as they are; None:
+    engines need not be told."""
+
+
+_lock = threading.Lock()
+_formats: dict[str, Format] = {}
+FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
+"""Formats registered in this process, by tag; Penstock's own first."""
+
+
+def register_format(form: Format) -> None:
+    """Register a format in this process: conversions and sync then take its tag.
+
+    Its values and kernels are those of its `scaling`; the CPU and a device store the same bits.
+
+    Raises:
+        ConfigError: the tag is none or another format has it, or the kernels cannot store such blocks.
+    """
+    if why := _fault(form):
+        raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
+    with _lock:
+        if _formats.setdefault(form.tag, form) != form:
+            raise ConfigError(f"cannot register the format {form.tag!r}: there is one", hint="choose another tag")
+
+
+def _fault(form: Format) -> str | None:
+    rows, cols = form.block
+    if not _TAG.fullmatch(form.tag):
+        return "a tag is up to 64 letters, digits and _.:-"
+    if form.scaling == "none":
+        return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and ends in a float"
+    if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
+        return f"a block of {rows} x {cols}; sides are powers of two up to {MAX_BLOCK}, or {WHOLE} for the whole dim"
+    if rows != 1 and WHOLE in form.block:
+        return f"a block of {rows} x {cols}; one that spans the dim has one row"
+    if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
+        return "F4 values, the scaling nv and a scale of the whole tensor come together"
+    if form.scaling != "nv" and form.values is not DType.F8_E4M3:
+        return f"values of {form.values}; block formats store F8_E4M3 or F4"
+    return None
+
+
+def format_of(tag: str) -> Format:
+    """Return the format of a tag, registered here or by an installed package. ConfigError for a tag that is none."""
+    if not is_format(tag):
+        hint = f"one of {', '.join(FORMATS)}, or register_format"
+        raise ConfigError(f"no transform is called {tag!r}", hint=hint)
+    return _formats[tag]
+
+
+def is_format(tag: str) -> bool:
+    """Return whether a format has this tag, registered here or by an installed package."""
+    if tag in _formats:
+        return True
+    # Looked up on each call: an unknown tag ends in an error, so this is never on a fast path.
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=tag):
+        form = entry.load()
+        if not isinstance(form, Format) or form.tag != tag:
+            raise ConfigError(f"the entry point {tag} of {ENTRY_POINTS} is {form!r}, not the Format of this tag")
+        register_format(form)
+        return True
+    return False
+
+
+def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """FP8 in blocks. Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config."""
+
+    def config(kept: Sequence[str]) -> dict[str, Any]:
+        described: dict[str, Any] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": list(form_block),
+            "modules_to_not_convert": list(kept),
+        }
+        return described | ({"scale_fmt": "ue8m0"} if is_power else {})
+
+    return config
+
+
+def _compressed_tensors(
+    layout: str, weights: dict[str, Any], activations: dict[str, Any] | None
+) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """Source: compressed-tensors 0.20, `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16."""
+    number = {"type": "float", "symmetric": True}
+    inputs = None if activations is None else number | activations
+
+    def config(kept: Sequence[str]) -> dict[str, Any]:
+        group = {"targets": ["Linear"], "weights": number | weights, "input_activations": inputs, "format": layout}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(kept),
+        }
+
+    return config
+
+
+def _block128(tag: str, rows: int) -> tuple[Format, ...]:
+    """FP8 in blocks of rows x 128: scales any FP32, or a power of two, stored as FP32 or as a byte.
+
+    Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]);
+    DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept); transformers 5, FineGrainedFP8Config, and vLLM 0.32,
+    fp8.py (`is_scale_e8m0`): float8_e8m0fnu, as in DeepSeek-V4.
+    """
+
+    def form(suffix: str, scaling: Scaling, scales: DType) -> Format:
+        return Format(
+            tag=tag + suffix,
+            values=DType.F8_E4M3,
+            scaling=scaling,
+            block=(rows, 128),
+            scales=scales,
+            scales_suffix="_scale_inv",
+            config=_block_config((rows, 128), scaling == "pow2"),
+        )
+
+    return form("", "amax", DType.F32), form("-ue8m0", "pow2", DType.F32), form("-e8m0", "pow2", DType.F8_E8M0)
+
+
+def _mxfp8(tag: str, scaling: Scaling) -> Format:
+    """MXFP8, which engines read alike whichever way its exponents were rounded.
+
+    Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`; `-floor`: OCP
+    Microscaling Formats 1.0, section 6.3, whose exponent saturates the largest eighth of a block's range.
+    """
+    group = {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    return Format(
+        tag=tag,
+        values=DType.F8_E4M3,
+        scaling=scaling,
+        block=(1, 32),
+        scales=DType.U8,
+        whole_blocks=True,
+        config=_compressed_tensors("mxfp8-quantized", group | {"dynamic": False}, group | {"dynamic": True}),
+    )
+
+
+for _built_in in (
+    *(Format(tag=f"cast:{dtype}", values=dtype, scaling="none") for dtype in sorted(CASTS)),
+    *_block128("fp8-block128", 128),
+    *_block128("fp8-block1x128", 1),
+    # Source: compressed-tensors 0.17, "float-quantized" with strategy "channel": weight_scale [rows, 1].
+    Format(
+        tag="fp8-channel",
+        values=DType.F8_E4M3,
+        scaling="amax",
+        block=(1, WHOLE),
+        config=_compressed_tensors(
+            "float-quantized",
+            {"num_bits": 8, "strategy": "channel", "dynamic": False},
+            {"num_bits": 8, "strategy": "token", "dynamic": True},
+        ),
+    ),
+    _mxfp8("mxfp8", "mx"),
+    _mxfp8("mxfp8-floor", "mx_floor"),
+    # Source: compressed-tensors 0.17, "nvfp4-pack-quantized", compressors/nvfp4.
+    Format(
+        tag="nvfp4",
+        values=DType.F4,
+        scaling="nv",
+        block=(1, 16),
+        scales=DType.F8_E4M3,
+        values_suffix="_packed",
+        global_suffix="_global_scale",
+        whole_blocks=True,
+        config=_compressed_tensors(
+            "nvfp4-pack-quantized",
+            {
+                "num_bits": 4,
+                "strategy": "tensor_group",
+                "group_size": 16,
+                "dynamic": False,
+                "scale_dtype": "torch.float8_e4m3fn",
+            },
+            None,
+        ),
+    ),
+):
+    register_format(_built_in)
