@@ -212,6 +212,8 @@ def _serve(line: socket.socket) -> None:
 
 def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> NoReturn:
     code = 1
+    # A fork inside an `except` block begins with that exception, which is none of this child's.
+    inherited = sys.exception()
     try:
         os.setsid()
         for number, fd in enumerate(stdio):
@@ -221,7 +223,7 @@ def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> 
         code = getattr(importlib.import_module(module), name)(*arguments)
         sys.stdout.flush()
     finally:
-        if sys.exc_info()[0] is not None:
+        if sys.exception() is not inherited:
             traceback.print_exc()
         os._exit(code)
 

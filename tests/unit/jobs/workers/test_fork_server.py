@@ -152,3 +152,19 @@ def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:
     done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60, check=False)
     theirs.close()
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_forked_inside_an_except_block_prints_nothing_of_it() -> None:
+    code = (
+        "import os\n"
+        "from penstock.jobs.workers.fork_server import _child\n"
+        "try:\n"
+        "    raise ValueError('of the parent')\n"
+        "except ValueError:\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        _child('penstock.jobs.workers.launch:num_gpus', [], ())\n"
+        "    os.waitpid(pid, 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
