@@ -129,14 +129,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "storage/cache_directory.py"
     },  # an abstract socket's name, which tells other processes that this one fetches a chunk
     "ssl": SOCKETS | {"sync/client.py"},
-    "http.client": frozenset({"http", "peer", "testing", "sync/membership.py", "cli/calibrate.py"}),
+    "http.client": frozenset({"http", "testing", "cli/calibrate.py"}),
     "http.server": frozenset({"peer", "testing", "cli/calibrate.py"}),
     "h11": frozenset({"http"}),
     "httptools": frozenset({"http", "hub"}),
-    "httpx": frozenset({"hub", "peer", "testing"}),
-    "fastapi": frozenset({"hub", "peer"}),
-    "starlette": frozenset({"hub", "peer"}),
-    "uvicorn": frozenset({"hub", "peer"}),
+    "httpx": frozenset(),
+    "fastapi": frozenset({"hub"}),
+    "starlette": frozenset({"hub"}),
+    "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})
     | {"storage/io_uring.py", "storage/page_cache.py"}  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array

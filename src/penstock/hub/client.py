@@ -12,8 +12,8 @@ import ssl
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
-from urllib.parse import quote
+from typing import Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -22,13 +22,13 @@ from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
-    MissingExtra,
     PenstockError,
     PermissionDenied,
     PlanError,
     SourceBusy,
     UnknownMember,
 )
+from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, member_of
 from penstock.hub.messages import (
     Beat,
@@ -47,9 +47,6 @@ from penstock.hub.messages import (
 from penstock.hub.sync_messages import SyncReply, SyncRequest
 from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
 
-if TYPE_CHECKING:
-    import httpx
-
 TIMEOUT_S = 10.0
 """A question is given up after this, tries and all; what peers are known stays usable meanwhile."""
 ATTEMPT_S = 5.0
@@ -61,7 +58,6 @@ REST = 4.0
 cores with 64 processes that copy, is asked less. Without it questions piled up until it was given up as silent."""
 MAX_REST_S = 5.0
 _MAX_PAUSE_S = 0.5
-_MAX_CONNECTIONS = 16
 T = TypeVar("T")
 _FAULT = msgspec.json.Decoder(Fault)
 _ERRORS: dict[int, type[PenstockError]] = {
@@ -160,7 +156,7 @@ class HubClient(Closing):
         self._ca_file, self._certificate = ca_file, certificate
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._http: tuple[str, httpx.Client] | None = None
+        self._pool: tuple[str, ControlPool] | None = None
         self._closed, self.is_local = False, False
         self._took_s = 0.0
 
@@ -190,13 +186,9 @@ class HubClient(Closing):
         Certificates that are not given are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
-            ConfigError: the URL is none. MissingExtra: httpx, or for None FastAPI, is not installed.
+            ConfigError: the URL is none. MissingExtra: None, and FastAPI is not installed.
             HubUnavailable: None, and the hub cannot be hosted.
         """
-        try:
-            import httpx  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra("a fleet needs httpx", hint="pip install 'penstock[hub]'") from error
         line: HubEndpoint
         if hub is None:
             from penstock.hub.local_hub import LocalEndpoint
@@ -265,9 +257,9 @@ class HubClient(Closing):
         """Let go of connections, and of the hub if this process hosts it; idempotent."""
         with self._lock:
             self._closed = True
-            http, self._http = self._http, None
-        if http is not None:
-            http[1].close()
+            before, self._pool = self._pool, None
+        if before is not None:
+            before[1].close()
         self._line.close()
 
     # `type[T] | None` with one return type: None is given where nothing is returned.
@@ -277,9 +269,7 @@ class HubClient(Closing):
         Raises:
             HubUnavailable: the deadline; the last failure is its cause. Else what the hub's fault says.
         """
-        import httpx
-
-        content = b"" if body is None else msgspec.json.encode(body)
+        content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
         timeout_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
         deadline = begun + timeout_s
@@ -289,28 +279,26 @@ class HubClient(Closing):
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
             url = self._line.reach(left_s)
-            http = self._client(url)
+            pool, prefix = self._connections(url)
             try:
-                answer = http.request(method, path, content=content, timeout=attempt_s, headers=self._headers)
-                self._line.reached()
-                self._took_s = time.monotonic() - begun
-                if answer.status_code != 503:
-                    return self._answered(answer, gives, url)
-                last = HubUnavailable(_fault(answer).error, uri=url)
-            except httpx.HTTPError as error:
+                status, answer = pool.request(method, prefix + path, content, self._headers, timeout_s=attempt_s)
+            except PoolClosed as error:
+                last = error  # another thread closed it, since the hub's address changed
+                self._drop(pool)
+            except OSError as error:
                 last = error
                 # At the end of the deadline there is no time left to tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
-                silent = had_time and isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout)
-                if isinstance(error, httpx.TimeoutException):
+                if isinstance(error, TimeoutError):
                     self._took_s = time.monotonic() - begun
-                # The client stays open: other threads may wait for answers, and it has dropped the broken connection.
-                self._line.failed(url, silent=silent)
-            except RuntimeError as error:
-                if not http.is_closed:
-                    raise
-                last = error  # another thread's failure closed it
-                self._drop(http)
+                # The pool stays open: other threads may wait for answers, and it has closed the broken connection.
+                self._line.failed(url, silent=had_time and isinstance(error, NoAnswer))
+            else:
+                self._line.reached()
+                self._took_s = time.monotonic() - begun
+                if status != 503:
+                    return self._answered(status, answer, gives, url)
+                last = HubUnavailable(_fault(status, answer).error, uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
                 hint = "is it running, and can this host reach its address?"
@@ -318,42 +306,39 @@ class HubClient(Closing):
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _answered(self, answer: httpx.Response, gives: type[T] | None, url: str) -> T:
-        if answer.is_success:
+    def _answered(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
+        if 200 <= status < 300:
             if gives is None:
                 return None  # type: ignore[return-value]
             try:
-                return msgspec.json.decode(answer.content, type=gives)
+                return msgspec.json.decode(answer, type=gives)
             except msgspec.MsgspecError as error:
                 message = f"what answers is not a hub of this version: {error}"
                 raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
-        fault = _fault(answer)
-        kind = _ERRORS.get(answer.status_code, HubUnavailable)
+        fault = _fault(status, answer)
+        kind = _ERRORS.get(status, HubUnavailable)
         raise kind(fault.error, uri=url, hint=fault.hint or None)
 
-    def _client(self, url: str) -> httpx.Client:
-        """The connections to this address; those to an earlier one are closed."""
+    def _connections(self, url: str) -> tuple[ControlPool, str]:
+        """Return the connections to this address, and what its paths begin with; those to an earlier one are closed."""
+        prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
                 raise HubUnavailable("this client was closed", uri=url)
-            if self._http is not None and self._http[0] == url:
-                return self._http[1]
-            before, self._http = self._http, (url, self._open(url))
-            opened = self._http[1]
+            if self._pool is not None and self._pool[0] == url:
+                return self._pool[1], prefix
+            before, self._pool = self._pool, (url, self._open(url))
+            opened = self._pool[1]
         if before is not None:
             before[1].close()
-        return opened
+        return opened, prefix
 
-    def _open(self, url: str) -> httpx.Client:
-        import httpx
-
-        from penstock.hub.client_transport import HubTransport
-
+    def _open(self, url: str) -> ControlPool:
         if url.startswith("unix://"):
-            transport = HubTransport(url.removeprefix("unix://"), max_connections=_MAX_CONNECTIONS)
-            return httpx.Client(transport=transport, base_url="http://hub", trust_env=False)
+            return ControlPool(over_unix(url.removeprefix("unix://")), "hub")
+        parts = urlsplit(url)
         trust: ssl.SSLContext | None = None
-        if url.startswith("https://"):
+        if parts.scheme == "https":
             try:
                 trust = ssl.create_default_context()
                 if self._ca_file is not None:
@@ -363,19 +348,21 @@ class HubClient(Closing):
             except OSError as error:
                 hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
                 raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
-        transport = HubTransport(None, max_connections=_MAX_CONNECTIONS, trust=trust)
-        return httpx.Client(transport=transport, base_url=url, trust_env=False)
+        try:
+            port = parts.port or (443 if trust is not None else 80)
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no address of a hub: {error}", hint="write http(s)://host:port") from error
+        return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
-    def _drop(self, http: httpx.Client) -> None:
-        """Connect anew next time; a thread that failed by an earlier client does not close the one made since."""
+    def _drop(self, pool: ControlPool) -> None:
+        """Open another pool next time; one that another thread has opened since is kept."""
         with self._lock:
-            if self._http is not None and self._http[1] is http:
-                self._http = None
-        http.close()
+            if self._pool is not None and self._pool[1] is pool:
+                self._pool = None
 
 
-def _fault(answer: httpx.Response) -> Fault:
+def _fault(status: int, answer: bytes) -> Fault:
     try:
-        return _FAULT.decode(answer.content)
+        return _FAULT.decode(answer)
     except msgspec.MsgspecError:
-        return Fault(error=f"status {answer.status_code}, and not of a hub")
+        return Fault(error=f"status {status}, and not of a hub")

@@ -6,14 +6,11 @@ Not here: the server (`server`), reading the bytes (`transport`), the choice of 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import io
 import socket
 import ssl
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -28,56 +25,15 @@ from penstock.errors import (
     SourceBusy,
     SourceStalled,
 )
+from penstock.http.control import Connect, ControlConnection, over_tcp
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url, private_socket_fault
 from penstock.hub.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
 from penstock.hub.tls import certificate_names
 from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
-from penstock.net.timed import TimedReader
 from penstock.peer.weight_layout import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")
-
-MAX_REPLY_BYTES = 256 << 20
-"""Longest accepted answer: the table of four million tensors."""
-
-
-class _Answer(http.client.HTTPResponse):
-    """An HTTP response with one deadline for all of it, extended only by the bytes that arrive."""
-
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        seconds = sock.gettimeout()
-        assert seconds is not None
-        self.fp.close()
-        self.fp = io.BufferedReader(TimedReader(sock, seconds))
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path, self._timeout_s = path, timeout_s
-
-    def connect(self) -> None:
-        self.sock = connect_peer_socket(self._path, self._timeout_s)
-
-
-class _TlsConnection(http.client.HTTPSConnection):
-    """A TLS connection that requires the certificate by which the hub knows the member, if the hub knows one."""
-
-    def __init__(self, host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None, names: str) -> None:
-        super().__init__(host, port, timeout=timeout_s, context=trust)
-        self._names = names
-
-    def connect(self) -> None:
-        super().connect()
-        assert isinstance(self.sock, ssl.SSLSocket)
-        shown = certificate_names(self.sock.getpeercert() or {})
-        if self._names and shown != self._names:
-            self.close()
-            raise PermissionError(
-                f"the peer's certificate names {shown}, but the hub knows the member as {self._names}"
-            )
 
 
 class PeerClient(Closing):
@@ -110,10 +66,10 @@ class PeerClient(Closing):
         self._lease: Lease | None = None
         self._ending, self._is_ending = threading.Lock(), False
         self._same_host, self._stall_s = same_host, stall_s
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: ControlConnection | None = None
         self._address: PeerAddress | None = None
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _open(self) -> ControlConnection:
         why: list[str] = []
         for url in self.upstream.doors:
             address = parse_peer_url(url)
@@ -126,14 +82,29 @@ class PeerClient(Closing):
                 why.append(f"{url}: {fault}")
             else:
                 self._address = address
-                if address.path:
-                    return _UnixConnection(address.path, self._stall_s)
-                if address.is_tls:
-                    names = self.upstream.certificate
-                    return _TlsConnection(address.host, address.port, self._stall_s, self._trust, names)
-                return http.client.HTTPConnection(address.host, address.port, timeout=self._stall_s)
+                return ControlConnection(self._connect_to(address), address.host or "localhost")
         message = f"no address of the member can be reached from this process: {'; '.join(why)}"
         raise PeerLost(message, uri=self._uri(), hint="give the member listen=HOST:PORT if it is on another host")
+
+    def _connect_to(self, address: PeerAddress) -> Connect:
+        if address.path:
+            return lambda timeout_s: connect_peer_socket(address.path, timeout_s)
+        if not address.is_tls:
+            return over_tcp(address.host, address.port)
+        connect = over_tcp(address.host, address.port, self._trust or ssl.create_default_context())
+
+        def connect_to_certificate(timeout_s: float) -> socket.socket:
+            """Connect, and require the certificate by which the hub knows the member, if the hub knows one."""
+            sock = connect(timeout_s)
+            assert isinstance(sock, ssl.SSLSocket)
+            shown, names = certificate_names(sock.getpeercert() or {}), self.upstream.certificate
+            if names and shown != names:
+                sock.close()
+                message = f"the peer's certificate names {shown}, but the hub knows the member as {names}"
+                raise PermissionError(message)
+            return sock
+
+        return connect_to_certificate
 
     def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
         """Check that the data ports in a map have the same address as the member's server.
@@ -219,25 +190,13 @@ class PeerClient(Closing):
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if self._connection is None:
-            self._connection = self._connect()
-        connection = self._connection
+            self._connection = self._open()
         try:
-            connection.response_class = _Answer
-            if connection.sock is not None:
-                connection.sock.settimeout(self._stall_s)  # the last answer's deadline left a shorter one
-            with contextlib.suppress(BrokenPipeError):
-                # A server without a free connection answers before it reads the request, and closes. Its answer is
-                # still in the socket's buffer.
-                connection.request(verb, path, body)
-            response = connection.getresponse()
-            raw = response.read(MAX_REPLY_BYTES)
-            return response.status, raw
+            return self._connection.request(verb, path, body, timeout_s=self._stall_s)
         except TimeoutError as error:
-            self._connection.close()
             message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
             raise SourceStalled(message, uri=self._uri()) from error
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
-            self._connection.close()
+        except OSError as error:
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
 
     def _refusal(self, code: int, raw: bytes) -> PenstockError:
@@ -258,10 +217,8 @@ class PeerClient(Closing):
     def interrupt(self) -> None:
         """Abort a request of another thread, which raises PeerLost there; the release in `close` is not aborted."""
         with self._ending:
-            waiting = None if self._is_ending or self._connection is None else self._connection.sock
-            if waiting is not None:
-                with contextlib.suppress(OSError):  # the connection has just ended by itself
-                    waiting.shutdown(socket.SHUT_RDWR)
+            if self._connection is not None and not self._is_ending:
+                self._connection.interrupt()
 
     def close(self) -> None:
         """Release the lease if the peer still answers, and close the connection. Idempotent."""
@@ -275,16 +232,12 @@ class PeerClient(Closing):
                 self._release(connection, lease)  # one retry on a new connection; after that the lease expires there
             connection.close()
 
-    def _release(self, connection: http.client.HTTPConnection, lease: Lease) -> bool:
+    def _release(self, connection: ControlConnection, lease: Lease) -> bool:
         """Send the release of a lease; return False if a retry may help."""
         try:
-            if connection.sock is not None:
-                connection.sock.settimeout(self._stall_s)
-            connection.request("DELETE", f"/v1/leases/{lease.lease}")
-            connection.getresponse().read()
+            connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
         except TimeoutError:
             return True
-        except (OSError, http.client.HTTPException):
-            connection.close()
+        except OSError:
             return False
         return True

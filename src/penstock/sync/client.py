@@ -175,7 +175,7 @@ class SyncClient(PeerClient):
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Every question may be put twice: it is, where the connection was closed for being idle."""
-        had = self._connection is not None and self._connection.sock is not None
+        had = self._connection is not None and self._connection.is_open
         try:
             return super()._send(verb, path, body)
         except PeerLost:

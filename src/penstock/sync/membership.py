@@ -7,7 +7,6 @@ Not here: what is asked (`sync.publish.publisher`, `sync.receive.subscriber`, `p
 from __future__ import annotations
 
 import contextlib
-import http.client
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -164,7 +163,7 @@ class Membership:
             except SourceStalled:
                 return False
             except PeerLost as error:
-                refused = (ConnectionError, FileNotFoundError, http.client.RemoteDisconnected)
+                refused = (ConnectionError, FileNotFoundError)
                 return sync_client.same_host or isinstance(error.__cause__, refused)
             except PenstockError:
                 return False

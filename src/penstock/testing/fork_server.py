@@ -29,7 +29,6 @@ IMPORTS = (
     "numpy.ma",
     "encodings.ascii",
     "encodings.idna",
-    "httpx",
     "redis",
     "uvicorn",
     "uvicorn.protocols.http.auto",
