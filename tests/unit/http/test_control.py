@@ -1,0 +1,174 @@
+"""The client of the control plane: reuse, deadlines, interruption, answers that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.http.control import (
+    MAX_IDLE,
+    ControlConnection,
+    ControlPool,
+    MalformedAnswer,
+    NoAnswer,
+    PoolClosed,
+    over_tcp,
+)
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Server:
+    """Calls `serve` in a thread for each connection."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._serve = serve
+        self.num_connections = 0
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self.num_connections += 1
+                threading.Thread(target=self._connection, args=(sock,), daemon=True).start()
+
+    def _connection(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            self._serve(sock)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Callable[[socket.socket], None]], Server]]:
+    servers: list[Server] = []
+
+    def make(serve: Callable[[socket.socket], None]) -> Server:
+        servers.append(Server(serve))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def answer_all(sock: socket.socket) -> None:
+    while sock.recv(65536):
+        sock.sendall(ANSWER)
+
+
+def test_a_connection_is_used_again(start) -> None:
+    server = start(answer_all)
+    with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
+        for _ in range(3):
+            assert connection.request("GET", "/", timeout_s=5) == (200, b"ok")
+    assert server.num_connections == 1
+
+
+def test_a_connection_that_the_server_closed_is_replaced_in_a_pool(start) -> None:
+    def once(sock: socket.socket) -> None:
+        sock.recv(65536)
+        sock.sendall(ANSWER)
+
+    server = start(once)
+    with ControlPool(over_tcp("127.0.0.1", server.port), "host") as pool:
+        for _ in range(3):
+            assert pool.request("GET", "/", timeout_s=5) == (200, b"ok")
+            time.sleep(0.05)  # the server's close arrives
+    assert server.num_connections == 3
+
+
+def test_an_answer_in_drips_ends_at_the_deadline(start) -> None:
+    def drip(sock: socket.socket) -> None:
+        sock.recv(65536)
+        while True:
+            sock.sendall(b"H")
+            time.sleep(0.1)
+
+    server = start(drip)
+    began = time.monotonic()
+    with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection, pytest.raises(NoAnswer):
+        connection.request("GET", "/", timeout_s=0.5)
+    assert time.monotonic() - began < 5
+
+
+def test_a_refused_connection_is_no_silence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with ControlConnection(over_tcp("127.0.0.1", port), "host") as connection, pytest.raises(ConnectionRefusedError):
+        connection.request("GET", "/", timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    "data", [b"SSH-2.0-x\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nok"]
+)
+def test_what_is_no_answer_is_malformed(start, data: bytes) -> None:
+    def say(sock: socket.socket) -> None:
+        sock.recv(65536)
+        sock.sendall(data)
+
+    server = start(say)
+    with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection, pytest.raises(MalformedAnswer):
+        connection.request("GET", "/", timeout_s=5)
+
+
+def test_a_name_that_is_none_is_an_error_of_the_connection() -> None:
+    with (
+        ControlConnection(over_tcp("a..b", 80), "host") as connection,
+        pytest.raises(OSError, match="no name of a host"),
+    ):
+        connection.request("GET", "/", timeout_s=5)
+
+
+def test_another_thread_interrupts_a_request(start) -> None:
+    server = start(lambda sock: time.sleep(30))
+    with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
+        threading.Timer(0.2, connection.interrupt).start()
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            connection.request("GET", "/", timeout_s=20)
+    assert time.monotonic() - began < 10
+
+
+def test_a_pool_keeps_a_bounded_number_of_connections_and_closes_them(start) -> None:
+    together = threading.Barrier(MAX_IDLE + 4)
+
+    def meet(sock: socket.socket) -> None:
+        while sock.recv(65536):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(10)
+            sock.sendall(ANSWER)
+
+    server = start(meet)
+    pool = ControlPool(over_tcp("127.0.0.1", server.port), "host")
+    threads = [
+        threading.Thread(target=pool.request, args=("GET", "/"), kwargs={"timeout_s": 20}) for _ in range(MAX_IDLE + 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(pool._idle) == MAX_IDLE and not pool._busy
+    pool.close()
+    assert not pool._idle
+    with pytest.raises(PoolClosed):
+        pool.request("GET", "/", timeout_s=5)
+
+
+def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
+    server = start(lambda sock: time.sleep(30))
+    pool = ControlPool(over_tcp("127.0.0.1", server.port), "host")
+    threading.Timer(0.2, pool.close).start()
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        pool.request("GET", "/", timeout_s=20)
+    assert time.monotonic() - began < 10
