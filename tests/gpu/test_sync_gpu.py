@@ -154,15 +154,15 @@ def test_shadow_and_replica(links: Links) -> None:
             expected = naive(part, [whole(publisher)], before.copy())
             for memory in publisher:
                 content(memory).zero_()
-            Transfer(part, staging_copy.regions).run({"p0": LocalLink(replica.held)})
+            Transfer(part, staging_copy.regions).run({"p0": LocalLink(replica.local_version)})
             assert np.array_equal(whole(live), before)
             assert staging_copy.flip(part) > 0
             assert np.array_equal(whole(live), expected)
         with VersionSnapshot(wants[1], live, links, on_host=True) as pinned:
             pinned.snapshot(3)
-            assert np.array_equal(whole(pinned.held.regions.memories), expected)
+            assert np.array_equal(whole(pinned.local_version.regions.memories), expected)
             content(live[0]).zero_()
-            Copy(live, pinned.held.regions.memories).run()
+            Copy(live, pinned.local_version.regions.memories).run()
             assert np.array_equal(whole(live), expected)
             for version in (3, 4):  # of the first the host says them, of the second the device did, as it was copied
                 some = Strips(
@@ -171,7 +171,9 @@ def test_shadow_and_replica(links: Links) -> None:
                     num_rows=np.array([1, 3]),
                     pitch=np.array([512, 128]),
                 )
-                told = pinned.held.digests(some, version=version, generation=pinned.held.generation, wait_s=5.0)
-                assert (told.digests == strip_digests(whole(pinned.held.regions.memories), some)).all()
+                told = pinned.local_version.digests(
+                    some, version=version, generation=pinned.local_version.generation, wait_s=5.0
+                )
+                assert (told.digests == strip_digests(whole(pinned.local_version.regions.memories), some)).all()
                 content(live[0]).add_(1)
                 pinned.snapshot(version + 1)

@@ -35,9 +35,9 @@ def test_frozen_layers_move_no_bytes(host: Host, source: str, mode: str) -> None
     for worker in (0, 1):
         said = [one[worker] for one in told]
         assert said[0]["nbytes"] == 6 * LAYER
-        assert "no version is held by this plan" in said[0]["delta"]
+        assert "this plan has received no version" in said[0]["delta"]
         # The second is by another plan, where the first was made before both receivers were known.
-        found = [one for one in said if "what changed is found out" in one["delta"]]
+        found = [one for one in said if "the share of changed bytes is being measured" in one["delta"]]
         assert len(found) == 1
         assert found[0]["nbytes"] == 2 * LAYER
         assert found[0]["delta"].startswith(f"delta: moved {2 * LAYER} of {6 * LAYER} bytes")

@@ -75,7 +75,7 @@ def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
         assert engine.called == ["before_pause", "at_commit", "after_resume"]
 
 
-@pytest.mark.filterwarnings("ignore:1 tensors come whole:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_a_loader_that_raises_leaves_it_dirty_until_a_version_is_whole(given, mode: str) -> None:
     """The flip is what it raises in: some of the target may be of the new version."""

@@ -1,7 +1,8 @@
-"""Ask one member of a sync at its server: open a session, then send questions in it.
+"""Client for one member of a sync: open a session at its server, then send requests in it.
 
-In: a `SyncMember` of the hub's, with a grant. Out: layouts, parts, maps, digests, news; typed errors.
-Not here: the other side (`request_handler`), who is asked (`membership`), reading bytes (`sync.receive.transfer`).
+In: a `SyncMember` from the hub, with a grant. Out: layouts, parts, maps, digests, news; typed errors.
+Not here: the server side (`request_handler`), choosing the member (`membership`), reading bytes
+(`sync.receive.transfer`).
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ T = TypeVar("T")
 
 
 class SyncClient(PeerClient):
-    """A session with one member; one question at a time, from any thread.
+    """A session with one member; one request at a time, from any thread.
 
     Args:
-        other: whom, with a grant.
-        member: who we are.
-        key: of the sync's name.
-        same_host: whether its Unix door can be reached.
-        stall_s: deadline of every answer.
-        room: of its door.
+        other: the member to talk to, with a grant.
+        member: the id of this member.
+        key: the key of the sync's name.
+        same_host: whether the member's Unix socket can be reached.
+        stall_s: the deadline of every answer.
+        handler: the name of the request handler at the member's server.
         trust: see `PeerClient`.
     """
 
@@ -60,7 +61,7 @@ class SyncClient(PeerClient):
         same_host: bool,
         stall_s: float,
         trust: ssl.SSLContext | None = None,
-        room: str = "sync",
+        handler: str = "sync",
     ) -> None:
         upstream = Upstream(
             member=other.member,
@@ -73,42 +74,45 @@ class SyncClient(PeerClient):
             certificate=other.certificate,
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
-        self.same_host, self._room = same_host, room
+        self.same_host = same_host
+        self._handler = handler
+        # HTTP/1.1 carries one request at a time on a connection: a second thread waits here. Callers that must not
+        # wait for a long poll use a client of their own (`Membership.ask(channel=)`).
         self._asking = threading.Lock()
         self._session = ""
 
     def open(self, session: str = "") -> str:
-        """Begin, by our grant or in the session of another conversation of ours; which session it is.
+        """Open a session with the grant, or continue `session`; return the session's id.
 
         Raises:
-            PermissionDenied: the grant does not do. NotFound: it takes no part in this sync.
-            PeerLost, SourceStalled: it is gone, or does not answer.
+            PermissionDenied: the grant is not accepted. NotFound: the member takes no part in this sync.
+            PeerLost, SourceStalled: the member is gone, or does not answer.
         """
-        if not session:
+        if not session:  # a grant can be used once; further connections to this member continue its session
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             body = msgspec.msgpack.encode(request)
             with self._asking:
-                opened = self._ask("POST", f"/v1/{self._room}", Session, body)
+                opened = self._ask("POST", f"/v1/{self._handler}", Session, body)
             self._check_version(opened.protocol)
             session = opened.session
         self._session = session
         return session
 
     def alive(self) -> None:
-        """Return if its door answers. PeerLost, SourceStalled: it does not."""
+        """Return if the member's server answers. PeerLost, SourceStalled: it does not."""
         with self._asking:
             self._ask("GET", "/v1/alive", type(None))
 
     def layout(self) -> Layout:
-        """Return its layout. FormatError, PlanError: what it sent is not one."""
-        found = decode(self._question("GET", "layout", bytes), Layout)
-        if found.member != self.upstream.member:
-            raise FormatError(f"it sent a layout of {found.member}", uri=self._uri())
-        found.check()
-        return found
+        """Return the member's layout. FormatError, PlanError: the answer is not a valid layout."""
+        layout = decode(self._question("GET", "layout", bytes), Layout)
+        if layout.member != self.upstream.member:
+            raise FormatError(f"the peer sent the layout of another member, {layout.member}", uri=self._uri())
+        layout.check()  # it comes from another process: offsets are used as addresses later
+        return layout
 
     def checkpoint(self) -> TableReply:
-        """The checkpoint that all publishers hold together."""
+        """Return the names, dtypes and shapes that all publishers hold together."""
         return self._question("GET", "table", TableReply)
 
     def part(self, request: PartRequest) -> PartReply:
@@ -116,31 +120,34 @@ class SyncClient(PeerClient):
         return self._question("POST", "part", PartReply, request)
 
     def news(self, after: int, wait_s: float) -> NewsReply:
-        """Return its version status once it has begun a version above `after`, or after `wait_s`."""
+        """Return the member's version status once it has begun a version above `after`, or after `wait_s`."""
         return self._question("GET", f"news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
-    def held_map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the map by which a version is read, once the member has begun it.
+    def version_map(self, version: int, wait_s: float) -> VersionMap:
+        """Return the descriptors to read a version by, once the member has begun it.
 
         Raises:
-            StaleDescriptor: it is past that version. NotFound: it has not begun it in `wait_s`.
+            StaleDescriptor: the member is past that version. NotFound: it did not begin the version within `wait_s`.
         """
-        found = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", VersionMap)
-        self.check_data_ports(found.regions)
-        return found
+        version_map = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", VersionMap)
+        self.check_data_ports(version_map.regions)
+        return version_map
 
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
         """See `LocalVersion.digests`."""
         columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-        told = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
-        request = DigestRequest(version=version, generation=generation, strips=name_of(*told), wait_s=wait_s)
+        sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
+        # The strips are the same for every version of a plan and can be megabytes: send their name alone, and the
+        # columns only when the member does not remember them.
+        request = DigestRequest(version=version, generation=generation, strips=name_of(*sent), wait_s=wait_s)
         reply = self._question("POST", "digests", DigestReply, request)
         if reply.is_unknown:
-            at, run_bytes, num_rows, pitch = told
+            at, run_bytes, num_rows, pitch = sent
             full = msgspec.structs.replace(request, at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
             reply = self._question("POST", "digests", DigestReply, full)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
+        # A short answer would leave the last strips without a comparison.
         if len(reply.digests) != 8 * len(strips):
             raise FormatError(
                 "the peer answered with a different number of digests than was requested", uri=self._uri()
@@ -148,17 +155,17 @@ class SyncClient(PeerClient):
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
 
     def progress(self, progress: Progress) -> None:
-        """Tell a planner how far we are."""
+        """Report this receiver's progress to a planner."""
         self._question("POST", "progress", type(None), progress)
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return whether rank 0 reports that a live version may end."""
+        """Return rank 0's decision about a live version: whether it may end, and the outcome per subscriber."""
         return self._question("GET", f"decision?version={version}&wait_ms={int(wait_s * 1000)}", Decision)
 
     def _question(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
         raw = None if body is None else msgspec.msgpack.encode(body)
         with self._asking:
-            return self._ask(verb, f"/v1/{self._room}/{self._session}/{path}", kind, raw)
+            return self._ask(verb, f"/v1/{self._handler}/{self._session}/{path}", kind, raw)
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
         code, raw = self._send(verb, path, body)
@@ -171,20 +178,23 @@ class SyncClient(PeerClient):
         try:
             return msgspec.msgpack.decode(raw, type=kind)
         except msgspec.DecodeError as error:
-            raise FormatError(f"a malformed answer: {error}", uri=self._uri()) from error
+            raise FormatError(f"the peer's answer cannot be decoded: {error}", uri=self._uri()) from error
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Every question may be put twice: it is, where the connection was closed for being idle."""
-        had = self._connection is not None and self._connection.is_open
+        """Send a request; send it again where a connection that was open before turns out to be closed."""
+        was_open = self._connection is not None and self._connection.is_open
         try:
             return super()._send(verb, path, body)
         except PeerLost:
-            if not had:
+            # The server closes idle connections, and a request that crosses that close fails although the peer lives.
+            # All requests of this protocol are idempotent, so one more attempt on a new connection is safe.
+            if not was_open:
                 raise
             return super()._send(verb, path, body)
 
     def close(self) -> None:
-        """Let go of the connection; the session ends there by silence. Idempotent."""
+        """Close the connection; the member ends the session after a time without requests. Idempotent."""
+        # Not under `_asking`: a close must also end a request that waits for its answer.
         with self._ending:
             self._is_ending = True
         if self._connection is not None:
@@ -192,7 +202,7 @@ class SyncClient(PeerClient):
 
 
 def name_of(*columns: bytes) -> bytes:
-    """Return the name of a set of strips: their number and a digest of their columns."""
+    """Return the name of a set of strips: a digest of their number and their columns."""
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:
         digest.update(column)
@@ -206,4 +216,4 @@ def _fault(raw: bytes) -> str:
     try:
         return msgspec.msgpack.decode(raw, type=Fault).error
     except msgspec.DecodeError:
-        return "no reason is given"
+        return "the peer gave no reason"

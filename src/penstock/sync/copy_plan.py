@@ -1,10 +1,10 @@
-"""Bytes copied between two sets of memory of this process that are laid out alike, over and over: flips, snapshots.
+"""Repeated copies between two sets of memory of this process with the same layout, for flips and snapshots.
 
-In: memories of equal sizes, and which strips of them. Out: the bytes, and the seconds they took.
-Not here: what is copied when (`sync.receive.staging_copy`, `sync.publish.snapshot`), memory of other processes
+In: memories of equal sizes, and the strips to copy. Out: the copied bytes, and the seconds the copy took.
+Not here: the moment of a copy (`sync.receive.staging_copy`, `sync.publish.snapshot`), memory of other processes
 (`sync.receive.transfer`).
 
-    strips --packed ones joined--> long runs: the copy engine;  many short ones: one kernel a region (host: numpy)
+    strips --packed ones joined--> long runs: the copy engine;  many short runs: one kernel per region (host: numpy)
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from penstock.transport.protocol import Memory
 from penstock.types import I64
 
 SHORT_BYTES = 256 << 10
-"""Runs below it go by a kernel: starting a copy takes 0.7 us. Source: benchmarks/results/h200x2_202611/transport.md."""
+"""Shorter runs are copied by a kernel, because starting a copy takes 0.7 us each.
 
+Source: benchmarks/results/h200x2_202611/transport.md.
+"""
+
+# A flip takes milliseconds while the engine is paused: poll often enough that the pause does not grow by the sleep.
 _NAP_S = 0.0001
 
 
@@ -46,7 +50,7 @@ class _Region:
         return self.src.device if self.dst.device == "cpu" else self.dst.device
 
     def queue(self) -> None:
-        """Queue it on the current stream of its device, with that device's context entered."""
+        """Queue the copies on the current stream of the device, which must be the current device."""
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -58,7 +62,7 @@ class _Region:
             plan_copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device).run()
 
     def copy_on_host(self) -> None:
-        """Copy it, where both ends are on the host."""
+        """Copy the region; both ends must be in host memory."""
         to, of = memory_at(self.dst.address, self.dst.nbytes), memory_at(self.src.address, self.src.nbytes)
         for at, nbytes in zip(self.long.dst.tolist(), self.long.nbytes.tolist(), strict=True):
             to[at : at + nbytes] = of[at : at + nbytes]
@@ -72,12 +76,12 @@ def _rows(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
 
 
 class Copy:
-    """A copy that can be made any number of times.
+    """A prepared copy that can run any number of times.
 
     Args:
         dst, src: memories, region by region of equal sizes; each pair on one device, or one of the two on the host, in
             pinned memory.
-        strips: what of them, offsets as if they lay end to end; None: all.
+        strips: the strips to copy, with offsets as if the regions lay end to end; None: everything.
 
     Raises:
         PlanError: the sizes differ, or a strip lies outside of a region.
@@ -89,7 +93,7 @@ class Copy:
             raise PlanError(f"cannot copy: the source has memories of {sizes} bytes, the destination has others")
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
-            at = np.flatnonzero(sizes)
+            at = np.flatnonzero(sizes)  # an empty region has no strip: `locate` could not place it
             size = np.array(sizes, np.int64)[at]
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
         strips.check(int(first[-1]))
@@ -99,19 +103,21 @@ class Copy:
         self.nbytes = int(strips.nbytes.sum())
 
     def run(self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None) -> float:
-        """Copy; returns the seconds once every byte is there.
+        """Copy, and return the seconds once every byte has arrived.
 
         Args:
-            stall_s: deadline by progress.
-            meanwhile: called once, while devices copy.
+            stall_s: the deadline for progress.
+            meanwhile: called once, while the devices copy.
 
         Raises:
-            DestinationError: the device failed, or got on with no region for `stall_s`; `mutated`.
+            DestinationError: the device failed, or finished no region for `stall_s`; `mutated`.
 
-        Order: after what the device's current stream has queued; other streams are the caller's to hold.
+        Order: after the work queued on the device's current stream; the caller keeps other streams away.
         """
         begun, events = time.perf_counter(), []
         for name, stream in self._streams.items():
+            # The copies run on their own stream, which knows nothing of the kernels that write the source: without
+            # this wait they would read weights that an optimizer step is still writing.
             stream.wait_stream(torch.cuda.current_stream(name))
         for region in self._regions:
             if region.device == "cpu":
@@ -120,22 +126,24 @@ class Copy:
             stream = self._streams[region.device]
             with torch.cuda.device(region.device), torch.cuda.stream(stream):
                 region.queue()
+                # One event per region, not one at the end: the deadline below is by progress.
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
         meanwhile()
         moved = time.monotonic()
         for event in events:
+            # `synchronize` would wait without a bound for a device that hangs.
             while not event.query():
                 if time.monotonic() - moved > stall_s:
-                    raise DestinationError(f"a device copied nothing for {stall_s} s", mutated=True)
+                    raise DestinationError(f"the device finished no copy for {stall_s} s", mutated=True)
                 time.sleep(_NAP_S)
             moved = time.monotonic()
         return time.perf_counter() - begun
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
-    """Return the copies of a region: contiguous strips joined, the long ones apart from the short."""
+    """Return the copies of a region: contiguous strips joined, and long runs separated from short ones."""
     packed = strips.is_packed()
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first
@@ -156,7 +164,7 @@ def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
 
 
 def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]], first: int) -> Segments:
-    """The runs of some strips."""
+    """Return each run of the selected strips as a segment of its own."""
     some = strips[which]
     at: I64 = np.repeat(np.arange(len(some)), some.num_rows)
     turn = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)

@@ -1,12 +1,12 @@
 """The memory that one rank serves: its layout, the version in it, and the rows that are ready.
 
-In: a layout and the memory behind it; versions as they are begun, rows as they are ready. Out: the map peers read by,
-digests of strips once their bytes are ready.
-Not here: doors and grants (`fleet`), when a version is published (`sync.publish.publisher`), reading
+In: a layout and the memory behind it; each version as it begins, rows as they become ready. Out: the map that peers
+read by, digests of strips once their bytes are ready.
+Not here: servers and grants (`peer`), the moment of a publish (`sync.publish.publisher`), reading
 (`sync.receive.transfer`).
 
     fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
-    a reader: map() -> digests(strips), which waits for their rows -> reads -> the fence has not moved: they are of v
+    a reader: map() -> digests(strips), which waits for their rows -> read -> same generation still: the bytes are of v
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
 from penstock.types import I64, U64
 
+# `settle` runs inside `publish`, before receivers hear of the version: a longer sleep would delay all of them.
 _NAP_S = 0.0002
 
 
@@ -41,9 +42,9 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
     """Bytes of each region."""
     regions: tuple[dict[str, bytes], ...]
-    """Of each region its descriptors, encoded, by transport."""
+    """The encoded descriptors of each region, by transport."""
     is_ready: bool = False
-    """Whether all rows were ready by then: their bytes may be read before digests are asked for."""
+    """Whether all rows were ready when the map was made: bytes may be read before their digests are requested."""
 
 
 prepare(VersionMap)
@@ -54,7 +55,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     digests: U64 | None
     num_ready: int
-    """Rows ready in this version so far; where it grows, the source makes progress."""
+    """Rows ready in this version so far; while it grows, the source makes progress."""
 
 
 class LocalVersion:
@@ -62,8 +63,8 @@ class LocalVersion:
 
     Attributes:
         regions: the memory, registered.
-        version: what is in it, or being put into it; None between a fence and the next `begin`.
-        generation: changes with every fence; what was given before it is stale.
+        version: the version that the memory has, or is being filled with; None between a fence and the next `begin`.
+        generation: changes with every fence; maps from before a fence are stale.
 
     Args:
         layout: rows that lie in `memories`.
@@ -72,7 +73,7 @@ class LocalVersion:
         foreseen: see `Regions`.
 
     Raises:
-        PlanError: the layout is not sound, or not of these regions.
+        PlanError: the layout is invalid, or describes other regions.
         ConfigError: no transport reaches a region.
     """
 
@@ -95,13 +96,15 @@ class LocalVersion:
 
     @property
     def num_ready(self) -> int:
-        """Rows ready in this version."""
+        """Return the number of rows that are ready in this version."""
         return int(self._is_ready.sum())
 
     def fence(self) -> None:
-        """Make all that was given stale; there is no version until `begin`. Order: before a byte changes."""
+        """Make every map stale; there is no version until `begin`. Order: before a byte changes."""
         with self.changed:
             self._check_open()
+            # Descriptors first: a one-sided read involves no thread of this process, and notices the fence only
+            # because the transport checks the generation after its bytes. From here on no read can pass that check.
             self.regions.fence()
             self.generation += 1
             self.version = None
@@ -110,23 +113,26 @@ class LocalVersion:
             self.changed.notify_all()
 
     def begin(self, version: int) -> None:
-        """Start a version: all that is written from now on belongs to it, and no row of it is ready yet.
+        """Start a version: bytes written from now on belong to it, and no row of it is ready yet.
 
         Raises:
-            PlanError: another version is in it, and was not fenced.
+            PlanError: the memory has another version that was not fenced.
         """
         with self.changed:
             self._check_open()
             if self.version is not None:
-                raise PlanError(f"version {self.version} is held; fence it before {version} is put in its place")
+                raise PlanError(
+                    f"cannot begin version {version}: the memory has version {self.version}",
+                    hint="fence() ends a version",
+                )
             self.version = version
             self._count()
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None) -> None:
-        """Mark rows of the layout (None: all) as filled with the version's bytes; readers may read them from now on.
+        """Mark rows of the layout (None: all) as filled with the version's bytes, so that readers may read them.
 
-        Order: after the kernels that fill them were queued on the current stream; readers wait for those.
+        Order: after the kernels that fill them were queued on the current stream; readers wait for those kernels.
         """
         with self.changed:
             self._check_open()
@@ -134,22 +140,29 @@ class LocalVersion:
                 raise PlanError("cannot mark rows as ready: no version was begun", hint="begin() one")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             for name in {memory.device for memory in self.regions.memories} - {"cpu"}:
+                # The rows are ready for the host, not for the device: the kernels that fill them may still be queued.
+                # Digests, and through them reads, wait for this event instead of a synchronize here, which would
+                # stall the trainer.
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(name))
-                self._events = [one for one in self._events if not one.query()] + [event]
+                # Finished events are dropped here, else a version of many buckets collects hundreds.
+                self._events = [pending for pending in self._events if not pending.query()] + [event]
             self._count()
             self.changed.notify_all()
 
     def settle(self, stall_s: float) -> None:
-        """Return once the device filled what is ready, or after `stall_s` anyway: readers wait for it too."""
+        """Return once the device has filled the rows that are ready, or after `stall_s`: readers wait for it too."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
+            # The lock is not kept while this sleeps: peers ask for maps and digests meanwhile.
             with self.changed:
                 if all(event.query() for event in self._events):
                     return
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
+        # A running sum over the rows by offset: whether a span of rows has one that is not ready is then one
+        # subtraction, also for millions of strips.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
@@ -157,7 +170,7 @@ class LocalVersion:
         with self.changed:
             self._check_open()
             if self.version is None:
-                raise StaleDescriptor("this rank has no version now", uri=self.layout.member)
+                raise StaleDescriptor("this rank has no version at the moment", uri=self.layout.member)
             return VersionMap(
                 member=self.layout.member,
                 version=self.version,
@@ -168,15 +181,15 @@ class LocalVersion:
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
-        """The digest of each strip, once every row that it may touch is ready; no digests after `wait_s` without.
+        """Return the digest of each strip, once every row that it may touch is ready; None after `wait_s`.
 
         Args:
             strips: offsets as in the layout.
-            version, generation: what the asker was told; all that it gets is of these.
-            wait_s: how long to wait for rows; ask again, for as long as `num_ready` grows.
+            version, generation: of the caller's map; the digests are of these, or there are none.
+            wait_s: how long to wait for rows; call again for as long as `num_ready` grows.
 
         Raises:
-            StaleDescriptor: another version or generation is held, before or after the bytes were looked at.
+            StaleDescriptor: the memory has another version or generation, before or after the bytes were digested.
             PlanError: a strip lies outside the memory.
         """
         strips.check(self.regions.nbytes)
@@ -193,34 +206,37 @@ class LocalVersion:
                 self.changed.wait(left)
                 self._check(version, generation)
             events, num_ready = tuple(self._events), self.num_ready
-        found = self.regions.digests(strips, after=events)
+        # Without the lock: a digest takes milliseconds, and a fence must not wait for it. A fence that came meanwhile
+        # shows in the generation below, and digests of mixed bytes are thrown away.
+        digests = self.regions.digests(strips, after=events)
         with self.changed:
             self._check(version, generation)
-        return Answer(digests=found, num_ready=num_ready)
+        return Answer(digests=digests, num_ready=num_ready)
 
     def _check(self, version: int, generation: int) -> None:
         self._check_open()
         if (version, generation) != (self.version, self.generation):
-            held = "none" if self.version is None else f"version {self.version}"
-            message = f"version {version} of generation {generation} is gone; {held} is held"
+            current = "none" if self.version is None else f"version {self.version}"
+            message = f"version {version} of generation {generation} is gone; this rank has {current} now"
             raise StaleDescriptor(message, uri=self.layout.member)
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise StaleDescriptor("the rank has given up its memory", uri=self.layout.member)
+            raise StaleDescriptor("this rank stopped serving its memory", uri=self.layout.member)
 
     def close(self) -> None:
-        """End the registrations; the memory stays its owner's. Idempotent."""
+        """End the registrations; the memory stays with its owner. Idempotent."""
         with self.changed:
             self._is_closed = True
             self.version = None
             self.generation += 1
             self.changed.notify_all()
+        # Outside the lock, so that the threads woken above can leave while the registrations end.
         self.regions.close()
 
 
 class _RowSpans:
-    """Rows by where they begin, to find those that a strip may touch: all between the first and last that reach it."""
+    """The rows sorted by their first byte, to find all rows that a strip may touch."""
 
     def __init__(self, layout: Layout) -> None:
         span = np.array([form.span_bytes for form in layout.forms], np.int64)
@@ -231,7 +247,7 @@ class _RowSpans:
         self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
 
     def spans(self, strips: Strips) -> tuple[I64, I64]:
-        """Per strip `[first, stop)` in `order`."""
+        """Return the range `[first, stop)` in `order` of the rows that each strip may touch."""
         first = np.searchsorted(self._reach, strips.at, side="right")
         stop = np.searchsorted(self._start, strips.stop, side="left")
         return first, np.maximum(first, stop)

@@ -1,11 +1,11 @@
-"""Plan for all receivers of a sync, in one member: the publishers' rank 0, or else a receiver.
+"""Planner for all receivers of a sync, run by one member: the publishers' rank 0, or else a receiver.
 
-In: who takes part (`membership`), their layouts, asked at their doors; receivers' questions. Out: their parts; the
+In: the members (`membership`), their layouts, requested from their servers; receivers' requests. Out: their parts; the
 table.
-Not here: the plan itself (`plan.sync`), what a receiver does with its part (`sync.receive.subscriber`).
+Not here: the plan itself (`plan.sync`), the use of a part (`sync.receive.subscriber`).
 
-    part(receiver, layout): who can give the version? -> their layouts, once each -> plan_sync of all receivers known,
-    again only where one of these changed -> its part
+    part(receiver, layout): find the members that have the version -> their layouts, once each -> plan_sync for all
+    known receivers, again only where a layout changed -> the receiver's part
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from penstock.sync.membership import Membership
 from penstock.sync.version_status import VersionStatus
 
 LOOK_S = 0.5
-"""How old the planner's view of who takes part may be."""
+"""Maximum age of the member list that the planner uses."""
+# A plan belongs to one set of sources and receivers. A few are kept because the set changes while one version is read:
+# publishers serve first, receivers after the fence. More would only keep old layouts in memory.
 _KEPT_PLANS = 4
 
-Told = tuple[str, str]
+LayoutToken = tuple[str, str]
 """A member and the digest of its layout."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """A plan, and the parts that were asked for."""
+    """A plan, and the encoded parts that were requested from it."""
 
     plan: SyncPlan
     parts: dict[str, bytes] = field(default_factory=dict)
 
 
 class Planner:
-    """See the module. Used by the door's threads: one plans at a time, who comes meanwhile is in the next plan.
+    """See the module. Used by the server's threads: one plans at a time, and later receivers are in the next plan.
 
     Args:
-        roster: who takes part.
-        board: our own versions.
-        ours: our own layout, once there is one.
-        told: the checkpoint as a receiver was told it.
-        bucket_bytes: of plans.
+        membership: the members of the sync.
+        version_status: this member's own versions.
+        ours: returns this member's own layout, or None before it has one.
+        checkpoint: returns the table that a receiver got from its planner; None: derive it from the layouts.
+        bucket_bytes: the bucket size of plans.
     """
 
     def __init__(
@@ -57,22 +59,29 @@ class Planner:
         version_status: VersionStatus,
         ours: Callable[[], Layout | None],
         *,
-        told: Callable[[], TableReply | None] = lambda: None,
+        checkpoint: Callable[[], TableReply | None] = lambda: None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._membership, self._version_status, self._ours, self._told = membership, version_status, ours, told
+        self._membership = membership
+        self._version_status = version_status
+        self._ours = ours
+        self._checkpoint = checkpoint
         self._bucket_bytes = bucket_bytes
-        self._planning, self._lock = threading.Lock(), threading.Lock()
+        # Two locks: planning takes seconds and asks other members, while `_lock` guards the tables alone, so that a
+        # receiver whose layout is unknown gets its answer during somebody else's plan.
+        self._planning = threading.Lock()
+        self._lock = threading.Lock()
         self._held: dict[str, Layout] = {}
         self._wants: dict[str, tuple[str, Layout]] = {}
-        self._plans: OrderedDict[tuple[tuple[Told, ...], tuple[Told, ...]], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _Plan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """Return the part that a receiver reads, and its sources.
 
         Raises:
-            PlanError: what it wants is not what is held; lists what differs.
-            StaleDescriptor: that version is past, and nobody else has it. NotFound: it is not known at all.
+            PlanError: the receiver's tensors do not match the sources'; lists the differences.
+            StaleDescriptor: the version is past, and no member has it. NotFound: a source's layout is not the one that
+                it reported.
         """
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
@@ -83,34 +92,37 @@ class Planner:
         try:
             run, holders = self._holders(members, asker, version, request)
         except StaleDescriptor:
-            members = self._membership.look()  # somebody may have it since
+            # The list may be half a second old, and a receiver may have finished this version since: look again
+            # before the version is declared lost.
+            members = self._membership.look()
             run, holders = self._holders(members, asker, version, request)
         if isinstance(holders, str):
             return PartReply(version=version, run=run, not_yet=holders)
         try:
-            made, raw = self._planned(asker, members, holders)
+            plan, raw = self._planned(asker, members, holders)
         except PlanError as error:
             if not _missing(holders) and holders[0].state.side == "publisher":
                 raise
-            # Receivers have what they wanted, which need not be all that this one wants.
+            # Receivers serve the tensors that they received themselves, which may be fewer than this one needs: that
+            # is a lost version for this receiver, not an error in its request.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
-        same = request.have_key == made.plan.key
-        return PartReply(version=version, run=run, key=made.plan.key, part=None if same else raw)
+        same = request.have_key == plan.plan.key
+        return PartReply(version=version, run=run, key=plan.plan.key, part=None if same else raw)
 
     def table(self) -> TableReply:
-        """Names, dtypes and shapes of what the publishers hold together; of a receiver, as it was told.
+        """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.
 
         Raises:
-            NotFound: nobody holds anything yet, or not all publishers are there.
+            NotFound: no publisher has reported a layout yet, or ranks are missing.
         """
-        told = self._told()
-        if told is not None:
-            return told
+        known = self._checkpoint()
+        if known is not None:
+            return known
         members = self._membership.look(max_age_s=LOOK_S)
         holders = _ranks(members, self._run(members))
         if not holders or _missing(holders):
-            raise NotFound(_missing(holders) or "nobody holds anything yet")
+            raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
         rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
         for _, layout in self._layouts(holders):
             specs = [(form.tag, (str(form.dtype), form.shape)) for form in layout.forms]
@@ -124,22 +136,25 @@ class Planner:
         )
 
     def explain(self) -> str:
-        """The newest plan in words."""
+        """Return the newest plan as text."""
         with self._lock:
-            made = next(reversed(self._plans.values()), None)
-        return "nothing was planned yet" if made is None else made.plan.explain()
+            newest = next(reversed(self._plans.values()), None)
+        return "no plan was made yet" if newest is None else newest.plan.explain()
 
     def _learn(self, asker: str, request: PartRequest) -> bool:
         """Return whether the requester's layout is known, from before or by this request."""
         with self._lock:
             known = self._wants.get(asker)
+        # A layout of a large model is megabytes: a receiver sends it once, and its digest from then on.
         if known is not None and known[0] == request.digest:
             return True
         if request.layout is None:
             return False
         layout = decode(request.layout, Layout)
         if layout.member != asker or layout.digest() != request.digest:
-            raise PlanError(f"{asker} sent a layout of {layout.member}, or one whose digest differs from its request")
+            raise PlanError(
+                f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"
+            )
         layout.check()
         with self._lock:
             self._wants[asker] = request.digest, layout
@@ -149,87 +164,93 @@ class Planner:
         """Return the run of the versions: our own as a publisher, or that of the version we have."""
         if self._version_status.now.run:
             return self._version_status.now.run
-        return next((one.state.run for one in reversed(members) if one.state.run == one.member), "")
+        return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
 
     def _newest(self, members: Sequence[SyncMember]) -> int:
         run = self._run(members)
-        told = [one.state.version for one in members if one.state.run == run]
-        return max([self._version_status.now.version, *told])
+        reported = [member.state.version for member in members if member.state.run == run]
+        return max([self._version_status.now.version, *reported])
 
     def _holders(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
     ) -> tuple[str, list[SyncMember] | str]:
-        """The run of a version and who can give it: the publishers while they can, else receivers that have it; or why
-        it must be waited for."""
+        """Return the run of a version and its sources, or the reason to wait.
+
+        Sources are the publishers while they serve the version, else the receivers that have it.
+        """
         run, now = self._run(members), self._version_status.now
-        ranks = [one for one in _ranks(members, run) if one.member not in request.without]
+        ranks = [rank for rank in _ranks(members, run) if rank.member not in request.without]
         is_ours = (
-            now.is_open and now.version == version and any(one.member == self._membership.member.id for one in ranks)
+            now.is_open and now.version == version and any(rank.member == self._membership.member.id for rank in ranks)
         )
+        # The publishers are complete and consistent: prefer them until the receiver reports that one of them failed.
         if is_ours and not request.without:
             return run, _missing(ranks) or ranks
         having = [
-            one
-            for one in members
-            if one.state.side == "subscriber"
-            and (one.state.run, one.state.version, one.state.state) == (run, version, "open")
-            and one.member not in (asker, *request.without)
+            member
+            for member in members
+            if member.state.side == "subscriber"
+            and (member.state.run, member.state.version, member.state.state) == (run, version, "open")
+            and member.member not in (asker, *request.without)
         ]
-        found = having + (ranks if is_ours else [])
-        if found:
-            return run, found
+        available = having + (ranks if is_ours else [])
+        if available:
+            return run, available
         if version > now.version:
             return run, f"version {version} is not published yet"
-        if any(one.state.state == "updating" and one.member != asker for one in members):
-            return run, f"version {version} is being taken by others, who may give it then"
+        if any(member.state.state == "updating" and member.member != asker for member in members):
+            return run, f"other receivers are reading version {version} now, and may serve it afterwards"
         raise StaleDescriptor(f"no member has version {version} any more; update to the next one")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
-        """The plan of these holders for all receivers known, and the asker's part."""
+        """Return the plan of these sources for all known receivers, and the requester's encoded part."""
+        # One plan at a time: receivers of one version ask within milliseconds of each other, and the second must find
+        # the first one's plan instead of making it again.
         with self._planning:
-            found = self._layouts(holders)
-            giving = {one.member for one, _ in found}
-            there = {one.member for one in members if one.state.side == "subscriber"} | {asker}
+            sources = self._layouts(holders)
+            giving = {source.member for source, _ in sources}
+            there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
-            token = tuple((one.member, one.state.layout) for one, _ in found)
-            made = self._made(asker, token, [layout for _, layout in found], wants)
-            if asker not in made.parts:
-                made.parts[asker] = encode(made.plan.part(made.plan.receivers.index(asker)))
-            return made, made.parts[asker]
+            token = tuple((source.member, source.state.layout) for source, _ in sources)
+            plan = self._cached_plan(asker, token, [layout for _, layout in sources], wants)
+            if asker not in plan.parts:
+                plan.parts[asker] = encode(plan.plan.part(plan.plan.receivers.index(asker)))
+            return plan, plan.parts[asker]
 
-    def _made(
+    def _cached_plan(
         self,
         asker: str,
-        held_token: tuple[Told, ...],
+        source_token: tuple[LayoutToken, ...],
         layouts: Sequence[Layout],
         wants: dict[str, tuple[str, Layout]],
     ) -> _Plan:
-        token = held_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
-        made = self._plans.get(token)
-        if made is None:
+        token = source_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
+        cached = self._plans.get(token)
+        if cached is None:
             try:
                 plan = self._plan(layouts, [wants[member][1] for member in sorted(wants)])
             except PlanError:
-                # One that does not fit must not keep the others from theirs: each hears of its own faults alone.
+                # A receiver that does not match must not block the others: each gets only its own error.
                 plan = self._plan(
-                    layouts, [wants[one][1] for one in sorted(wants) if self._fits(layouts, wants[one][1])]
+                    layouts,
+                    [wants[receiver][1] for receiver in sorted(wants) if self._fits(layouts, wants[receiver][1])],
                 )
-            made = self._plans[token] = _Plan(plan)
+            cached = self._plans[token] = _Plan(plan)
         with self._lock:
             self._plans.move_to_end(token)
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
-        if asker not in made.plan.receivers:
-            return _Plan(self._plan(layouts, [wants[asker][1]]))  # raises what does not fit
-        return made
+        if asker not in cached.plan.receivers:
+            return _Plan(self._plan(layouts, [wants[asker][1]]))  # raises: it lists what does not match
+        return cached
 
     def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
         return plan_sync(layouts, wants, bucket_bytes=self._bucket_bytes)
 
     def _fits(self, layouts: Sequence[Layout], want: Layout) -> bool:
-        """Return whether a receiver can be served."""
+        """Return whether these layouts can serve a receiver."""
         try:
             self._plan(layouts, [want])
         except PlanError:
@@ -240,43 +261,51 @@ class Planner:
         """Return the members' layouts, requested once for each digest; receivers that are gone are left out.
 
         Raises:
-            PeerLost, SourceStalled: a publisher is gone, or silent. StaleDescriptor: nobody is left.
+            PeerLost, SourceStalled: a publisher is gone, or silent. StaleDescriptor: no source is left.
         """
-        found = []
-        for one in holders:
-            layout = self._ours() if one.member == self._membership.member.id else None
+        layouts = []
+        for holder in holders:
+            layout = self._ours() if holder.member == self._membership.member.id else None
             with self._lock:
-                layout = layout or self._held.get(one.state.layout)
+                layout = layout or self._held.get(holder.state.layout)
             if layout is None:
                 try:
-                    layout = self._membership.ask(one.member, lambda sync_client: sync_client.layout())
+                    layout = self._membership.ask(holder.member, lambda sync_client: sync_client.layout())
                 except (PeerLost, SourceStalled):
-                    if one.state.side == "publisher":
+                    # Every publisher rank has elements that no other source has; one of several receivers can be
+                    # left out.
+                    if holder.state.side == "publisher":
                         raise
                     continue
-                if layout.digest() != one.state.layout:
-                    raise NotFound(f"{one.member} has a different layout than it reported")
+                if layout.digest() != holder.state.layout:
+                    # It changed between its report to the hub and this request; the caller asks again.
+                    raise NotFound(f"{holder.member} has a different layout than it reported")
                 with self._lock:
-                    self._held[one.state.layout] = layout
-            found.append((one, layout))
+                    self._held[holder.state.layout] = layout
+            layouts.append((holder, layout))
+        # Drop layouts of members that left: each can be megabytes, and a long run sees many restarts.
         with self._lock:
-            current = {one.state.layout for one in self._membership.look(max_age_s=60.0)}
+            current = {member.state.layout for member in self._membership.look(max_age_s=60.0)}
             self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
-        if not found:
+        if not layouts:
             raise StaleDescriptor("the members that had this version are gone; update to the next one")
-        return found
+        return layouts
 
 
 def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
-    """The publishers of a run, by rank."""
-    found = [one for one in members if one.state.side == "publisher" and one.state.run == run and one.state.layout]
-    return sorted(found, key=lambda one: one.state.rank)
+    """Return the publishers of a run, by rank."""
+    publishers = [
+        member
+        for member in members
+        if member.state.side == "publisher" and member.state.run == run and member.state.layout
+    ]
+    return sorted(publishers, key=lambda one: one.state.rank)
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    """Return the ranks of a run that are absent; empty: none is, or the ranks are receivers."""
+    """Return a message about the absent ranks of a run; empty: none is absent, or these are receivers."""
     if not ranks or ranks[0].state.side != "publisher":
         return ""
-    there = {one.state.rank for one in ranks}
+    there = {rank.state.rank for rank in ranks}
     absent = [str(rank) for rank in range(ranks[0].state.world_size) if rank not in there]
-    return f"publisher ranks {', '.join(absent[:8])} of {ranks[0].state.world_size} are not there" if absent else ""
+    return f"publisher ranks {', '.join(absent[:8])} of {ranks[0].state.world_size} are missing" if absent else ""

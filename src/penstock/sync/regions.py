@@ -1,7 +1,7 @@
-"""Memory of one rank, registered, in which offsets count as if its regions lay end to end: what layouts count in.
+"""The registered memory of one rank, with one range of offsets over all its regions, as layouts count them.
 
 In: regions of memory, the process's transports. Out: handles by region, the region of an offset, digests of strips.
-Not here: what lies in them (`plan.layout`), versions (`local_version`), reading into them (`sync.receive.transfer`).
+Not here: the tensors in them (`plan.layout`), versions (`local_version`), reading into them (`sync.receive.transfer`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Regions(Closing):
 
     Args:
         memories: in the order of the layout's regions; kept alive.
-        links: what registers them.
-        foreseen: digests the first so many memories, which are copies; the others are digested where they are.
+        links: the transports that register them.
+        foreseen: digesters of the first memories, which are copies; the other memories are digested where they are.
 
     Raises:
-        ConfigError: no transport reaches one of them; none stays registered.
+        ConfigError: no transport reaches one of the memories; none stays registered.
     """
 
     def __init__(self, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()) -> None:
@@ -46,42 +46,42 @@ class Regions(Closing):
                 self._handles.append(links.register(memory))
                 self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
-            self.close()
+            self.close()  # an interrupt too: a registration that stays keeps the memory alive and readable
             raise
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each region."""
+        """Return the bytes of each region."""
         return tuple(memory.nbytes for memory in self.memories)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Return the bytes of all regions together."""
         return int(self.first[-1])
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return the handles to read into a region by, by transport: registrations, and fill-only handles."""
+        """Return the handles for reading into a region, by transport: registrations, and fill-only handles."""
         return self._into[region]
 
     def descriptors(self) -> tuple[dict[str, bytes], ...]:
         """Return the encoded descriptors by which a peer reads each region, by transport."""
-        return tuple({name: encode(handle.descriptor) for name, handle in one.items()} for one in self._handles)
+        return tuple({name: encode(handle.descriptor) for name, handle in handles.items()} for handles in self._handles)
 
     def fence(self) -> None:
-        """Make every descriptor given so far stale. Order: before a byte is changed."""
-        for one in self._handles:
-            for handle in one.values():
+        """Make every descriptor of the regions stale. Order: before a byte changes."""
+        for handles in self._handles:
+            for handle in handles.values():
                 handle.fence()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """The digest of each strip as the bytes are now.
+        """Return the digest of each strip of the bytes as they are now.
 
         Args:
             strips: offsets over all regions.
-            after: what the device must have passed before its bytes are looked at.
+            after: events that the device must have passed before it reads the bytes.
 
         Raises:
-            PlanError: a strip lies outside, or over the edge between two regions.
+            PlanError: a strip lies outside the regions, or crosses the edge between two.
 
         Cost: waits for the device, on a stream of its own; calls of several threads are queued one behind the other.
         """
@@ -98,26 +98,28 @@ class Regions(Closing):
         return out
 
     def locate(self, start: I64, stop: I64) -> I64:
-        """The region of each span `[start, stop)` of at least a byte. PlanError if one crosses an edge."""
+        """Return the region of each span `[start, stop)` of at least one byte. PlanError if one crosses an edge."""
         return locate(self.first, start, stop)
 
     def close(self) -> None:
-        """End the registrations; readers' descriptors are stale. The memory stays its owner's. Idempotent."""
+        """End the registrations; readers' descriptors become stale. The memory stays with its owner. Idempotent."""
+        # `_into` has the registrations too; closing a handle twice does nothing.
         handles, self._handles, self._into = [*self._into, *self._handles], [], []
-        for one in handles:
-            for handle in one.values():
+        for by_transport in handles:
+            for handle in by_transport.values():
                 handle.close()
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Return the region of each span of bytes; regions begin at `first`, which has one entry more than there are.
+    """Return the region of each span of bytes; `first` has the start of each region, and the end of the last.
 
     Raises:
-        PlanError: a span lies outside, or over the edge between two.
+        PlanError: a span lies outside the regions, or crosses the edge between two.
     """
+    # "right" skips empty regions, which end at the offset where they start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
     wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
     if wrong.any():
         i = int(wrong.argmax())
-        raise PlanError(f"bytes [{start[i]}, {stop[i]}) are in no one region of {np.diff(first).tolist()} bytes")
+        raise PlanError(f"bytes [{start[i]}, {stop[i]}) lie in no single region of {np.diff(first).tolist()} bytes")
     return region

@@ -21,47 +21,48 @@ UpdateMode = Literal["staged", "direct"]
 class PublishReport(Summarised):
     """The result of one version as its publisher saw it: only members under `committed` have it.
 
-    A snapshot is read after `publish` returned, so its report names nobody.
+    A snapshot is read after `publish` returned, so its report names no member.
     """
 
     name: str
     version: int
     mode: PublishMode
     nbytes: int
-    """What this rank holds."""
+    """Bytes of the tensors on this rank."""
     wall_s: float
     copy_s: float = 0.0
-    """Of a snapshot: the copy."""
+    """Snapshot: the time of the copy."""
     wait_s: float = 0.0
-    """Live: until those waited for were done."""
+    """Live: the time until all expected subscribers were done."""
     transform_s: float = 0.0
-    """Of tensors under tags: what other ranks hold of their blocks, and quantising."""
+    """Tensors under tags: the time to fetch other ranks' parts of their blocks, and to quantise."""
     transformed_bytes: int = 0
-    """Memory for those beside the parameters."""
-    seam_bytes: int = 0
-    """The same for blocks that reach over the edges of this rank's shards."""
+    """Memory for the transformed tensors, in addition to the parameters."""
+    boundary_bytes: int = 0
+    """Memory for blocks that cross the edges of this rank's shards."""
     exchanged_bytes: int = 0
-    """Taken of other ranks for these blocks."""
+    """Bytes read from other ranks for these blocks."""
     committed: tuple[str, ...] = ()
-    """Subscribers that have the version, whole and verified."""
+    """Subscribers that have the complete and verified version."""
     late: tuple[str, ...] = ()
-    """Known when it began, and no progress for the stall deadline; they take a later version, or this of a peer."""
+    """Subscribers known at the start that made no progress for the stall deadline; they can update later, or from a
+    peer."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Subscriber -> why it could not."""
+    """Subscriber -> reason of its failure."""
 
     def summary(self) -> str:
-        """A line or a few for people."""
-        said = f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB here, {self.mode}, {self.wall_s:.3f} s"
+        """Return a summary of one or a few lines."""
+        head = f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
-            said += (
+            head += (
                 f", of it {self.transform_s:.3f} s for {self.transformed_bytes / GB:.2f} GB transformed, "
-                f"{self.exchanged_bytes / GB:.2f} GB of other ranks"
+                f"{self.exchanged_bytes / GB:.2f} GB from other ranks"
             )
         if self.mode == "snapshot":
-            return f"{said}, of it {self.copy_s:.3f} s copy"
-        lines = [f"{said}; {len(self.committed)} committed"]
+            return f"{head}, of it {self.copy_s:.3f} s copy"
+        lines = [f"{head}; {len(self.committed)} committed"]
         if self.late:
-            lines.append(f"late: {', '.join(one[:8] for one in self.late)}")
+            lines.append(f"late: {', '.join(member[:8] for member in self.late)}")
         lines += [f"failed: {member[:8]}: {why}" for member, why in self.failed.items()]
         return "\n".join(lines)
 
@@ -73,31 +74,31 @@ class UpdateReport(Summarised):
     name: str
     version: int
     revision: str
-    """Of the publishers' life and the version: equal words are equal bytes."""
+    """The publishers' run and the version: equal revisions are equal bytes."""
     mode: UpdateMode
     nbytes: int
-    """Read."""
+    """Bytes read."""
     wall_s: float
     plan_s: float
-    """Until the reads began: asking for the part, leases, maps; recording, the first time."""
+    """Time until the reads began: the request for the part, sessions, maps; the recording, the first time."""
     wire_s: float
-    """Reading and verifying."""
+    """Time of reading and verifying."""
     install_s: float
-    """After the bytes arrived: permuting, casting, constants, and what the loader itself takes."""
+    """Time after the bytes arrived: permuting, casting, constants, and the loader's own work."""
     pause_s: float
     """From `before_pause` to `after_resume`."""
     path: str
     """`75% shm <- MEMBER, 25% http <- MEMBER`, by bytes."""
     sources: Mapping[str, int]
-    """Member -> bytes of it."""
+    """Member -> bytes read from it."""
     why: tuple[str, ...] = ()
-    """Why no nearer transport, one a path; what was met on the way."""
+    """Reasons for the transports in use, one per path, and for tensors that passed through the loader."""
     version_bytes: int = 0
-    """What the version has for this rank: more than was read, where some of it was here."""
+    """Bytes of the version for this rank: more than was read, where this rank had some of them already."""
     delta: str = ""
     """How much of the version was read, and why no less."""
     attempts: int = 1
-    """Above 1: a source went, or a newer version came, meanwhile."""
+    """Above 1: a source failed, or a newer version came, during the update."""
 
     @property
     def gb_per_s(self) -> float:
@@ -105,7 +106,7 @@ class UpdateReport(Summarised):
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a summary of a few lines."""
         lines = [
             f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s: plan "
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
@@ -115,7 +116,7 @@ class UpdateReport(Summarised):
 
 
 def path_of(nbytes: Mapping[str, int]) -> str:
-    """Bytes by path as shares, the largest first."""
+    """Return the share of bytes per path as text, the largest first."""
     total = max(1, sum(nbytes.values()))
     ordered = sorted(nbytes.items(), key=lambda item: -item[1])
     return ", ".join(f"{count / total:.0%} {path}" for path, count in ordered)

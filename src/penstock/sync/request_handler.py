@@ -1,17 +1,17 @@
-"""Answer a sync member's peers: its map, digests, parts that it plans, and its progress.
+"""Request handler of a sync member: serves its map, digests, planned parts and progress to peers.
 
-In: sessions opened by grants, questions. Out: answers; see `hub.sync_messages`.
-Not here: the asking side (`client`), the door itself (`peer.server`), planning (`planner`).
+In: sessions opened by grants, requests. Out: replies; see `hub.sync_messages`.
+Not here: the client side (`client`), the server itself (`peer.server`), planning (`planner`).
 
     POST   /v1/sync                     SessionRequest -> Session
-    GET    /v1/sync/S/layout            the Layout that it holds
-    GET    /v1/sync/S/table             TableReply, of a planner
-    POST   /v1/sync/S/part              PartRequest -> PartReply, of a planner
+    GET    /v1/sync/S/layout            the member's Layout
+    GET    /v1/sync/S/table             TableReply, from a planner
+    POST   /v1/sync/S/part              PartRequest -> PartReply, from a planner
     GET    /v1/sync/S/news?after=V&wait_ms=W      NewsReply
-    GET    /v1/sync/S/map?version=V&wait_ms=W     HeldMap
+    GET    /v1/sync/S/map?version=V&wait_ms=W     VersionMap
     POST   /v1/sync/S/digests           DigestRequest -> DigestReply
     POST   /v1/sync/S/progress          Progress
-    GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, of a publisher's rank 0
+    GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
 """
 
 from __future__ import annotations
@@ -51,15 +51,13 @@ from penstock.sync.version_status import VersionStatus
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Longest question in a session: a layout of four million rows, or the strips of a step."""
-
-
+"""Longest request in a session: a layout of four million rows, or the strips of a step."""
 MAX_STRIPS = 4 << 20
-"""Strips that are remembered by name, of all askers: 128 MiB."""
+"""Strips remembered by name, over all peers: 128 MiB."""
 
 
 class Plans(Protocol):
-    """A planner for others: `planner.Planner`, and among publishers `boundary_exchange.BoundaryPlanner`."""
+    """A planner for other members: `planner.Planner`, or `boundary_exchange.BoundaryPlanner` among publishers."""
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """Return the part that the requester reads."""
@@ -77,16 +75,16 @@ class _Known:
 
 
 class SyncHandler:
-    """See the module; `peer.server.Room`. Used by the door's threads.
+    """See the module; implements `peer.server.RequestHandler`. Used by the server's threads.
 
     Args:
-        key: of the sync's name: what grants must be for.
-        admit: raises unless a grant may be used.
-        held: what this member holds now.
-        board: what it says of its versions.
-        planner: plans for others.
-        audience: of a publisher's rank 0, whom it waits for.
-        check: raises unless what is held may be given.
+        key: the key of the sync's name, which grants must be for.
+        admit: consumes a grant, or raises.
+        local_version: returns this member's memory and version; None: it has none yet.
+        version_status: the versions that this member announces.
+        planner: plans for other members.
+        subscriber_progress: the progress of subscribers, on a publisher's rank 0.
+        check: raises unless the memory may be served.
     """
 
     def __init__(
@@ -94,14 +92,19 @@ class SyncHandler:
         key: str,
         admit: Callable[[LeaseRequest], None],
         *,
-        held: Callable[[], LocalVersion | None],
+        local_version: Callable[[], LocalVersion | None],
         version_status: VersionStatus,
         planner: Plans,
         subscriber_progress: SubscriberProgress | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._key, self._admit, self._held, self._version_status = key, admit, held, version_status
-        self._planner, self._subscriber_progress, self._check = planner, subscriber_progress, check
+        self._key = key
+        self._admit = admit
+        self._local_version = local_version
+        self._version_status = version_status
+        self._planner = planner
+        self._subscriber_progress = subscriber_progress
+        self._check = check
         self._lock = threading.Lock()
         self._sessions: dict[str, _Known] = {}
         self._strips: OrderedDict[bytes, Strips] = OrderedDict()
@@ -109,35 +112,40 @@ class SyncHandler:
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
     ) -> object:
-        """See `Room`."""
+        """See `peer.server.RequestHandler`."""
         if verb == "POST" and not path:
             raw = body(MAX_BODY_BYTES)
+            # Before decoding: a peer of another release may send fields that do not decode, and must get the message
+            # about its version instead.
             check_version(raw)
             return self._open(msgspec.msgpack.decode(raw, type=SessionRequest))
         if verb not in ("GET", "POST") or len(path) != 2:
-            raise NotFound("no such thing here")
-        who = self._who(path[0])
-        raw = body(MAX_MESSAGE_BYTES if who is not None else MAX_BODY_BYTES) if verb == "POST" else b""
-        if who is None:
-            raise PermissionDenied("no such session, or it has ended", hint="ask the hub for a grant")
+            raise NotFound(f"no route for {verb} with {len(path)} path segments")
+        member = self._member_of(path[0])
+        # The body is read also where the session is unknown, so that the connection can be used again; but only a
+        # member with a session may make this process buffer 256 MiB.
+        raw = body(MAX_MESSAGE_BYTES if member is not None else MAX_BODY_BYTES) if verb == "POST" else b""
+        if member is None:
+            raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")
         if verb == "POST":
-            return self._post(who, path[1], raw)
+            return self._post(member, path[1], raw)
         number = {name: _number(query, name) for name in ("after", "version", "wait_ms")}
         return self._get(path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> Session:
         if request.key != self._key:
-            raise NotFound("this member is not in this sync")
+            raise NotFound("this member takes no part in this sync")
         self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
-        session = secrets.token_hex(16)
+        session = secrets.token_hex(16)  # random, because the id is all that authorises a later request
         with self._lock:
             now = time.monotonic()
-            for old in [name for name, one in self._sessions.items() if now - one.seen > SESSION_S]:
+            for old in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
                 del self._sessions[old]
             self._sessions[session] = _Known(request.member, now)
         return Session(session=session, ttl_s=SESSION_S)
 
-    def _who(self, session: str) -> str | None:
+    def _member_of(self, session: str) -> str | None:
+        """Return the member of a session, and extend the session; None: it is unknown or has ended."""
         with self._lock:
             known = self._sessions.get(session)
             if known is None or time.monotonic() - known.seen > SESSION_S:
@@ -145,92 +153,99 @@ class SyncHandler:
             known.seen = time.monotonic()
             return known.member
 
-    def _get(self, what: str, number: Mapping[str, int], wait_s: float) -> object:
-        if what == "layout":
-            return encode(self._holding().layout)
-        if what == "table":
+    def _get(self, route: str, number: Mapping[str, int], wait_s: float) -> object:
+        if route == "layout":
+            return encode(self._served().layout)
+        if route == "table":
             return self._planner.table()
-        if what == "news":
+        if route == "news":
             return self._version_status.wait(number["after"], wait_s)
-        if what == "map":
+        if route == "map":
             return self._map(number["version"], wait_s)
-        if what == "decision" and self._subscriber_progress is not None:
+        if route == "decision" and self._subscriber_progress is not None:
             return self._subscriber_progress.decision(number["version"], wait_s)
-        raise NotFound("no such thing here")
+        raise NotFound(f"no route GET {route[:64]!r} at this member")
 
-    def _post(self, who: str, what: str, raw: bytes) -> object:
-        if what == "part":
+    def _post(self, member: str, route: str, raw: bytes) -> object:
+        if route == "part":
+            # A live publish counts its deadline from the last sign of life: planning may take longer than that.
             if self._subscriber_progress is not None:
-                self._subscriber_progress.asked(who)
-            return self._planner.part(who, msgspec.msgpack.decode(raw, type=PartRequest))
-        if what == "digests":
+                self._subscriber_progress.note_request(member)
+            return self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest))
+        if route == "digests":
             return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
-        if what == "progress":
-            told = msgspec.msgpack.decode(raw, type=Progress)
+        if route == "progress":
+            progress = msgspec.msgpack.decode(raw, type=Progress)
             if self._subscriber_progress is not None:
-                self._subscriber_progress.heard(who, told)
+                self._subscriber_progress.note_progress(member, progress)
             return None
-        raise NotFound("no such thing here")
+        raise NotFound(f"no route POST {route[:64]!r} at this member")
 
-    def _holding(self) -> LocalVersion:
-        held = self._held()
-        if held is None:
+    def _served(self) -> LocalVersion:
+        served = self._local_version()
+        if served is None:
             raise NotFound("this member has no version yet")
-        return held
+        return served
 
     def _map(self, version: int, wait_s: float) -> VersionMap:
-        """The map of a version, waited for while it is still to come."""
+        """Return the map of a version; wait for the version if it has not begun."""
+        # Here and not per digest request: the check digests all of the memory.
         self._check()
-        held, deadline = self._holding(), time.monotonic() + wait_s
-        with held.changed:
-            while held.version is None or held.version < version:
+        served, deadline = self._served(), time.monotonic() + wait_s
+        with served.changed:
+            while served.version is None or served.version < version:
                 left = deadline - time.monotonic()
                 if self._version_status.now.version > version or (
-                    held.version is None and self._version_status.now.version == version
+                    served.version is None and self._version_status.now.version == version
                 ):
-                    break
+                    break  # the version is past: it will not come, however long the peer waits
                 if left <= 0:
-                    raise NotFound(f"version {version} is not begun here yet")
-                held.changed.wait(min(left, 0.1))
-            found = held.map()  # StaleDescriptor between versions
-        if found.version != version:
-            raise StaleDescriptor(f"version {version} was replaced by version {found.version}")
-        return found
+                    raise NotFound(f"version {version} has not begun here yet")
+                # The version status has a condition of its own, which does not wake this one: look ten times a second.
+                served.changed.wait(min(left, 0.1))
+            # Under the lock, so that no fence comes between the check above and the map. StaleDescriptor between
+            # versions.
+            version_map = served.map()
+        if version_map.version != version:
+            raise StaleDescriptor(f"version {version} was replaced by version {version_map.version}")
+        return version_map
 
     def _digests(self, request: DigestRequest) -> DigestReply:
         strips = self._known_strips(request)
         if strips is None:
             return DigestReply(digests=None, num_ready=0, is_unknown=True)
-        found = self._holding().digests(
+        answer = self._served().digests(
             strips,
             version=request.version,
             generation=request.generation,
-            wait_s=min(request.wait_s, MAX_WAIT_S),
+            wait_s=min(request.wait_s, MAX_WAIT_S),  # the wait occupies a thread of the server
         )
-        said = None if found.digests is None else np.ascontiguousarray(found.digests, "<u8").tobytes()
-        return DigestReply(digests=said, num_ready=found.num_ready)
+        encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
+        return DigestReply(digests=encoded, num_ready=answer.num_ready)
 
     def _known_strips(self, request: DigestRequest) -> Strips | None:
-        """Return the strips sent under this name, before or now; None: they must be sent."""
+        """Return the strips sent under this name, in this request or an earlier one; None: the peer must send them."""
         with self._lock:
-            found = self._strips.get(request.strips)
-            if found is not None:
+            strips = self._strips.get(request.strips)
+            if strips is not None:
                 self._strips.move_to_end(request.strips)
-                return found
+                return strips
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
+        # Names are shared by all peers: a peer that sends other columns under a name must not change them for the rest.
         if name_of(*columns) != request.strips:
             return None
         at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)
-        found = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+        strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         with self._lock:
-            self._strips[request.strips] = found
+            self._strips[request.strips] = strips
+            # The newest stays, however long: it is about to be used.
             while sum(map(len, self._strips.values())) > MAX_STRIPS and len(self._strips) > 1:
                 self._strips.popitem(last=False)
-        return found
+        return strips
 
 
 def _number(query: Mapping[str, list[str]], name: str) -> int:
     value = int(query.get(name, ["0"])[0])
-    if value < -1:
-        raise FormatError(f"{name} is not {value}")
+    if value < -1:  # -1 stands for the newest version
+        raise FormatError(f"the query parameter {name} cannot be {value}")
     return value

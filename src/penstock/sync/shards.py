@@ -1,8 +1,8 @@
-"""Declare the boxes of tensors in a rank's memory. Views only; nothing is copied.
+"""Declaration of the boxes of tensors in a rank's memory. Views only; nothing is copied.
 
 In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `Row`s; the regions of memory behind them;
 the `Layout` that a planner needs.
-Not here: what a receiver wants (`sync.recording.requirements`), Megatron's names (`integrations.megatron`),
+Not here: a receiver's requirements (`sync.recording.requirements`), Megatron's names (`integrations.megatron`),
 registering memory (`local_version`).
 
     DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two Rows
@@ -30,7 +30,7 @@ from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
 
 Runs = list[tuple[int, int]]
-"""Of one dim the numbers `[start, stop)` that a rank holds, in the order in which they lie in its memory."""
+"""The index ranges `[start, stop)` of one dim that a rank has, in the order in which they lie in its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,13 +45,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Shard:
-    """The part of one tensor that a rank holds, as its owner says it: shapes and offset as torch shows the tensor."""
+    """The part of one tensor that a rank has, as declared by its owner; shapes and offset as torch shows the tensor."""
 
     tensor: torch.Tensor = field(repr=False)
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tag: str = ""
-    """What was done to the values; see `Form`."""
+    """The transformation that was applied to the values; see `Form`."""
 
 
 Declarable = torch.Tensor | Shard | Sequence[Shard]
@@ -60,7 +60,7 @@ _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shard
 
 
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, ...]:
-    """The rows of everything a rank holds.
+    """Return the rows of all tensors of a rank.
 
     Args:
         params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name: whole
@@ -71,17 +71,17 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, .
             that overlaps itself, or a box outside its tensor.
 
     Ownership: rows view the live memory and keep it alive.
-    Order: for FSDP2 between steps; a module is resharded by this, as by its `state_dict`.
+    Order: for FSDP2 between steps; this reshards the module, as its `state_dict` does.
     """
     require_type("what is published", params, (torch.nn.Module, Mapping), _DECLARABLE)
-    held = _state(params) if isinstance(params, torch.nn.Module) else params
-    return tuple(row for name, value in held.items() for row in _rows(name, value))
+    tensors = _state(params) if isinstance(params, torch.nn.Module) else params
+    return tuple(row for name, value in tensors.items() for row in _rows(name, value))
 
 
 def row_of(
     name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
 ) -> Row:
-    """The row of a tensor that is the box at `offset` of one of `global_shape`.
+    """Return the row of a tensor that is the box at `offset` of a tensor of `global_shape`.
 
     Raises:
         PlanError: as `declared`.
@@ -89,10 +89,12 @@ def row_of(
     tensor = tensor.detach()
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="declare its parts")
+    # Torch conjugates and negates lazily, by a bit on the tensor: a peer that reads the bytes would miss it.
     if tensor.is_conj() or tensor.is_neg():
-        raise PlanError("its values are not those in memory", tensor=name, hint="declare tensor.resolve_conj()")
+        raise PlanError("its values differ from its memory", tensor=name, hint="declare tensor.resolve_conj()")
     if not len(tensor.shape) == len(global_shape) == len(offset):
-        raise PlanError(f"{list(tensor.shape)} at {list(offset)} of {list(global_shape)}", tensor=name)
+        message = f"shape {list(tensor.shape)}, offset {list(offset)} and global shape {list(global_shape)}"
+        raise PlanError(f"{message} have different numbers of dims", tensor=name)
     try:
         form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
@@ -110,19 +112,20 @@ def form_of(
     strides: tuple[int, ...],
     tag: str = "",
 ) -> Form:
-    """The form of a torch tensor's memory: two elements of F4 are one of torch's.
+    """Return the form of a torch tensor's memory: two elements of F4 are one element in torch.
 
     Raises:
-        PlanError: there is none, and why.
+        PlanError: the memory has no form; says why.
     """
+    # Cached: the experts of a model are thousands of tensors with a handful of forms.
     dtype = dtype_of(kind)
     if dtype is DType.F4:
         if not shape or (shape[-1] > 1 and strides[-1] != 1):
-            raise PlanError("packed elements whose last dim does not lie in order")
+            raise PlanError("its packed elements are not contiguous in the last dim")
         strides = (*(2 * step for step in strides[:-1]), 1)
         global_shape, offset, shape = ((*dims[:-1], 2 * dims[-1]) for dims in (global_shape, offset, shape))
     if min(offset, default=0) < 0:
-        raise PlanError(f"an offset of {list(offset)}")
+        raise PlanError(f"its offset {list(offset)} is negative")
     box = Box(start=offset, stop=tuple(a + n for a, n in zip(offset, shape, strict=True)))
     form = Form(dtype=dtype, shape=global_shape, box=box, strides=strides, tag=tag)
     if fault := form.fault():
@@ -130,26 +133,27 @@ def form_of(
     return form
 
 
-def held_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
-    """Return the parts of a dim of `num` that a rank holds after repeated cuts, as by DTensor's placements.
+def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
+    """Return the index ranges of a dim of `num` that a rank has after repeated cuts, as by DTensor's placements.
 
     Args:
-        parts: in the mesh's order, of each axis the dim is sharded over: its size, our coordinate, and the split
-            factor: 1 for a plain shard; the shard of one is the chunks of that many stretches, put together.
+        parts: for each mesh axis that shards the dim, in the mesh's order: its size, this rank's coordinate, and the
+            split factor: 1 for a plain shard; with factor k the dim is cut into k pieces, and the shard is this rank's
+            chunk of each, joined.
     """
     runs: Runs = [(0, num)]
     for size, coordinate, split_factor in parts:
         total = sum(stop - start for start, stop in runs)
-        found: Runs = []
+        parts_held: Runs = []
         for first, last in _chunks(0, total, split_factor):
             low, high = _chunks(first, last, size)[coordinate]
-            found += _taken(runs, low, high)
-        runs = found
+            parts_held += _taken(runs, low, high)
+        runs = parts_held
     return runs
 
 
 def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
-    """The memory behind rows: the arena that a row lies in, else its torch storage.
+    """Return the memory behind rows: the arena that a row lies in, else its torch storage.
 
     Raises:
         PlanError: a row has no memory.
@@ -157,7 +161,7 @@ def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memor
     tensors = []
     for row in rows:
         if row.tensor.is_meta:
-            raise PlanError("it is on the meta device", tensor=row.name)
+            raise PlanError("it is on the meta device and has no memory", tensor=row.name)
         tensors.append(row.tensor)
     return place_rows(tensors, arenas).regions
 
@@ -166,14 +170,15 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     """Return the layout of rows, as a planner receives it.
 
     Args:
-        rows: of `declared`, or wanted.
-        member: this process life's id.
-        address: stands for the registrations of `regions`: a digest of their descriptors.
+        rows: from `declared`, or a receiver's requirements.
+        member: the id of this member.
+        address: identifies the registrations of `regions`, so that a new registration is a new layout.
         regions: in the order in which offsets count through them.
 
     Raises:
         PlanError: a row lies in none of the regions.
     """
+    # Columns instead of a loop over rows: an MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
@@ -181,7 +186,7 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     first = (np.cumsum(nbytes) - nbytes)[order]
     numbers: dict[Form, int] = {}
     form = np.fromiter((numbers.setdefault(row.form, len(numbers)) for row in rows), np.int64, len(rows))
-    span = np.array([one.span_bytes for one in numbers] or [0], np.int64)[form]
+    span = np.array([form.span_bytes for form in numbers] or [0], np.int64)[form]
     address_of = np.fromiter((row.tensor.data_ptr() for row in rows), np.uint64, len(rows))
     offset = np.zeros(len(rows), np.int64)
     some = np.flatnonzero(span)
@@ -190,7 +195,7 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     if not outside.any():
         outside = address_of[some] + span[some].astype(np.uint64) > end[at]
     if outside.any():
-        raise PlanError("it lies in none of the regions", tensor=rows[int(some[outside.argmax()])].name)
+        raise PlanError("its memory lies in none of the regions", tensor=rows[int(some[outside.argmax()])].name)
     if len(some):
         offset[some] = first[at] + (address_of[some] - begin[at]).astype(np.int64)
     layout = Layout(
@@ -207,11 +212,11 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Names as a checkpoint has them: without what `torch.compile` puts before them, or a module's extra state."""
-    found = module.state_dict(keep_vars=True)
+    """Return a module's tensors by checkpoint names: without `torch.compile`'s prefix, and without extra state."""
+    state = module.state_dict(keep_vars=True)
     return {
         name.replace("_orig_mod.", ""): value
-        for name, value in found.items()
+        for name, value in state.items()
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
     }
 
@@ -230,12 +235,12 @@ def _rows(name: str, value: Declarable) -> Iterator[Row]:
 
 
 def _sharded(name: str, value: DTensor) -> Iterator[Row]:
-    """The rows of a DTensor: the boxes that its mesh and placements give this rank, out of its local tensor."""
+    """Yield the rows of a DTensor: the boxes of this rank by mesh and placements, as views of its local tensor."""
     with torch.no_grad():
         local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
     shape = tuple(value.shape)
     coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:
+    if coordinate is None:  # this rank is not in the mesh: other ranks have the tensor
         return
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(value.placements):
@@ -244,40 +249,45 @@ def _sharded(name: str, value: DTensor) -> Iterator[Row]:
         if placement.is_partial() or not hasattr(placement, "dim"):
             hint = "reduce it first: tensor.redistribute(placements=...)"
             raise PlanError(f"it is {placement} on mesh axis {axis}: no rank has its values", tensor=name, hint=hint)
+        # Only strided shards have a split factor; torch keeps the class private, so ask for the attribute.
         cuts[placement.dim].append(
             (value.device_mesh.size(axis), coordinate[axis], int(getattr(placement, "split_factor", 1)))
         )
-    runs = [held_runs(num, cut) for num, cut in zip(shape, cuts, strict=True)]
+    runs = [local_runs(num, cut) for num, cut in zip(shape, cuts, strict=True)]
     extent = tuple(sum(stop - start for start, stop in dim) for dim in runs)
+    # Torch's own rule for uneven shards is repeated above: where the two differ, a declared box would be wrong.
     if extent != tuple(local.shape):
-        raise PlanError(f"its local tensor is {list(local.shape)}, by its placements {list(extent)}", tensor=name)
+        raise PlanError(
+            f"its local tensor has shape {list(local.shape)}, and its placements say {list(extent)}", tensor=name
+        )
     for box in product(*(_placed(dim) for dim in runs)):
         part = local[tuple(slice(at, at + stop - start) for start, stop, at in box)] if box else local
+        # A rank without elements has nothing to declare; but a tensor that is empty everywhere keeps its name.
         if part.numel() or 0 in shape:
             yield row_of(name, part, shape, tuple(start for start, _, _ in box))
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Runs, and where each begins in memory; one empty run where there is none."""
-    found, at = [], 0
+    """Return each run and its start in memory; one empty run where there are no runs."""
+    placed, at = [], 0
     for start, stop in runs or [(0, 0)]:
-        found.append((start, stop, at))
+        placed.append((start, stop, at))
         at += stop - start
-    return found
+    return placed
 
 
 def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """`[start, stop)` as `torch.chunk` cuts it, with empty ones after the last."""
+    """Cut `[start, stop)` as `torch.chunk` does, with empty chunks after the last."""
     width = -(-(stop - start) // count)
     return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
 
 
 def _taken(runs: Runs, low: int, high: int) -> Runs:
-    """Elements `[low, high)` of runs put together; neighbours are made one."""
-    found, at = [], 0
+    """Return the elements `[low, high)` of the joined runs, as runs."""
+    taken, at = [], 0
     for start, stop in runs:
         first, last = max(low - at, 0), min(high - at, stop - start)
         if first < last:
-            found.append((start + first, start + last))
+            taken.append((start + first, start + last))
         at += stop - start
-    return found
+    return taken

@@ -201,7 +201,7 @@ def _publish(
         shards[name].tensor.copy_(one)
     found = publisher.publish(number)
     told = {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
-    sizes = {"transformed": found.transformed_bytes, "seams": found.seam_bytes, "exchanged": found.exchanged_bytes}
+    sizes = {"transformed": found.transformed_bytes, "seams": found.boundary_bytes, "exchanged": found.exchanged_bytes}
     return told | sizes
 
 

@@ -13,7 +13,7 @@ from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
 from penstock.sync.recording.record import record
 from penstock.sync.recording.requirements import Requirements, wanted
-from penstock.sync.shards import Row, Shard, declared, held_runs
+from penstock.sync.shards import Row, Shard, declared, local_runs
 
 TRAINERS = [
     (1, 1, 1),
@@ -60,7 +60,7 @@ def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) ->
             for d, n in enumerate(whole.shape):
                 # As DTensor has it: FSDP comes first in the mesh and cuts what tensor parallelism has cut.
                 cuts = [(fsdp, f, tp if dim == 0 else 1)] if d == 0 else []
-                runs[d] = held_runs(n, [*cuts, (tp, t, 1)] if d == dim else cuts)
+                runs[d] = local_runs(n, [*cuts, (tp, t, 1)] if d == dim else cuts)
             for box in itertools.product(*runs):
                 part = whole[tuple(slice(a, b) for a, b in box)].clone()
                 shard = Shard(tensor=part, global_shape=tuple(whole.shape), offset=tuple(a for a, _ in box))

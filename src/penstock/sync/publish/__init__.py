@@ -1,1 +1,1 @@
-"""The publishing side of sync: what a trainer shows."""
+"""The publishing side of sync: a trainer's ranks serve their weights."""

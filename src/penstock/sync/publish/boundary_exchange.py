@@ -1,13 +1,13 @@
-"""Elements that a publisher rank needs of others, to quantise blocks that reach beyond what it holds.
+"""Exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
 
-In: a rank's rows, and the boxes it needs of others' (`transformed`). Out: at each publish those boxes, verified, of the
-version, on every rank or on none.
-Not here: which they are (`transform.geometry`), quantising, versions that receivers see (`publisher`).
+In: a rank's rows, and the boxes of other ranks' rows that it needs (`transformed`). Out: at each publish those boxes of
+the version, verified, on every rank or on none.
+Not here: the choice of the boxes (`transform.geometry`), quantising, versions that receivers see (`publisher`).
 
-    A sync among the publishers, by the same planner, parts, leases of memory and transports, in a room of its own at
-    their doors: wants = foreign boxes, holdings = all rows. Rank 0 plans, once; and says when all are done.
+    This is a sync among the publishers with the same planner, parts, maps and transports, under a request handler of
+    its own: requirements = boxes of other ranks, sources = all rows. Rank 0 plans once, and decides when all are done.
 
-    begin(v) on every rank -> part (the one it has, if nothing changed) -> take -> quantise -> all are done: fence
+    begin(v) on every rank -> part (unchanged if nothing changed) -> transfer -> quantise -> all done: fence
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Row, layout_of, regions_of
 from penstock.sync.version_status import VersionStatus
 
-ROOM = "seams"
+HANDLER = "boundary"
+"""Name of the request handler at the publishers' servers."""
+# All ranks publish within milliseconds of each other, and the trainer waits: ask again quickly.
 _ASK_S = 0.02
+# A dead rank must end the exchange well before the stall deadline; each look costs a request to the hub.
 _LOOK_S = 1.0
 
 
@@ -45,12 +48,16 @@ class BoundaryPlanner:
     """The planner of rank 0: plans for all ranks when all have reported their needs, and again only after a change.
 
     Args:
-        roster: of the room.
-        ours: our own layout.
+        membership: the members of the exchange.
+        ours: rank 0's own layout.
     """
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
-        self._membership, self._lock, self._planning = membership, threading.Lock(), threading.Lock()
+        self._membership = membership
+        # As in `Planner`: `_planning` is kept for a whole plan, `_lock` only for a look at the tables, so that ranks
+        # can report their needs while a plan is made.
+        self._lock = threading.Lock()
+        self._planning = threading.Lock()
         self._held: dict[str, Layout] = {ours.member: ours}
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._ranks: tuple[SyncMember, ...] = ()
@@ -59,47 +66,52 @@ class BoundaryPlanner:
         self._of: tuple[str, ...] = ()
 
     def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
-        """From now on parts of this version are given, to these."""
+        """Start to serve parts of this version to these ranks."""
         with self._lock:
             self._version, self._ranks, self._why = version, tuple(ranks), ""
 
     def fail(self, why: str) -> None:
-        """The version comes to nothing."""
+        """End the version with a reason; later requests for its parts fail with it."""
         with self._lock:
             self._why = why
 
     def lacking(self) -> list[SyncMember]:
-        """Ranks that have not said what they need."""
+        """Return the ranks that have not reported their requirements."""
         with self._lock:
-            return [one for one in self._ranks if one.member not in self._wants]
+            return [rank for rank in self._ranks if rank.member not in self._wants]
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """See `Planner.part`.
 
         Raises:
-            StaleDescriptor: the version came to nothing.
-            PlanError: the ranks hold not all elements of a block; lists them.
+            StaleDescriptor: the version failed on a rank.
+            PlanError: the ranks together lack elements of a block; lists them.
         """
         with self._lock:
+            # The layout is taken before the version is checked: the other ranks wait for it, and a rank that is too
+            # early need not send it again.
             known = self._wants.get(asker)
             if known is None or known[0] != request.digest:
                 if request.layout is None:
                     return PartReply(needs_layout=True)
-                told = decode(request.layout, Layout)
-                if told.member != asker or told.digest() != request.digest:
+                layout = decode(request.layout, Layout)
+                if layout.member != asker or layout.digest() != request.digest:
                     raise PlanError(
-                        f"{asker} sent a layout of {told.member}, or one whose digest differs from its request"
+                        f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the "
+                        "request's"
                     )
-                self._wants[asker] = request.digest, told
+                self._wants[asker] = request.digest, layout
             if request.version != self._version:
                 return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
             if self._why:
                 raise StaleDescriptor(self._why)
             ranks = self._ranks
-            if all(one.member != asker for one in ranks):
-                raise StaleDescriptor("another process has that rank")
+            if all(rank.member != asker for rank in ranks):
+                # The requester is an earlier process of a rank that was started again.
+                raise StaleDescriptor("another process has this rank now")
+        # A plan without one rank would have to be made again when it comes, and every rank would drop its part.
         if lacking := self.lacking():
-            return PartReply(not_yet=f"rank {lacking[0].state.rank} has not said what it needs")
+            return PartReply(not_yet=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
             plan = self._planned(ranks)
         if asker not in plan.receivers:
@@ -109,41 +121,42 @@ class BoundaryPlanner:
         return PartReply(version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
-        members = [one.member for one in ranks]
+        members = [rank.member for rank in ranks]
         with self._lock:
-            self._held = {name: one for name, one in self._held.items() if name in members}
-            self._wants = {name: one for name, one in self._wants.items() if name in members}
-            told = [self._wants[name] for name in members if self._wants[name][1].names]
-            token = (*members, *(digest for digest, _ in told))
+            # Drop ranks that were replaced since the last version: the token below names the processes.
+            self._held = {name: layout for name, layout in self._held.items() if name in members}
+            self._wants = {name: want for name, want in self._wants.items() if name in members}
+            wants = [self._wants[name] for name in members if self._wants[name][1].names]
+            token = (*members, *(digest for digest, _ in wants))
         for name in members:
             if name not in self._held:
                 self._held[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
         if self._plan is None or token != self._of:
             self._plan, self._of = (
-                plan_sync([self._held[name] for name in members], [want for _, want in told]),
+                plan_sync([self._held[name] for name in members], [want for _, want in wants]),
                 token,
             )
         return self._plan
 
     def table(self) -> TableReply:
-        """Nobody asks for a checkpoint here."""
-        raise NotFound("no such thing here")
+        """Raise NotFound: this exchange has no checkpoint, only boxes of it."""
+        raise NotFound("the boundary exchange has no checkpoint table")
 
 
 class BoundaryExchange:
     """The exchange of one rank; a context manager by its `close`.
 
     Attributes:
-        moved_bytes: of the last version.
+        moved_bytes: bytes read from other ranks for the last version.
 
     Args:
         member: this process in the fleet.
-        name: of the sync.
-        rows: what we hold of tensors that have blocks.
-        wants: what we need of others, in memory of its own.
-        is_first: whether we are rank 0.
-        world_size: ranks.
-        stall_s: deadline by progress.
+        name: the name of the sync.
+        rows: this rank's rows of tensors with blocks.
+        wants: the rows needed from other ranks, in memory of their own.
+        is_first: whether this is rank 0.
+        world_size: the number of ranks.
+        stall_s: the deadline for progress.
 
     Raises:
         ConfigError: no transport reaches the rows.
@@ -160,9 +173,12 @@ class BoundaryExchange:
         world_size: int,
         stall_s: float,
     ) -> None:
-        self._member, self._world_size, self._stall_s, self.moved_bytes = member, world_size, stall_s, 0
+        self._member = member
+        self._world_size = world_size
+        self._stall_s = stall_s
+        self.moved_bytes = 0
         memories, into = regions_of(rows), regions_of(wants)
-        self._membership, self._version_status = Membership(member, name, stall_s, room=ROOM), VersionStatus()
+        self._membership, self._version_status = Membership(member, name, stall_s, handler=HANDLER), VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
@@ -174,10 +190,10 @@ class BoundaryExchange:
             self._into = Regions(into, member.links)
             stack.pop_all()
         self._planner = BoundaryPlanner(self._membership, layout)
-        member.server.handlers[ROOM] = SyncHandler(
+        member.server.handlers[HANDLER] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            held=lambda: self._held,
+            local_version=lambda: self._held,
             version_status=self._version_status,
             planner=self._planner,
             subscriber_progress=self._peers,
@@ -185,11 +201,13 @@ class BoundaryExchange:
 
     @contextlib.contextmanager
     def exchanged(self, version: int, run: str) -> Iterator[None]:
-        """Inside, what we need of others is here; on leaving, all ranks are done inside, and parameters may change.
+        """Read the elements of other ranks, run the body, and wait on leaving until every rank is done.
+
+        After it the parameters may change.
 
         Raises:
-            PeerLost, SourceStalled: a rank is gone, silent, or could not have its own; on every rank. PlanError,
-                IntegrityError: a rank's own reason.
+            PeerLost, SourceStalled: a rank is gone, silent, or failed; on every rank. PlanError, IntegrityError: this
+                rank's own failure.
 
         Order: while the parameters are the version's, on every rank.
         """
@@ -202,11 +220,14 @@ class BoundaryExchange:
             yield
         except BaseException as error:
             if isinstance(error, PenstockError):
-                error.mutated = False  # of memory that is ours alone
+                error.mutated = False  # only the exchange's own buffers were written
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
-            with contextlib.suppress(PenstockError):  # ours is the one that is raised
+            # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
+            # must not hide the first one.
+            with contextlib.suppress(PenstockError):
                 self._report(version, run, why[:1024])
+            # Rank 0 serves the decision: it stays until the others had time to report, so that they get it.
             if self._peers is not None:
                 self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             raise
@@ -218,45 +239,48 @@ class BoundaryExchange:
             self._version_status.post(run, version, is_open=False)
 
     def _begin(self, version: int, run: str) -> None:
-        """As rank 0, know whom to wait for, and give parts."""
+        """As rank 0, set the ranks to wait for, and start to serve their parts."""
         if self._peers is not None:
+            # Every rank is needed for every version: none may be skipped for being late once.
             self._peers.absent.clear()
+            # Twice: another rank may ask for the decision while this one still looks for the ranks, and must find a
+            # version that has begun and is not over.
             self._peers.begin(version, [self._member.id])
             ranks = self._ranks(run)
-            self._peers.begin(version, [one.member for one in ranks])
+            self._peers.begin(version, [rank.member for rank in ranks])
             self._planner.begin(version, ranks)
 
     def _report(self, version: int, run: str, why: str) -> None:
-        """Tell rank 0 that we are done, or why we cannot be."""
+        """Report to rank 0 that this rank is done, or the reason of its failure."""
         moved = self.moved_bytes
-        told = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
+        progress = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
-            self._peers.heard(self._member.id, told)
+            self._peers.note_progress(self._member.id, progress)
         else:
-            self._membership.ask(run, lambda sync_client: sync_client.progress(told), line="progress")
+            self._membership.ask(run, lambda sync_client: sync_client.progress(progress), channel="progress")
 
     def _ranks(self, run: str) -> list[SyncMember]:
-        """All ranks of our run, the newest life of each.
+        """Return all ranks of this run, the newest process of each.
 
         Raises:
-            SourceStalled: one did not come.
+            SourceStalled: a rank did not come.
         """
         deadline = time.monotonic() + self._stall_s
         while True:
-            found = {
-                one.state.rank: one
-                for one in sorted(self._membership.look(), key=lambda one: one.since)
-                if one.state.side == "publisher" and one.state.run == run
+            newest = {
+                member.state.rank: member
+                for member in sorted(self._membership.look(), key=lambda member: member.since)
+                if member.state.side == "publisher" and member.state.run == run
             }
-            if len(found) == self._world_size:
-                return [found[rank] for rank in sorted(found)]
+            if len(newest) == self._world_size:
+                return [newest[rank] for rank in sorted(newest)]
             if time.monotonic() > deadline:
-                message = f"{len(found)} of {self._world_size} ranks publish {self._membership.name!r}"
+                message = f"only {len(newest)} of {self._world_size} ranks publish {self._membership.name!r}"
                 raise SourceStalled(f"{message} after {self._stall_s:g} s")
             time.sleep(_ASK_S)
 
     def _run(self, version: int, run: str) -> None:
-        """Read and verify what we need."""
+        """Read and verify the elements that this rank needs."""
         self.moved_bytes = 0
         if not self._has_part(version, run):
             return
@@ -266,35 +290,36 @@ class BoundaryExchange:
         links: dict[str, SourceLink] = {}
         try:
             links |= open_links(
-                self._membership, [one for one in used if one != self._member.id], version, self._stall_s
+                self._membership, [source for source in used if source != self._member.id], version, self._stall_s
             )
         except SourceFailed as failed:
             raise failed.error from failed
+        # A box can lie in this rank's own rows: read it in place instead of through its own server.
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._held)
         self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, run: str) -> bool:
-        """Return whether this rank needs anything; `_transfer` is of this version's plan then."""
+        """Return whether this rank needs elements of others; if so, `_transfer` is of this version's plan."""
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
         while True:
             request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
-            reply = self._asked(request, run)
+            reply = self._request_part(request, run)
             if reply.needs_layout:
                 layout = encode(self._want)
             elif not reply.not_yet:
                 break
             elif time.monotonic() - begun > self._stall_s:
-                raise SourceStalled(f"version {version} is not exchanged: {reply.not_yet}")
+                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
             else:
                 time.sleep(_ASK_S)
             if self._peers is not None and time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
-                for one in self._planner.lacking():
-                    if self._is_gone(one.member):
-                        raise PeerLost(f"rank {one.state.rank} is gone", uri=f"penstock:{one.member}")
+                for rank in self._planner.lacking():
+                    if self._is_gone(rank.member):
+                        raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
         if reply.part is not None:
             part = decode(reply.part, Part)
             self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
@@ -302,7 +327,7 @@ class BoundaryExchange:
             raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
         return bool(self._want.names)
 
-    def _asked(self, request: PartRequest, run: str) -> PartReply:
+    def _request_part(self, request: PartRequest, run: str) -> PartReply:
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
@@ -311,29 +336,29 @@ class BoundaryExchange:
             raise PeerLost(error.message, uri=f"penstock:{run}") from error
 
     def _settle(self, version: int, run: str) -> None:
-        """Wait until all ranks are done; raise where one is not."""
+        """Wait until all ranks are done; raise if one failed or is late."""
         if self._peers is not None:
-            said = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+            decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:
-            said = decided(self._membership, run, version, self._stall_s)
-        if said.failed or said.late:
-            raise _undone(version, said)
+            decision = decided(self._membership, run, version, self._stall_s)
+        if decision.failed or decision.late:
+            raise _undone(version, decision)
 
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._membership.look(max_age_s=_LOOK_S) if one.member == member]
-        return not found or self._membership.is_gone(found[0])
+        known = [other for other in self._membership.look(max_age_s=_LOOK_S) if other.member == member]
+        return not known or self._membership.is_gone(known[0])
 
     def close(self) -> None:
-        """End the registrations and conversations. Idempotent."""
+        """End the registrations and connections. Idempotent."""
         self._held.close()
         self._into.close()
         self._membership.close()
 
 
-def _undone(version: int, said: Decision) -> PenstockError:
+def _undone(version: int, decision: Decision) -> PenstockError:
     """Return the error that kept the ranks from quantising a version together."""
-    why: Mapping[str, str] = said.failed
+    why: Mapping[str, str] = decision.failed
     lines = [f"{member[:8]}: {reason}" for member, reason in why.items()]
-    lines += [f"{member[:8]}: no progress" for member in said.late]
+    lines += [f"{member[:8]}: no progress" for member in decision.late]
     message = f"version {version} is not quantised on all ranks: {'; '.join(lines)}"
     return PeerLost(message) if why else SourceStalled(message)

@@ -1,6 +1,6 @@
-"""The rows that a publisher rank serves: as they are, and under tags, filled at each publish.
+"""The rows that a publisher rank serves: the plain ones, and tagged ones that are filled at each publish.
 
-In: declared rows, `transforms=`. Out: all rows shown; a version's tagged rows, exact across shards.
+In: declared rows, `transforms=`. Out: all rows on offer; a version's tagged rows, exact across shards.
 Not here: memory and jobs (`transformed`), other ranks' elements (`boundary_exchange`), versions (`publisher`).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.peer.member import Member
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
-from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
+from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.shards import Row, regions_of
 from penstock.transform.formats import format_of
 from penstock.transport.protocol import Memory
@@ -26,24 +26,24 @@ class Offer:
     """The rows that one rank serves; a context manager by its `close`.
 
     Attributes:
-        kept: rows shown as they are.
-        memories: what a snapshot copies: behind `kept`, and on its way to host memory behind the tagged rows too.
-        filled: the regions behind those: of the tagged rows.
+        kept: rows served without a transformation.
+        memories: the memory that a snapshot copies: behind `kept`, and for a host copy behind the tagged rows too.
+        filled: the regions of the tagged rows that are not copied.
         is_copied: whether the tagged rows are copied too, once they are filled.
-        seconds: that the last `fill` took.
+        seconds: the time of the last `fill`.
 
     Args:
-        rows: all that is declared.
-        transforms: see `publisher`; None: everything is shown as it is alone.
-        keep_plain: show as it is also what is tagged.
-        world_size: ranks.
-        copies: where `memories` are copied to: `device` or `cpu`; None: nowhere.
-        memory_bytes: bound of all that.
+        rows: all declared rows.
+        transforms: see `publisher`; None: only plain rows are served.
+        keep_plain: serve tagged rows without the transformation too.
+        world_size: the number of ranks.
+        copies: where `memories` are copied to: `device` or `cpu`; None: they are not copied.
+        memory_bytes: bound of the copies and the transformed tensors together.
 
     Raises:
-        ConfigError: a tag that is none. PlanError: one that no tensor here can have.
-        BudgetTooSmall: it takes more than `memory_bytes`; has the least.
-        DeviceOutOfMemory, DestinationError: there is no room.
+        ConfigError: an unknown tag. PlanError: a tag that no tensor here can have.
+        BudgetTooSmall: more than `memory_bytes` is needed; has the minimum.
+        DeviceOutOfMemory, DestinationError: there is not enough memory.
     """
 
     def __init__(
@@ -57,18 +57,21 @@ class Offer:
         memory_bytes: int | None,
     ) -> None:
         chosen = () if transforms is None else choose(transforms, rows)
+        # With several ranks, one of them may have none of the chosen tensors.
         if transforms is not None and not chosen and world_size == 1:
-            raise PlanError(f"no tensor can be had as {transforms!r}", hint="change the patterns, or the tags")
-        names = {one.row.name for one in chosen}
+            raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns, or the tags")
+        names = {choice.row.name for choice in chosen}
         self.kept = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.kept)
-        nbytes, seam_bytes = room(chosen)
-        self.is_copied = copies == "cpu" and any(one.row.tensor.device.type != "cpu" for one in chosen)
+        nbytes, boundary_bytes = required_bytes(chosen)
+        # A host snapshot reads from pinned host memory, but quantising runs on the device: fill there, then copy.
+        self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
-        needed = copied + nbytes + seam_bytes
+        needed = copied + nbytes + boundary_bytes
         if memory_bytes is not None and needed > memory_bytes:
             message = (
-                f"{copied} bytes of copies, {nbytes} of transformed tensors, {seam_bytes} of blocks at shards' edges"
+                f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "
+                "for blocks at the edges of shards"
             )
             raise BudgetTooSmall(message, minimum_bytes=needed)
         self.transformed = Transformed(chosen)
@@ -77,25 +80,26 @@ class Offer:
         if self.is_copied:
             self.memories, self.filled = (*self.memories, *self.filled), ()
         # One row for each box: it may be chosen in several formats.
-        blocked = {id(one.row): one.row for one in chosen if one.form.scaling != "none"}
+        blocked = {id(choice.row): choice.row for choice in chosen if choice.form.scaling != "none"}
         self._held = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
+        # By the tags alone, not by `chosen`: every rank must take part in the exchange, also one that needs nothing.
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
         self._boundary_exchange: BoundaryExchange | None = None
         self.seconds = 0.0
 
     @property
     def plain(self) -> I64 | None:
-        """Numbers of the rows that are whole without a `fill`; None: all."""
+        """Return the numbers of the rows that are ready without a `fill`; None: all."""
         return np.arange(len(self.kept)) if self.transformed.rows else None
 
     @property
     def moved_bytes(self) -> int:
-        """Taken of other ranks in the last version."""
+        """Return the bytes read from other ranks for the last version."""
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, member: Member, name: str, *, rank: int, world_size: int, stall_s: float) -> None:
-        """Take part in the exchange of the ranks, where there is one. Order: before any `fill`."""
+        """Join the boundary exchange of the ranks, where there is one. Order: before any `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
                 member,
@@ -108,10 +112,10 @@ class Offer:
             )
 
     def fill(self, version: int, run: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
-        """Transform the parameters as they are; `ready` is told rows of the layout as they are whole.
+        """Transform the parameters' current values; call `ready` with the rows of the layout that became ready.
 
         Raises:
-            PeerLost, SourceStalled: a rank could not be given, or did not give; see `BoundaryExchange.exchanged`.
+            PeerLost, SourceStalled: the exchange failed on a rank; see `BoundaryExchange.exchanged`.
             DestinationError: a device failed.
         """
         begun = time.perf_counter()
@@ -124,6 +128,6 @@ class Offer:
         self.seconds = time.perf_counter() - begun
 
     def close(self) -> None:
-        """End the registrations and conversations. Idempotent."""
+        """End the registrations and connections. Idempotent."""
         if self._boundary_exchange is not None:
             self._boundary_exchange.close()

@@ -1,7 +1,7 @@
-"""Track each subscriber's progress during a live publish.
+"""Progress of each subscriber during a live publish.
 
-In: what receivers say of their progress. Out: a `Decision`: the version may end.
-Not here: fencing it (`publisher`), how they say it (`sync.request_handler`).
+In: progress reports of receivers. Out: a `Decision`: the version may end.
+Not here: fencing the version (`publisher`), receiving the reports (`sync.request_handler`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from penstock.hub.sync_messages import Decision, Progress
 
 LOOK_S = 1.0
-"""How often those that say nothing are looked at: a process that died is not waited for until the deadline."""
+"""How often silent subscribers are checked, so that a dead process does not delay the trainer until the deadline."""
 _KEPT = 8
-"""Decisions that other ranks may still ask for."""
+"""Versions whose decision other ranks may still request."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class SubscriberProgress:
     """The progress of all subscribers, kept by a publisher's rank 0. Used by any number of threads.
 
     Attributes:
-        absent: who was late, and has not begun another update since: not waited for.
+        absent: subscribers that were late and have not begun another update since; a publish does not wait for them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class SubscriberProgress:
         self.absent: set[str] = set()
 
     def begin(self, version: int, expected: Iterable[str]) -> None:
-        """A version is shown; these are waited for."""
+        """Start to wait for the expected subscribers of a version."""
         now = time.monotonic()
         with self._changed:
             waited = {member: _Listener(now) for member in expected if member not in self.absent}
@@ -67,18 +67,20 @@ class SubscriberProgress:
             while len(self._shown) > _KEPT:
                 self._shown.popitem(last=False)
 
-    def asked(self, member: str) -> None:
-        """A receiver asked for its part: it is there."""
+    def note_request(self, member: str) -> None:
+        """Note a receiver's request for its part as a sign of life."""
         with self._changed:
             self.absent.discard(member)
+            # The request may ask for "the newest" without a number: it counts for every version.
             for showing in self._shown.values():
                 if member in showing.waited:
                     showing.waited[member].seen = time.monotonic()
 
-    def heard(self, member: str, progress: Progress) -> None:
-        """A receiver said how far it is."""
+    def note_progress(self, member: str, progress: Progress) -> None:
+        """Note a receiver's progress report."""
         with self._changed:
             self.absent.discard(member)
+            # A receiver that failed before it knew the version's number reports -1.
             newest = next(reversed(self._shown), -1)
             showing = self._shown.get(progress.version if progress.version >= 0 else newest)
             if showing is None or showing.is_over:
@@ -86,17 +88,19 @@ class SubscriberProgress:
             listener = showing.waited.get(member)
             if progress.outcome:
                 showing.waited.pop(member, None)
+                # A receiver may fail and succeed at a second attempt within the same publish: the last word counts.
                 showing.failed.pop(member, None)
                 if progress.outcome == "failed":
                     showing.failed[member] = progress.why
                 elif member not in showing.committed:
                     showing.committed.append(member)
                 self._changed.notify_all()
+            # A report without new bytes is no progress: else a receiver whose source hangs would be waited for forever.
             elif listener is not None and progress.moved_bytes != listener.moved_bytes:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
-        """Return once nobody is waited for: who is gone, or made no progress for `stall_s`, is no longer."""
+        """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`."""
         with self._changed:
             showing = self._shown[version]
         while True:
@@ -113,7 +117,9 @@ class SubscriberProgress:
                     return showing.decision()
                 self._changed.wait(min(LOOK_S, stall_s))
                 now = time.monotonic()
-                silent = [name for name, one in showing.waited.items() if now - one.seen > LOOK_S]
+                # Only silent ones are probed: a probe opens a connection and can take `ALIVE_S`.
+                silent = [name for name, listener in showing.waited.items() if now - listener.seen > LOOK_S]
+            # Without the lock, because reports arrive meanwhile; so the member may be done by now.
             for member in silent:
                 if is_gone(member):
                     with self._changed:
@@ -121,7 +127,7 @@ class SubscriberProgress:
                             showing.failed[member] = "its process is gone"
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision about a version once there is one, or after `wait_s` that there is none."""
+        """Return the decision about a version once it is over, or its state after `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:

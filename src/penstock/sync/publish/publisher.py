@@ -76,7 +76,7 @@ class Publisher(Closing):
         sync_handler = SyncHandler(
             self._membership.key,
             member.check_grant,
-            held=lambda: self._held,
+            local_version=lambda: self._held,
             version_status=self._version_status,
             planner=self.planner,
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
@@ -144,7 +144,7 @@ class Publisher(Closing):
                 wait_s=0.0 if self._replica is not None else wall_s - self._offer.seconds,
                 transform_s=self._offer.seconds,
                 transformed_bytes=self._offer.transformed.nbytes,
-                seam_bytes=self._offer.transformed.seam_bytes,
+                boundary_bytes=self._offer.transformed.boundary_bytes,
                 exchanged_bytes=self._offer.moved_bytes,
                 committed=decision.committed,
                 late=decision.late,
@@ -327,7 +327,9 @@ def _shown(
             layout, offer.memories, member.links, address=address, on_host=on_host, filled=offer.filled
         )
         stack.callback(copy.close)
-    held = LocalVersion(replace(layout, address=address), memories, member.links) if copy is None else copy.held
+    held = (
+        LocalVersion(replace(layout, address=address), memories, member.links) if copy is None else copy.local_version
+    )
     stack.callback(held.close)
     stack.callback(offer.close)
     return held, copy

@@ -1,7 +1,7 @@
 """A publisher's snapshot: a copy of its memory that receivers read while training goes on.
 
 In: a layout and the memory behind it; versions. Out: a `LocalVersion` of the copy.
-Not here: who reads it, and until when (`publisher`); transforms.
+Not here: the lifetime of a version (`publisher`); transforms.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from penstock.plan.layout import Layout
 from penstock.sync.copy_plan import Copy
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.range_digests import Foreseen, digesters_of
-from penstock.sync.receive.staging_copy import beside
+from penstock.sync.receive.staging_copy import allocate_like
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
 from penstock.types import I64
 
 MOST_FORESEEN = 64
-"""Regions whose digests a device works out as they are copied: each takes it half a millisecond, arena or not."""
+"""Most regions whose digests the device computes during the copy: each takes half a millisecond, whatever its size."""
 
 
 class VersionSnapshot(Closing):
-    """A copy of a rank's regions, laid out alike; a context manager.
+    """A copy of a rank's regions with the same layout; a context manager.
 
     Attributes:
-        held: the copy, as readers see it.
+        local_version: the copy, as readers see it.
 
     Args:
-        layout: of the live memory.
+        layout: the layout of the live memory.
         live: the layout's regions, in order.
-        links: what registers the copy.
-        address: stands for the copy's registrations in its layout.
-        on_host: in host memory, pinned where the live memory is a device's; else on its device.
-        filled: regions of the layout behind those of `live`, which others fill: shown as they are.
+        links: the transports that register the copy.
+        address: identifies the copy's registrations in its layout.
+        on_host: copy to host memory, pinned where the live memory is on a device; else to the same device.
+        filled: regions of the layout after those of `live`, which the caller fills: served without a copy.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is no room for it, or it cannot be pinned.
+        DeviceOutOfMemory, DestinationError: there is not enough memory, or it cannot be pinned.
         ConfigError: no transport reaches it.
 
-    Cost: as much memory again; pinning it takes about a second for 3 GB, once.
+    Cost: as much memory again; pinning takes about a second for 3 GB, once.
     """
 
     def __init__(
@@ -63,52 +63,54 @@ class VersionSnapshot(Closing):
         self._pinned: list[tuple[CudaRegistrar, int]] = []
         self._foreseen: tuple[Foreseen, ...] = ()
         try:
-            memories = [self._on_host(memory) for memory in live] if on_host else beside(live)
+            memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
             if on_host and len(live) <= MOST_FORESEEN and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
             shown = dataclasses.replace(layout, address=address)
-            self.held = LocalVersion(shown, [*memories, *filled], links, foreseen=self._foreseen)
+            self.local_version = LocalVersion(shown, [*memories, *filled], links, foreseen=self._foreseen)
         except BaseException:
-            self._unpin()
+            self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
             raise
         self._copy = Copy(memories, live)
 
     def _on_host(self, memory: Memory) -> Memory:
-        made = Arena.allocate(max(memory.nbytes, 1))
-        populate(made.address, made.nbytes)
+        arena = Arena.allocate(max(memory.nbytes, 1))
+        # Fault the pages in with few calls: page by page, as the pin would, takes about twice as long (`memory.pages`).
+        populate(arena.address, arena.nbytes)
         if memory.device != "cpu" and memory.nbytes:
             registrar = CudaRegistrar(torch.device(memory.device))
-            registrar.register(made.address, made.nbytes)
-            self._pinned.append((registrar, made.address))
-        return Memory(address=made.address, nbytes=memory.nbytes, owner=made)
+            registrar.register(arena.address, arena.nbytes)
+            self._pinned.append((registrar, arena.address))
+        return Memory(address=arena.address, nbytes=memory.nbytes, owner=arena)
 
     def snapshot(self, version: int, *, rows: I64 | None = None, stall_s: float = 30.0) -> float:
-        """Copy the live memory as it is; returns the seconds. Then readers may have the version, and it may change.
+        """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
 
         Args:
-            rows: of the layout, that are whole then; None: all.
-            stall_s: deadline by progress.
+            rows: the rows of the layout that are ready after the copy; None: all.
+            stall_s: the deadline for progress.
 
         Raises:
-            DestinationError: the device failed; no version is held.
+            DestinationError: the device failed; there is no version until the next snapshot.
 
-        Order: when nobody reads the version before: their reads end with StaleDescriptor. After what
-            the current stream has queued.
+        Order: after the work queued on the current stream. Reads of the version before that are still under way end
+            with StaleDescriptor.
         """
-        self.held.fence()
+        # Before the copy: it overwrites the version that readers may be reading now.
+        self.local_version.fence()
         seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._look, stall_s))
-        self.held.begin(version)
-        self.held.ready(rows)
+        self.local_version.begin(version)
+        self.local_version.ready(rows)
         return seconds
 
     def _look(self, stall_s: float) -> None:
-        for one in self._foreseen:
-            one.look(stall_s)
+        for digests in self._foreseen:
+            digests.look(stall_s)
 
     def close(self) -> None:
-        """End the registrations, let go of the memory. Idempotent."""
-        self.held.close()
+        """End the registrations and release the memory. Idempotent."""
+        self.local_version.close()
         self._unpin()
 
     def _unpin(self) -> None:

@@ -1,10 +1,11 @@
-"""A publisher's tensors under tags: quantised or cast into memory of their own, beside the parameters.
+"""A publisher's tensors under tags: quantised or cast into memory of their own, in addition to the parameters.
 
-In: a rank's rows, and which of them are offered as what. Out: rows of codes and scales, filled bucket after bucket.
-Not here: formats (`transform`), how foreign elements come (`boundary_exchange`), when (`publisher`).
+In: a rank's rows, and the tags to offer them under. Out: rows of codes and scales, filled batch after batch.
+Not here: formats (`transform`), reading other ranks' elements (`boundary_exchange`), the moment (`publisher`).
 
-    row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) from where it lies
-                                                      [256, 384) from a seam: ours, and [300, 384) of other ranks
+    row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) is read in place
+                                                      [256, 384) is read from a boundary buffer: [256, 300) of this
+                                                      rank, and [300, 384) of other ranks
 """
 
 from __future__ import annotations
@@ -32,37 +33,38 @@ from penstock.transform.select import reasons
 from penstock.types import I64, MIB, Box, DType
 
 Transforms = str | Mapping[str, Sequence[str]]
-"""A tag, for the weights that checkpoints have so; or tags, and for each the patterns of the names it is for."""
+"""A tag, for the weights that checkpoints store in that format; or tags, each with patterns of tensor names."""
 
-LOT_BYTES = 512 * MIB
-"""Of codes, quantised at once: 0.6 ms at 1.9 TB/s of source (benchmarks/results/h200_202611/transform.md), so that the
-interpreter's tenths of a millisecond for each are hidden."""
+BATCH_BYTES = 512 * MIB
+"""Bytes of codes that are quantised at once: 0.6 ms at 1.9 TB/s of source, so that the interpreter's tenths of a
+millisecond per batch are hidden. Source: benchmarks/results/h200_202611/transform.md."""
 
+# A batch takes well under a millisecond: a longer sleep would leave the device without work.
 _NAP_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chosen:
-    """A row of this rank that is also offered in another format."""
+    """A row of this rank that is offered in another format."""
 
     row: Row
     form: Format
     owned: Box
-    """The blocks that are ours to give; empty: others give them."""
+    """The blocks that this rank serves; empty: other ranks serve them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lot:
+class _Batch:
     """The rows that are quantised at once."""
 
     rows: I64
-    """Numbers of the rows that are whole then."""
+    """Numbers of the rows that the batch completes."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """From our parameters into seams."""
+    """Copies of this rank's elements into boundary buffers."""
     fusions: tuple[Fusion, ...]
 
     def run(self) -> None:
-        """Queue it."""
+        """Queue the copies and kernels on the current stream."""
         for to, of in self.copies:
             to.copy_(of)
         for fusion in self.fusions:
@@ -72,240 +74,250 @@ class _Lot:
 def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks choose alike.
 
-    A cast takes every tensor whose name is asked for and whose dtype is another; a block format linear weights alone
+    A cast applies to every tensor that matches by name and has another dtype; a block format to linear weights only
     (`transform.select`).
 
     Raises:
-        ConfigError: a tag that is none. PlanError: a scale for a whole tensor of which this rank holds a part.
+        ConfigError: an unknown tag. PlanError: a format with one scale per tensor, and this rank has only a part.
     """
-    asked = {transforms: None} if isinstance(transforms, str) else dict(transforms)
-    found = []
-    for tag, patterns in asked.items():
+    patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
+    chosen = []
+    for tag, patterns in patterns_of.items():
         form = format_of(tag)
         plain = [row for row in rows if not row.form.tag]
-        kept = _kept(form, plain, patterns)
+        kept_plain = _reasons_plain(form, plain, patterns)
         for row in plain:
-            if not kept[row.name]:
+            if not kept_plain[row.name]:
                 shape, box = row.form.shape, row.form.box
                 if form.global_suffix and box != Box.full(shape):
-                    message = f"{tag} has one scale for the whole tensor, of which this rank holds a part"
-                    raise PlanError(message, tensor=row.name, hint="gather it, or take another format")
-                found.append(Chosen(row=row, form=form, owned=owned(form, shape, box)))
-    return tuple(found)
+                    # The scale needs the maximum over all ranks, which this exchange of elements does not give.
+                    message = f"{tag} has one scale for the whole tensor, and this rank has only a part of it"
+                    raise PlanError(message, tensor=row.name, hint="gather the tensor, or use another format")
+                chosen.append(Chosen(row=row, form=form, owned=owned(form, shape, box)))
+    return tuple(chosen)
 
 
-def _kept(form: Format, rows: Sequence[Row], patterns: Sequence[str] | None) -> dict[str, str]:
-    """Return why each row is not offered in a format; an empty reason: it is."""
+def _reasons_plain(form: Format, rows: Sequence[Row], patterns: Sequence[str] | None) -> dict[str, str]:
+    """Return the reason why each row is not offered in a format; an empty reason: the row is offered."""
     specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
     if form.scaling != "none":
         return reasons(form, specs, only=patterns or ("*.weight",))
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
         if dtype is form.values:
-            return "it is that already"
+            return "it has this dtype already"
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
-            return "its name is none of those asked for"
+            return "its name matches no pattern"
         return fault(form, dtype, shape) or ""
 
     return {name: reason(name, dtype, shape) for name, dtype, shape in specs}
 
 
 class Transformed:
-    """The memory of what was chosen; filled at each publish.
+    """The memory of the chosen rows' codes and scales, filled at each publish.
 
     Attributes:
         rows: codes and scales, under their tags.
-        wants: rows in the seams, of elements that other ranks hold.
-        nbytes: of codes and scales.
-        seam_bytes: of blocks that reach beyond what we hold, in the parameters' dtype.
+        wants: rows in the boundary buffers, for elements of other ranks.
+        nbytes: bytes of codes and scales.
+        boundary_bytes: bytes of blocks that cross the edges of this rank's shards, in the parameters' dtype.
 
     Args:
-        chosen: of `choose`.
-        bucket_bytes: what is filled at once, at least.
+        chosen: the result of `choose`.
+        bucket_bytes: least bytes of codes per batch.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is no room.
+        DeviceOutOfMemory, DestinationError: there is not enough memory.
         MissingExtra: on a device, Triton is not installed.
 
     Ownership: holds views of the parameters.
     """
 
-    def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = LOT_BYTES) -> None:
-        mine, parts, boundary_exchange = _laid(chosen)
+    def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
+        mine, parts, boundary = _lay_out(chosen)
         tensors = _allocate(_specs(parts))
         buffers = _allocate(
-            [(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in boundary_exchange]
+            [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
         )
-        self.nbytes, self.seam_bytes = room(chosen)
+        self.nbytes, self.boundary_bytes = required_bytes(chosen)
         self.rows = tuple(
-            row_of(part.name, tensor, part.shape, part.box.start, tag=one.form.tag)
-            for (one, part), tensor in zip(parts, tensors, strict=True)
+            row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
+            for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
-        for (one, edge), buffer in zip(boundary_exchange, buffers, strict=True):
-            by_chosen.setdefault(id(one), []).append((edge, buffer))
-        self.wants = tuple(want for one in mine for want in _wants(one, by_chosen.get(id(one), ())))
-        self._lots = tuple(_lots(mine, tensors, by_chosen, bucket_bytes))
-        for device in {job.source.device for lot in self._lots for fusion in lot.fusions for job in fusion.jobs[:1]}:
-            if device.type == "cuda":  # the kernels' tables are there: another stream may run them
+        for (choice, edge), buffer in zip(boundary, buffers, strict=True):
+            by_chosen.setdefault(id(choice), []).append((edge, buffer))
+        self.wants = tuple(want for choice in mine for want in _wants(choice, by_chosen.get(id(choice), ())))
+        self._batches = tuple(_batches(mine, tensors, by_chosen, bucket_bytes))
+        for device in {
+            job.source.device for batch in self._batches for fusion in batch.fusions for job in fusion.jobs[:1]
+        }:
+            if device.type == "cuda":
+                # The kernels' tables were copied on the current stream; `fill` may run on another, and would read them
+                # before they arrive.
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise everything as it is now, layer after layer.
+        """Quantise the parameters' current values, layer after layer.
 
         Args:
-            ready: told the numbers of rows as they are whole, or queued on the current stream.
+            ready: called with the numbers of rows once they are complete, or queued on the current stream.
 
         Raises:
-            DestinationError: the device got on with nothing for `stall_s`.
+            DestinationError: the device finished no batch for `stall_s`.
 
-        Order: after the seams' foreign elements came, and what the current stream has queued.
+        Order: after the boundary buffers were filled, and after the work queued on the current stream.
         """
-        before: tuple[_Lot, list[torch.cuda.Event]] | None = None
-        for lot in self._lots:
-            lot.run()
-            events = _events(lot)
-            if before is not None:  # one lot is queued behind the one that is waited for
+        before: tuple[_Batch, list[torch.cuda.Event]] | None = None
+        for batch in self._batches:
+            batch.run()
+            events = _events(batch)
+            # Always one batch queued behind the one that is waited for: the device has no gap between batches, and
+            # receivers get each batch as early as possible.
+            if before is not None:
                 _wait(before[1], stall_s)
                 ready(before[0].rows)
-            before = lot, events
+            before = batch, events
         if before is not None:
             _wait(before[1], stall_s)
             ready(before[0].rows)
 
 
-def room(chosen: Sequence[Chosen]) -> tuple[int, int]:
-    """Bytes of the codes and scales of what was chosen, and of its seams."""
-    _, parts, boundary_exchange = _laid(chosen)
-    buffers = [(one.row.tensor.device, one.row.tensor.dtype, edge.shape) for one, edge in boundary_exchange]
-    return _room(_specs(parts)), _room(buffers)
+def required_bytes(chosen: Sequence[Chosen]) -> tuple[int, int]:
+    """Return the bytes of the codes and scales of the chosen rows, and of their boundary buffers."""
+    _, parts, boundary = _lay_out(chosen)
+    buffers = [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
+    return _arena_bytes(_specs(parts)), _arena_bytes(buffers)
 
 
 _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 
-def _laid(
+def _lay_out(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, Output]], list[tuple[Chosen, Box]]]:
     """Return the rows that own blocks, by layer; the stored parts of each; and its boundary blocks."""
-    mine = [one for one in chosen if one.owned.num_elements]
-    mine = [mine[i] for i in layer_order([one.row.name for one in mine])[0].tolist()]
-    parts = [(one, part) for one in mine for part in _outputs(one, one.owned)]
-    return mine, parts, [(one, edge) for one in mine for edge in _boundary_exchange(one)]
+    # By layer, because receivers read in that order: the first rows to be ready are the first to be read.
+    mine = [choice for choice in chosen if choice.owned.num_elements]
+    mine = [mine[i] for i in layer_order([choice.row.name for choice in mine])[0].tolist()]
+    parts = [(choice, part) for choice in mine for part in _outputs(choice, choice.owned)]
+    return mine, parts, [(choice, edge) for choice in mine for edge in _boundary_blocks(choice)]
 
 
-def _outputs(one: Chosen, box: Box) -> tuple[Output, ...]:
-    return outputs(one.form, one.row.name, one.row.form.dtype, one.row.form.shape, box)
+def _outputs(choice: Chosen, box: Box) -> tuple[Output, ...]:
+    return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
 def _specs(parts: Sequence[tuple[Chosen, Output]]) -> list[_Spec]:
-    return [(one.row.tensor.device, torch_dtype(part.dtype), part.box.shape) for one, part in parts]
+    return [(choice.row.tensor.device, torch_dtype(part.dtype), part.box.shape) for choice, part in parts]
 
 
 def _nbytes(spec: _Spec) -> int:
     return spec[1].itemsize * math.prod(spec[2])
 
 
-def _room(specs: Sequence[_Spec]) -> int:
-    """Bytes of the arenas for tensors."""
+def _arena_bytes(specs: Sequence[_Spec]) -> int:
+    """Return the bytes of the arenas for tensors."""
     devices = dict.fromkeys(device for device, _, _ in specs)
     return sum(needed_bytes(_nbytes(spec) for spec in specs if spec[0] == device) for device in devices)
 
 
 def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
-    """Memory for tensors: one arena a device."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(specs)
+    """Allocate memory for tensors: one arena per device, which is one registration."""
+    tensors: list[torch.Tensor] = [torch.empty(0)] * len(specs)
     for device in dict.fromkeys(device for device, _, _ in specs):
         here = [i for i, spec in enumerate(specs) if spec[0] == device]
         nbytes = [_nbytes(specs[i]) for i in here]
         arena = Arena.allocate(needed_bytes(nbytes), device)
         for i, length, offset in zip(here, nbytes, arena.place(nbytes), strict=True):
-            found[i] = arena.bytes_at(offset, length).view(specs[i][1]).view(specs[i][2])
-    return found
+            tensors[i] = arena.bytes_at(offset, length).view(specs[i][1]).view(specs[i][2])
+    return tensors
 
 
-def _inside(one: Chosen) -> Box:
-    """The blocks that we both own and hold whole."""
-    held, shape = one.row.form.box, one.row.form.shape
-    step = alignment(one.form, shape)
-    ends = zip(one.owned.start, held.stop, step, shape, strict=True)
+def _inside(choice: Chosen) -> Box:
+    """Return the blocks that this rank owns and has all elements of."""
+    box, shape = choice.row.form.box, choice.row.form.shape
+    step = alignment(choice.form, shape)
+    # Round down to whole blocks, except at the end of the tensor, where the last block may be short.
+    ends = zip(choice.owned.start, box.stop, step, shape, strict=True)
     stop = tuple(max(a, b if b == n else b // s * s) for a, b, s, n in ends)
-    return Box(start=one.owned.start, stop=stop)
+    return Box(start=choice.owned.start, stop=stop)
 
 
-def _boundary_exchange(one: Chosen) -> tuple[Box, ...]:
-    """The other blocks that we own: boxes that cut none."""
-    inside = _inside(one)
-    return foreign(inside, one.owned) if inside.num_elements else (one.owned,)
+def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
+    """Return the other blocks that this rank owns, as boxes of whole blocks."""
+    inside = _inside(choice)
+    return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
 
 
-def _wants(one: Chosen, boundary_exchange: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
-    for edge, buffer in boundary_exchange:
-        for box in foreign(one.row.form.box, edge):
-            yield row_of(one.row.name, cut(buffer, _from(box, edge)), one.row.form.shape, box.start)
+def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
+    for edge, buffer in boundary:
+        for box in foreign(choice.row.form.box, edge):
+            yield row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
 
 
 def _from(box: Box, outer: Box) -> Box:
-    """A box as it lies in one around it."""
+    """Return a box in the coordinates of a box around it."""
     moved = (tuple(a - b for a, b in zip(end, outer.start, strict=True)) for end in (box.start, box.stop))
     return Box(start=next(moved), stop=next(moved))
 
 
-def _lots(
+def _batches(
     mine: Sequence[Chosen],
     tensors: Sequence[torch.Tensor],
-    boundary_exchange: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
+    boundary: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
     bucket_bytes: int,
-) -> Iterator[_Lot]:
-    """Cut the chosen rows, in order, into lots of about equal bytes."""
+) -> Iterator[_Batch]:
+    """Cut the chosen rows, in order, into batches of about equal bytes."""
+    # Boundary buffers are found by the identity of the choice: one row may be chosen in several formats.
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     jobs: dict[tuple[str, torch.device], list[Job]] = {}
-    forms = {one.form.tag: one.form for one in mine}
+    forms = {choice.form.tag: choice.form for choice in mine}
     nbytes = first = 0
 
-    def lot() -> _Lot:
-        fusions = tuple(fuse(forms[tag], found) for (tag, _), found in jobs.items())
-        return _Lot(np.array(rows, np.int64), tuple(copies), fusions)
+    def batch() -> _Batch:
+        fusions = tuple(fuse(forms[tag], queued) for (tag, _), queued in jobs.items())
+        return _Batch(np.array(rows, np.int64), tuple(copies), fusions)
 
-    for one in mine:
-        count = 1 if one.form.scaling == "none" else 3 if one.form.global_suffix else 2
+    for choice in mine:
+        count = 1 if choice.form.scaling == "none" else 3 if choice.form.global_suffix else 2
         outs = tensors[first : first + count]
-        key = one.form.tag, one.row.tensor.device
-        box = one.row.form.box
-        if (inside := _inside(one)).num_elements:
-            jobs.setdefault(key, []).append(_job(one, inside, cut(one.row.tensor, _from(inside, box)), outs))
-        for edge, buffer in boundary_exchange.get(id(one), ()):
-            jobs.setdefault(key, []).append(_job(one, edge, buffer, outs))
+        key = choice.form.tag, choice.row.tensor.device
+        box = choice.row.form.box
+        if (inside := _inside(choice)).num_elements:
+            jobs.setdefault(key, []).append(_job(choice, inside, cut(choice.row.tensor, _from(inside, box)), outs))
+        for edge, buffer in boundary.get(id(choice), ()):
+            jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
             if common := meet(edge, box):
-                copies.append((cut(buffer, _from(common, edge)), cut(one.row.tensor, _from(common, box))))
+                copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)
         first += count
         nbytes += sum(out.nbytes for out in outs)
         if nbytes >= bucket_bytes:
-            yield lot()
+            yield batch()
             rows, copies, jobs, nbytes = [], [], {}, 0
     if rows:
-        yield lot()
+        yield batch()
 
 
-def _job(one: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> Job:
-    """A box that cuts no block, from where its elements are to its place in what we own."""
-    name, dtype, shape = one.row.name, one.row.form.dtype, one.row.form.shape
-    whole, parts = (outputs(one.form, name, dtype, shape, some) for some in (one.owned, box))
+def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> Job:
+    """Return the job that quantises a box of whole blocks into its place among this rank's codes and scales."""
+    name, dtype, shape = choice.row.name, choice.row.form.dtype, choice.row.form.shape
+    whole, parts = (outputs(choice.form, name, dtype, shape, some) for some in (choice.owned, box))
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
     return Job(source=source, outputs=places)
 
 
-def _events(lot: _Lot) -> list[torch.cuda.Event]:
+def _events(batch: _Batch) -> list[torch.cuda.Event]:
     """Record one event per device, after the work that was queued."""
-    found = []
-    devices = {job.source.device for fusion in lot.fusions for job in fusion.jobs[:1]}
+    events = []
+    devices = {job.source.device for fusion in batch.fusions for job in fusion.jobs[:1]}
     for device in sorted(str(device) for device in devices if device.type == "cuda"):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def _wait(events: Iterable[torch.cuda.Event], stall_s: float) -> None:
@@ -313,5 +325,5 @@ def _wait(events: Iterable[torch.cuda.Event], stall_s: float) -> None:
     for event in events:
         while not event.query():
             if time.monotonic() > deadline:
-                raise DestinationError(f"a device quantised nothing for {stall_s:g} s")
+                raise DestinationError(f"the device finished no batch of quantising for {stall_s:g} s")
             time.sleep(_NAP_S)

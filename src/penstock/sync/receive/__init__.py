@@ -1,1 +1,1 @@
-"""The receiving side of sync: how a version arrives."""
+"""The receiving side of sync: engines read a version, verify it and make it live."""

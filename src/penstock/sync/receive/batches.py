@@ -1,8 +1,8 @@
-"""Cut a part into steps: the reads of one source at once, bounded in bytes, in the order of the buckets.
+"""Steps of a part: reads from one source, bounded in bytes, in the order of the buckets.
 
 In: a `Part`, the regions of both ends, a bound.
-Out: `Step`s, each a window's pieces of one source, and windows of whole buckets.
-Not here: carrying them out (`transfer`).
+Out: `Step`s, each with pieces of one window from one source, and windows of whole buckets.
+Not here: running them (`transfer`).
 
     buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
 """
@@ -24,25 +24,25 @@ from penstock.types import I64, U64
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """Strips taken of one source at once."""
+    """Strips that are read from one source at once."""
 
     window: int
     source: int
-    """Counts in the part's sources."""
+    """Index into the part's sources."""
     nbytes: int
     rows: I64
-    """Of each strip the row of the receiver's layout."""
+    """The row of the receiver's layout, for each strip."""
     theirs: Strips
     ours: Strips
     reads: tuple[tuple[int, int, Rectangles], ...]
-    """The same as rectangles between a region of theirs and one of ours, offsets within each."""
+    """The same strips as rectangles between one source region and one receiver region, with offsets within each."""
     places: tuple[I64, ...]
-    """Of each of `reads` the numbers of its strips."""
+    """The numbers of the strips in each entry of `reads`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DigestRequest:
-    """Steps of one source whose digests are asked for at once."""
+    """Steps of one source whose digests are requested together."""
 
     steps: tuple[Step, ...]
     theirs: Strips
@@ -59,10 +59,10 @@ class Windows:
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
 
-    def asked(self, source: int, ask_bytes: int) -> list[DigestRequest]:
-        """A source's steps in order, joined while they are at most `ask_bytes`."""
+    def digest_requests(self, source: int, ask_bytes: int) -> list[DigestRequest]:
+        """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
-        taken = ask_bytes
+        taken = ask_bytes  # as if a request were full: the first step opens one
         for step in self.steps:
             if step.source == source:
                 if taken + step.nbytes > ask_bytes:
@@ -77,17 +77,18 @@ class Windows:
 
 
 def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
-    """Cut a part that was checked.
+    """Cut a checked part into windows and steps.
 
     Args:
-        theirs: where the regions of each source begin, and the last ends.
-        ours: the same of the receiver.
+        theirs: for each source the start of each of its regions, and the end of the last.
+        ours: the same for the receiver.
         window_bytes: neighbouring buckets are joined to windows of this size; a larger bucket is a window of its own.
-        piece_bytes: a longer strip is cut; a step has at most twice as many.
+        piece_bytes: longer strips are cut; a step has at most twice as many bytes.
 
     Raises:
-        PlanError: a strip lies over the edge between two regions.
+        PlanError: a strip crosses the edge between two regions.
     """
+    # A part can have millions of segments: everything here is columns, and the loop below runs once per step.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
     order = np.lexsort((np.arange(len(segment_window)), part.source, segment_window))
@@ -109,7 +110,7 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piec
 
 
 def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
-    """The segments in this order, none above `piece_bytes`, and the segment each piece is of."""
+    """Return the segments in this order, cut to at most `piece_bytes`, and the segment of each piece."""
     run = part.run_bytes[order]
     counts = -(-run // piece_bytes)  # long runs are cut into columns, ...
     at = np.repeat(order, counts)
@@ -121,7 +122,7 @@ def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     again = np.repeat(np.arange(len(at)), blocks)
     row = spread(np.zeros(len(at), np.int64), blocks) * rows_each[again]
     at, skipped = at[again], skipped[again]
-    found = Rectangles(
+    pieces = Rectangles(
         src=part.src[at] + skipped + row * part.src_pitch[at],
         dst=part.dst[at] + skipped + row * part.dst_pitch[at],
         run_bytes=width[again],
@@ -129,7 +130,7 @@ def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
         src_pitch=part.src_pitch[at],
         dst_pitch=part.dst_pitch[at],
     )
-    return found, at
+    return pieces, at
 
 
 def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
@@ -138,9 +139,9 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
     pair = from_region * len(ours) + to_region
     reads, places = [], []
-    for one in np.unique(pair).tolist():
-        of, to = divmod(one, len(ours))
-        places.append(np.flatnonzero(pair == one))
+    for region_pair in np.unique(pair).tolist():
+        of, to = divmod(region_pair, len(ours))
+        places.append(np.flatnonzero(pair == region_pair))
         some = table[places[-1]]
         local = Rectangles(
             src=some.src - theirs[of],
@@ -165,7 +166,8 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
 
 
 def some_of(step: Step, which: I64) -> Step:
-    """Some strips of a step, by number, ascending."""
+    """Return a step of the selected strips only; `which` has their numbers, ascending."""
+    # A filter over the prepared reads, because cutting anew would cost more than reading a few unchanged strips.
     is_taken = np.zeros(len(step.ours), bool)
     is_taken[which] = True
     number = np.cumsum(is_taken) - 1
@@ -189,15 +191,16 @@ def some_of(step: Step, which: I64) -> Step:
 
 def _joined(some: Sequence[Strips]) -> Strips:
     return Strips(
-        at=np.concatenate([one.at for one in some]),
-        run_bytes=np.concatenate([one.run_bytes for one in some]),
-        num_rows=np.concatenate([one.num_rows for one in some]),
-        pitch=np.concatenate([one.pitch for one in some]),
+        at=np.concatenate([strips.at for strips in some]),
+        run_bytes=np.concatenate([strips.run_bytes for strips in some]),
+        num_rows=np.concatenate([strips.num_rows for strips in some]),
+        pitch=np.concatenate([strips.pitch for strips in some]),
     )
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Order the steps by window; within one the sources take turns."""
+    """Order the steps by window; within a window the sources alternate."""
+    # Steps start in this order: without turns the first source would be read alone, and its link would be the bound.
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:

@@ -1,7 +1,7 @@
-"""A source as a receiver sees it: where its memory is, and what it says the bytes digest to.
+"""The source of a transfer as a receiver sees it: its map, and its digests of strips.
 
-In: a holder in this process, or whatever the control plane talks to one by. Out: `SourceLink`.
-Not here: the conversation between processes (`sources`), reading (`transfer`).
+In: a `LocalVersion` of this process, or a connection to another member. Out: `SourceLink`.
+Not here: requests to other processes (`sources`), reading (`transfer`).
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ class SourceLink(Protocol):
         See `LocalVersion.digests`.
 
         Raises:
-            StaleDescriptor: it holds another version by now.
-            PeerLost, SourceUnavailable: it is gone, or does not answer.
+            StaleDescriptor: the source has another version now.
+            PeerLost, SourceUnavailable: the source is gone, or does not answer.
         """
         ...
 
 
 class LocalLink:
-    """See `SourceLink`: a holder in this process.
+    """A `SourceLink` to a `LocalVersion` of this process.
 
     Args:
-        held: has a version.
-        same_process: False has it read as if it were another process of this host.
+        local_version: must have a version.
+        same_process: False reads it as if it were in another process of this host.
     """
 
     same_host = True
 
-    def __init__(self, held: LocalVersion, *, same_process: bool = True) -> None:
-        self.held, self.map, self.same_process = held, held.map(), same_process
-        self.member = held.layout.member
+    def __init__(self, local_version: LocalVersion, *, same_process: bool = True) -> None:
+        self.local_version, self.map, self.same_process = local_version, local_version.map(), same_process
+        self.member = local_version.layout.member
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
         """See `SourceLink.digests`."""
-        return self.held.digests(strips, version=self.map.version, generation=self.map.generation, wait_s=wait_s)
+        return self.local_version.digests(
+            strips, version=self.map.version, generation=self.map.generation, wait_s=wait_s
+        )
 
 
 _fits: type[SourceLink] = LocalLink

@@ -1,7 +1,7 @@
-"""Reading one source: which transport reaches which of its regions, and a step's strips asked for, read, waited for.
+"""Reads from one source: choose a transport per pair of regions, request digests, read a step and wait for it.
 
-In: a link, our regions, a step. Out: the source's digests, and its bytes in our memory.
-Not here: when, and comparing them (`transfer`).
+In: a link, the receiver's regions, a step. Out: the source's digests, and its bytes in the receiver's memory.
+Not here: the order of steps, comparing digests (`transfer`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.transport.reads import wait_all
 from penstock.types import U64
 
 WAIT_S = 0.5
-"""A question for digests is put again after this, so that a run that ended stops asking."""
+"""A request for digests is repeated after this time, so that a run that ended stops within half a second."""
 
 
 class SourceRead:
     """The reads from one source during one run. Used by several threads.
 
     Attributes:
-        path: by what it is read: `shm`, or several.
-        why: why no nearer transport.
+        path: the transports in use, `shm` or several.
+        why: the reason why no nearer transport is used.
     """
 
     def __init__(self, link: SourceLink, into: Regions) -> None:
@@ -58,28 +58,33 @@ class SourceRead:
         """Return the source's digests of its strips, once they are ready.
 
         Raises:
-            SourceStalled: it gave no answer, and no more of its rows became ready, for `stall_s`.
+            SourceStalled: no further row of the source became ready for `stall_s`.
             Cancelled: the run is over.
-            PenstockError: of the link.
+            PenstockError: from the link.
         """
         seen, moved = -1, time.monotonic()
         while not is_over():
             answer = self.link.digests(strips, wait_s=min(WAIT_S, stall_s))
             if answer.digests is not None:
                 if len(answer.digests) != len(strips):
-                    raise SourceStalled(f"{len(answer.digests)} digests for {len(strips)} strips", uri=self.member)
+                    message = f"the source answered with {len(answer.digests)} digests for {len(strips)} strips"
+                    raise SourceStalled(message, uri=self.member)
                 return answer.digests
+            # Rows anywhere count, not only those of these strips: a source that quantises layer by layer reaches the
+            # last layers long after the first.
             if answer.num_ready != seen:
                 seen, moved = answer.num_ready, time.monotonic()
             elif time.monotonic() - moved > stall_s:
-                raise SourceStalled(f"no row became ready for {stall_s} s after {seen}", uri=self.member)
+                message = f"no row of the source became ready for {stall_s} s, after {seen} rows"
+                raise SourceStalled(message, uri=self.member)
         raise Cancelled("the run is over")
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
-        """Read a step; returns once nothing of it is under way: the first error, and whether a byte was written."""
+        """Read a step; return the first error, and whether a byte was written, once no read is under way any more."""
         return wait_all(self._posting(step), stall_s=stall_s)
 
     def _posting(self, step: Step) -> Iterator[tuple[Transport, Pending]]:
+        """Post the reads of a step, one by one as the caller iterates."""
         for theirs, ours, rows in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self._into.handles(ours)[transport.name]
@@ -89,20 +94,24 @@ class SourceRead:
                 yield transport, transport.post_read(into, descriptor, rows.segments())
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
+        """Return the transport and descriptor for a pair of regions, chosen at its first read."""
+        # Under the lock, so that two threads do not pin the same peer memory twice.
         with self._lock:
-            found = self._routes.get((theirs, ours))
-            if found is None:
+            route = self._routes.get((theirs, ours))
+            if route is None:
                 handles = self._into.handles(ours)
-                found = self._choose(theirs, handles)
-                if found[0].name == "pinned_shm" and isinstance(found[0], Reaching):
+                route = self._choose(theirs, handles)
+                if route[0].name == "pinned_shm" and isinstance(route[0], Reaching):
+                    # Pinning a peer's memory can fail at first use, for example by the limit of locked memory. The
+                    # next nearest transport reads the same bytes, only slower.
                     try:
-                        found[0].reach(handles["pinned_shm"], found[1])
+                        route[0].reach(handles["pinned_shm"], route[1])
                     except DestinationError as error:
-                        nearest = {name: one for name, one in handles.items() if name != "pinned_shm"}
+                        nearest = {name: handle for name, handle in handles.items() if name != "pinned_shm"}
                         transport, descriptor, why = self._choose(theirs, nearest)
-                        found = transport, descriptor, f"{why}; pinned_shm: {error.message}".removeprefix("; ")
-                self._routes[theirs, ours] = found
-            return found
+                        route = transport, descriptor, f"{why}; pinned_shm: {error.message}".removeprefix("; ")
+                self._routes[theirs, ours] = route
+            return route
 
     def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
         link = self.link

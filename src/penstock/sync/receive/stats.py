@@ -1,7 +1,7 @@
 """Statistics of a transfer: bytes by source; seconds of waiting, on the wire, and in digests.
 
-In: what its steps report, from several threads. Out: a `TransferReport`.
-Not here: what a user is told (`sync.report`).
+In: reports of its steps, from several threads. Out: a `TransferReport`.
+Not here: the report for users (`sync.report`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class LinkReport:
     path: str
     """The transport."""
     why: str
-    """Why no nearer one."""
+    """The reason why no nearer transport is used."""
     nbytes: int
     wire_s: float
-    """While at least one read of it was under way."""
+    """Time during which at least one read from it was under way."""
     ready_s: float
-    """Summed over questions: from asking for digests until it answered."""
+    """Time from a request for digests until the answer, summed over requests."""
 
     @property
     def gb_per_s(self) -> float:
-        """While it was read."""
+        """Return the rate while this source was read."""
         return self.nbytes / GB / self.wire_s if self.wire_s else 0.0
 
 
@@ -42,23 +42,23 @@ class TransferReport:
     """The figures of one run of a transfer."""
 
     nbytes: int
-    """Of the part."""
+    """Bytes of the part."""
     moved_bytes: int
-    """Read of it: less where some of it was here."""
+    """Bytes read: fewer where the receiver had some of them already."""
     seconds: float
     wire_s: float
-    """While at least one read was under way."""
+    """Time during which at least one read was under way."""
     ready_s: float
     digest_s: float
-    """Of our own digests, summed over threads."""
+    """Time of the receiver's own digests, summed over threads."""
     peak_bytes: int
-    """Most bytes asked for or read, and not yet verified, at one time."""
+    """Most bytes that were being read, or read and not yet verified, at one time."""
     links: tuple[LinkReport, ...]
 
 
 @dataclass(slots=True)
 class _Span:
-    """Time during which at least one is inside."""
+    """Time during which at least one thread is inside."""
 
     inside: int = 0
     since: float = 0.0
@@ -91,7 +91,7 @@ class TransferStats:
     """
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
-        self._reads = {one.member: one for one in reads.values()}
+        self._reads = {read.member: read for read in reads.values()}
         self._counts = {member: _Counts() for member in self._reads}
         self._wire, self._begun = _Span(), time.perf_counter()
         self._digest_s = 0.0
@@ -100,7 +100,7 @@ class TransferStats:
 
     @contextmanager
     def reading(self, member: str) -> Iterator[None]:
-        """While a read of this source is under way."""
+        """Count the time of the body as a read from this source."""
         spans = (self._wire, self._counts[member].wire)
         with self._lock:
             for span in spans:
@@ -113,22 +113,22 @@ class TransferStats:
                     span.leave(time.perf_counter())
 
     def answered(self, member: str, ready_s: float) -> None:
-        """This source said digests, so long after it was asked."""
+        """Note the time that this source took to answer a request for digests."""
         with self._lock:
             self._counts[member].ready_s += ready_s
 
     def took(self, member: str, nbytes: int) -> None:
-        """A step of this source arrived."""
+        """Note bytes that arrived from this source."""
         with self._lock:
             self._counts[member].nbytes += nbytes
 
     def digested(self, seconds: float) -> None:
-        """A step's digests were made here."""
+        """Note the time of digesting a step here."""
         with self._lock:
             self._digest_s += seconds
 
     def report(self, nbytes: int) -> TransferReport:
-        """All of it. Order: at the end."""
+        """Return the figures of the whole run. Order: at the end."""
         links = tuple(
             LinkReport(
                 member=member,
@@ -142,10 +142,10 @@ class TransferStats:
         )
         return TransferReport(
             nbytes=nbytes,
-            moved_bytes=sum(one.nbytes for one in links),
+            moved_bytes=sum(link.nbytes for link in links),
             seconds=time.perf_counter() - self._begun,
             wire_s=self._wire.total_s,
-            ready_s=sum(one.ready_s for one in links),
+            ready_s=sum(link.ready_s for link in links),
             digest_s=self._digest_s,
             peak_bytes=self.peak_bytes,
             links=links,

@@ -1,10 +1,10 @@
-"""An inference rank as a subscriber: it takes version after version, each whole and verified, or none.
+"""An inference rank as a subscriber: it receives version after version, each complete and verified.
 
-In: a live model or tensors, a name, a hub or none. Out: for each update an `UpdateReport`; a source for others then.
-Not here: what it wants (`target`), one attempt at a version (`update`), whom it asks (`sync.planner`).
+In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
+Not here: the target's requirements (`target`), reading a version (`update`), planning (`sync.planner`).
 
-    staged:  stage(): read beside the live memory, verify | commit(): before_pause, flip, at_commit, after_resume
-    direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; failed: dirty
+    staged:  stage(): read into a staging copy, verify | commit(): before_pause, flip, at_commit, after_resume
+    direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; on failure: dirty
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from penstock.sync.request_handler import SyncHandler
 from penstock.sync.version_status import VersionStatus
 
 ASK_S = 1.0
+"""How long one request for a newer version waits at the planner."""
 GRACE_S = 1.0
-"""How long a version that nobody gives is asked for again: a beat that was sent at once takes far less."""
+"""How long an update retries while a version has no source: a receiver that just finished it reports much sooner."""
 _PAUSE_S = 0.1
 
 
@@ -46,9 +47,9 @@ class Hooks:
     """The callbacks of an engine around the moment a version becomes live; each is passed the version."""
 
     before_pause: Callable[[int], object] | None = None
-    """No request may use the weights from its return on."""
+    """After it returns, no request may use the weights."""
     at_commit: Callable[[int], object] | None = None
-    """The weights are the version's: drop or salt the prefix cache."""
+    """The weights are the version's: drop the prefix cache or change its key."""
     after_resume: Callable[[int], object] | None = None
     """Requests may go on."""
 
@@ -58,10 +59,10 @@ class Subscriber(Closing):
 
     Attributes:
         name: of the sync.
-        version: the one that is live; -1: none yet.
-        is_dirty: a direct update failed: the target is neither version, and must not be used before an update succeeds.
+        version: the live version; -1: none yet.
+        is_dirty: an update failed after it touched the target, which must not be used before an update succeeds.
         member: this process in the fleet.
-        planner: plans for others once this has a version and no publisher lives.
+        planner: plans for other receivers once this one has a version and no publisher lives.
     """
 
     def __init__(
@@ -79,18 +80,24 @@ class Subscriber(Closing):
         self.name, self.member = name, member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
         self.version, self.is_dirty = -1, False
-        self._rank, self._world_size, self._hooks, self._stall_s = rank, world_size, hooks, stall_s
+        self._rank = rank
+        self._world_size = world_size
+        self._hooks = hooks
+        self._stall_s = stall_s
         self._run = self._path = ""
         self._version_status, self._membership = VersionStatus(), Membership(member, name, stall_s)
         self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
         update_loop = self._update_loop
         self.planner = Planner(
-            self._membership, self._version_status, lambda: update_loop.layout, told=lambda: update_loop.told
+            self._membership,
+            self._version_status,
+            lambda: update_loop.layout,
+            checkpoint=lambda: update_loop.checkpoint,
         )
         sync_handler = SyncHandler(
             self._membership.key,
             member.check_grant,
-            held=lambda: update_loop.held,
+            local_version=lambda: update_loop.local_version,
             version_status=self._version_status,
             planner=self.planner,
             check=self._check_proven,
@@ -124,10 +131,10 @@ class Subscriber(Closing):
         )
 
     def wait_version(self, version: int, timeout_s: float | None = None) -> int:
-        """Return once this version or a later one is announced; which.
+        """Wait until this version or a later one is announced, and return the announced version.
 
         Raises:
-            SourceStalled: not within `timeout_s`; None: nobody who could announce one was there for the stall deadline.
+            SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
         """
         begun = heard = time.monotonic()
         while True:
@@ -135,6 +142,7 @@ class Subscriber(Closing):
             newest = self._update_loop.news(version - 1, ASK_S)
             now = time.monotonic()
             if newest is not None:
+                # A trainer may take hours per version: without a timeout only the silence of every planner counts.
                 heard = now
                 if newest >= version:
                     return newest
@@ -147,22 +155,22 @@ class Subscriber(Closing):
     def update(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
     ) -> UpdateReport:
-        """Take a version and make it live.
+        """Receive a version and make it live.
 
         Args:
-            version: exactly this one; None: the newest there is.
-            timeout_s: how long to wait for one that can be read; None: the stall deadline where none is published yet,
-                and not at all where one was and is past.
-            progress: see `load`; of verified bytes.
+            version: exactly this version; None: the newest.
+            timeout_s: how long to wait for a version that can be read; None: the stall deadline if none is published
+                yet, and no wait if the version is past.
+            progress: see `load`; counts verified bytes.
 
         Returns:
-            What was done; of no bytes where the newest is live already.
+            A report; with 0 bytes if the newest version is live already.
 
         Raises:
             PlanError: names, dtypes or shapes of the two sides differ (lists them); nothing was touched.
-            ConfigError: the version is not above the live one. StaleDescriptor: it is past, and nobody has it any more.
-            SourceError, PeerLost, IntegrityError: no source could give it. Staged, the version before is live still;
-                direct, `mutated` says whether the target was touched; then it is dirty.
+            ConfigError: the version is not above the live one. StaleDescriptor: it is past, and no member has it now.
+            SourceError, PeerLost, IntegrityError: no source could supply it. Staged: the version before is still live.
+                Direct: `mutated` says whether the target was touched; if so, it is dirty.
         """
         with self._updating:
             if self.mode == "staged":
@@ -175,14 +183,14 @@ class Subscriber(Closing):
     def stage(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
     ) -> int:
-        """Staged mode: have a version beside the live one, verified, ready to `commit`; which. Errors as `update`."""
+        """Read and verify a version into the staging copy for `commit`; return the version. Errors as `update`."""
         if self.mode != "staged":
-            raise ConfigError("only a subscriber of mode 'staged' stages")
+            raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
         with self._updating, looked_at(progress, self.name, lambda: self._update_loop.progress):
             return self._stage(version, timeout_s).version
 
     def commit(self) -> UpdateReport:
-        """Staged mode: make what was staged live.
+        """Make the staged version live.
 
         Raises:
             ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
@@ -194,6 +202,7 @@ class Subscriber(Closing):
         try:
             self._update_loop.check_proven()
         except StaleDescriptor:
+            # Planners choose sources by the hub's list: without this report they would send every receiver here again.
             self._version_status.post(self._run, self.version, is_open=False)
             self.member.beat_now()
             raise
@@ -202,12 +211,12 @@ class Subscriber(Closing):
         self._check_open()
         self.member.beat_now()
         self._staged = None
-        found = self._taken(version, timeout_s, lambda found: None)
-        self._staged = found
-        return found
+        staged = self._taken(version, timeout_s, lambda staged: None)
+        self._staged = staged
+        return staged
 
     def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
-        """A version, read and verified; waits for one as long as it may."""
+        """Read and verify a version; wait for one as long as `timeout_s` allows."""
         begun, self._update_loop.is_touched = time.monotonic(), False
         while True:
             try:
@@ -215,7 +224,8 @@ class Subscriber(Closing):
                 live = self._run, self.version
                 return self._update_loop.receive(version, live=live, is_dirty=is_dirty, before_read=before_read)
             except StaleDescriptor:
-                # Nobody has it now: one that took it is heard of within a beat, and the next version may be awaited.
+                # No member has it at the moment: a receiver that just finished it reports within a beat, and with a
+                # timeout the caller may wait for the next version.
                 if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
@@ -233,12 +243,15 @@ class Subscriber(Closing):
             return self._report(staged, 0.0, 0.0)
         begun = time.perf_counter()
         self._call(self._hooks.before_pause, staged.version)
-        self._close_board()
+        # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes that
+        # peers may be reading.
+        self._withdraw()
         try:
             self._update_loop.flip(staged)
             installed = time.perf_counter()
             self._update_loop.install()
         except BaseException:
+            # Every exception, an interrupt too: some rows may have been copied.
             self.is_dirty = True
             raise
         install_s = time.perf_counter() - installed
@@ -248,12 +261,12 @@ class Subscriber(Closing):
         self._check_open()
         begun: list[float] = []
 
-        def pause(found: int) -> None:
-            if not begun:
+        def pause(announced: int) -> None:
+            if not begun:  # an update of several attempts pauses the engine once
                 at = time.perf_counter()
-                self._call(self._hooks.before_pause, found)
-                begun.append(at)  # where it raised, nothing is paused or touched
-                self._close_board()
+                self._call(self._hooks.before_pause, announced)
+                begun.append(at)  # after the hook: if it raises, nothing is paused or touched
+                self._withdraw()
 
         try:
             staged = self._taken(version, timeout_s, pause)
@@ -267,20 +280,22 @@ class Subscriber(Closing):
                 self.member.beat_now()
                 if isinstance(error, PenstockError):
                     error.mutated = True
+            # Not one byte was written: the version before is intact, so the engine can go on with it.
             elif begun and not self.is_dirty and self.version >= 0:
                 if self._update_loop.reopen(self.version):
-                    self._open_board()
+                    self._announce()
                 self._call(self._hooks.after_resume, self.version)
             raise
         return self._live(staged, begun[0], time.perf_counter() - installed)
 
     def _live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
-        """The version is in the target."""
+        """Announce the version that is now in the target, resume the engine, and return the report."""
         self.version, self._run, self.is_dirty = staged.version, staged.run, False
         self._path = path_of(staged.nbytes_by_path)
+        # Before requests resume: cache entries of the old weights must not be used with the new ones.
         self._call(self._hooks.at_commit, staged.version)
         if self._update_loop.reopen(staged.version):
-            self._open_board()
+            self._announce()
         self.member.beat_now()
         self._call(self._hooks.after_resume, staged.version)
         return self._report(staged, time.perf_counter() - begun, install_s)
@@ -309,11 +324,12 @@ class Subscriber(Closing):
         if hook is not None:
             hook(version)
 
-    def _open_board(self) -> None:
+    def _announce(self) -> None:
         self._version_status.post(self._run, self.version, is_open=True)
 
-    def _close_board(self) -> None:
-        """Give our version to nobody from now on: its memory is about to change."""
+    def _withdraw(self) -> None:
+        """Stop serving the live version, because its memory is about to change."""
+        # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
         self._version_status.post(self._run, self.version, is_open=False)
         self._update_loop.fence()
 

@@ -1,4 +1,4 @@
-"""The tensors that a subscriber fills, as rows, and the memory that they are received in.
+"""The tensors that a subscriber fills, as rows, and the memory that receives them.
 
 In: a module with or without a loader, or tensors by name; the checkpoint's table.
 Out: `Requirements`, `ReceiveBuffers`.
@@ -42,11 +42,11 @@ def wanted_of(
     Args:
         target, load, strict: see `subscriber`.
         table: names, dtypes and shapes.
-        tags: of the names that are to be had under a tag.
+        tags: the tags of the names that are read under a tag.
 
     Raises:
-        PlanError: names, dtypes or shapes do not fit; see `record` and `wanted`. With `strict`, a module has parameters
-            that no tensor of the checkpoint fills; lists them.
+        PlanError: names, dtypes or shapes do not match; see `record` and `wanted`. With `strict`, a module has
+            parameters that no tensor of the checkpoint fills; lists them.
     """
     if isinstance(target, torch.nn.Module):
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
@@ -58,25 +58,26 @@ def wanted_of(
 
 
 def _tagged(row: Row, tag: str) -> Row:
-    """Under a tag, unless it has one."""
+    """Return the row with a tag, unless it has one already."""
     return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
-    """PlanError where parameters are filled by nothing that is published."""
+    """Raise PlanError if no published tensor fills some of the parameters."""
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
+    # Tensors that pass through the loader at each update may fill the rest: that cannot be known before.
     if not lacking or recording.unrecorded:
-        return  # what passes through the loader may fill them
+        return
     lines = [f"{name}: {recording.unfilled[name]} of {params[name].numel()} elements" for name in lacking]
     lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     unused = ", ".join(recording.unused[:5])
-    hint = f"published and not used: {unused}" if unused else "give strict=False if they are not to be published"
+    hint = f"published and not used: {unused}" if unused else "pass strict=False if they are not to be published"
     raise PlanError("the publishers do not fill all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 
 def to_arenas(params: Target) -> None:
-    """Move what is declared into one arena a device; see `memory.rehome`."""
+    """Move the declared tensors into one arena per device; see `memory.rehome`."""
     if isinstance(params, torch.nn.Module):
         named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     else:
@@ -85,47 +86,55 @@ def to_arenas(params: Target) -> None:
             parts = [value] if isinstance(value, torch.Tensor | Shard) else value
             for number, part in enumerate(parts):
                 named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
-    rehome({name: one._local_tensor if isinstance(one, DTensor) else one for name, one in named.items()})
+    rehome({name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()})
     if isinstance(params, torch.nn.Module):
-        # FSDP2 keeps references to its shards' memory from the first forward on, and takes them anew where a module is
-        # converted: without this it would compute with what was left behind.
+        # FSDP2 keeps references to its shards' memory from the first forward on, and takes new ones when a module is
+        # converted: without this it would compute with the memory that the parameters were moved out of.
         params._apply(lambda tensor: tensor)
 
 
 class ReceiveBuffers:
-    """The memory that versions are received in: the target's own, and in staged mode a shadow beside it.
+    """The memory that receives versions: the target's own, and in staged mode a staging copy.
 
     Attributes:
-        wanted: rows, and what is done to what arrived.
-        held: the target's memory, as others may read it once it has a version; None: they may not.
-        layout, digest: what the planner is told.
-        into: what is read into.
+        wanted: the rows, and the steps after their arrival.
+        local_version: the target's memory, served to others once it has a version; None: it is not served.
+        layout, digest: the layout for the planner, and its digest.
+        into: the memory that a transfer reads into.
 
     Args:
-        made: what is wanted.
-        member: this process life's id.
+        requirements: the rows to receive.
+        member: the id of this member.
         links: its transports.
-        staged: whether to receive beside the target.
-        serve: whether others are to read the target between updates.
-        memory_bytes: bound of the memory beside it; None: as much as it takes.
+        staged: whether to receive into a staging copy.
+        serve: whether others may read the target between updates.
+        memory_bytes: bound of the staging copy; None: as much as it needs.
 
     Raises:
-        BudgetTooSmall: the memory beside the target is more than `memory_bytes`.
-        DeviceOutOfMemory, DestinationError: there is no room for it. ConfigError: no transport reaches the memory.
+        BudgetTooSmall: the staging copy needs more than `memory_bytes`.
+        DeviceOutOfMemory, DestinationError: there is not enough memory. ConfigError: no transport reaches the memory.
     """
 
     def __init__(
-        self, made: Requirements, member: str, links: Links, *, staged: bool, serve: bool, memory_bytes: int | None
+        self,
+        requirements: Requirements,
+        member: str,
+        links: Links,
+        *,
+        staged: bool,
+        serve: bool,
+        memory_bytes: int | None,
     ) -> None:
-        memories = regions_of(made.rows)
+        memories = regions_of(requirements.rows)
         needed = sum(memory.nbytes for memory in memories)
         if staged and memory_bytes is not None and needed > memory_bytes:
-            raise BudgetTooSmall(f"a version is staged in {needed} bytes", minimum_bytes=needed)
-        self.wanted = made
-        self.layout: Layout = layout_of(made.rows, member, secrets.token_hex(8), memories)
+            raise BudgetTooSmall(f"the staging copy of a version needs {needed} bytes", minimum_bytes=needed)
+        self.wanted = requirements
+        # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
+        self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self._memories = memories
-        self.held = LocalVersion(self.layout, memories, links) if serve or not staged else None
+        self.local_version = LocalVersion(self.layout, memories, links) if serve or not staged else None
         self._staging_copy: StagingCopy | None = None
         try:
             if staged:
@@ -136,14 +145,14 @@ class ReceiveBuffers:
 
     @property
     def into(self) -> Regions:
-        """Return the memory that is read into."""
+        """Return the memory that a transfer reads into."""
         if self._staging_copy is not None:
             return self._staging_copy.regions
-        assert self.held is not None
-        return self.held.regions
+        assert self.local_version is not None
+        return self.local_version.regions
 
     def flip(self, part: Part, *, stall_s: float) -> None:
-        """Staged: what was read becomes the target's."""
+        """Copy what was received to the target; nothing to do in direct mode."""
         if self._staging_copy is not None:
             self._staging_copy.flip(part, stall_s=stall_s)
 
@@ -151,11 +160,13 @@ class ReceiveBuffers:
         """Finish the update once all bytes are in the target's memory and scratch."""
         self.wanted.install()
         self.wanted.finish()
+        # The engine resumes on streams of its own: without this it could compute with weights that are still being
+        # permuted or cast.
         for device in {memory.device for memory in self._memories} - {"cpu"}:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """End the registrations; the memory beside is freed. Idempotent."""
-        for one in (self.held, self._staging_copy):
-            if one is not None:
-                one.close()
+        """End the registrations and free the staging copy. Idempotent."""
+        for memory in (self.local_version, self._staging_copy):
+            if memory is not None:
+                memory.close()

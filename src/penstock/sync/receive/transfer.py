@@ -1,14 +1,14 @@
-"""Read one receiver's part of a sync from several sources at once, and verify it.
+"""Transfer of one receiver's part of a sync from several sources at once, with verification.
 
 In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
-Not here: which sources there are and what version they have (`subscriber`), what becomes of the bytes
-(`sync.recording.requirements`, `staging_copy`).
+Not here: choosing sources and version (`subscriber`), the use of the bytes (`sync.recording.requirements`,
+`staging_copy`).
 
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
-A source that had all rows from the start is asked for the digests of many steps at once (`AskStep`), while they are
-read; another one for those of each step before it is read.
+From a source that had all rows at the start, the digests of many steps are requested together (`AskStep`) while the
+steps are read; from any other source, the digests of each step are requested before it is read.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from penstock.sync.regions import Regions
 from penstock.types import I64, MIB, U64
 
 LEAST_BYTES = MIB
-"""Least watermark: below it every strip would be cut to less than some leaves."""
+"""Least watermark: below it every strip would be cut to a few leaves of its digest."""
 
 
 class Transfer:
     """A receiver's part of a sync; `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
-        moved_bytes: verified in this run, or the last; only grows while it runs.
-        proven: strips of our memory, and what they digest to, of the last run.
-        lost: the source whose failure ended the last run, so that the caller plans without it; None: none did.
+        moved_bytes: bytes verified in this run, or the last; only grows during a run.
+        proven: strips of the receiver's memory with their verified digests, of the last run.
+        lost: the source whose failure ended the last run, so that the caller plans without it; None: no source failed.
 
     Args:
         part: checked against both ends at the first run.
-        into: our memory; offsets of the part's `dst` count in it.
-        names: of the receiver's rows, for errors.
+        into: the receiver's memory; offsets of the part's `dst` count in it.
+        names: the names of the receiver's rows, for errors.
         watermark_bytes: most bytes read and not yet verified.
-        stall_s: deadline by progress.
-        trace: where spans go.
-        delta: keeps what of a version was here before, so that it is not read; None: all is read.
+        stall_s: the deadline for progress.
+        trace: records spans.
+        delta: skips strips that did not change since the last version; None: everything is read.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -87,27 +87,27 @@ class Transfer:
         """Read the part; return once every byte is verified in place.
 
         Args:
-            sources: by member, those that the part takes something of; all of one version.
+            sources: the part's sources by member; all of one version.
 
         Raises:
-            PlanError: the part does not fit both ends, a source is missing, or they are of several versions.
+            PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
             StaleDescriptor: a source changed its bytes; PeerLost, SourceUnavailable, SourceStalled: it is gone or
-                silent; IntegrityError: its bytes differ from what it says they are. `lost` says which.
-            DestinationError: our device failed, or may still be written to.
+                silent; IntegrityError: its bytes differ from its digests. `lost` names the source.
+            DestinationError: the receiver's device failed, or may still be written to.
 
-        Whatever is raised, nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
+        After any error nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
         self.lost, self.moved_bytes, self.proven = None, 0, []
         windows = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
-        found = _TransferRun(self, windows, sources, self._trace).run()
+        report = _TransferRun(self, windows, sources, self._trace).run()
         if self.delta is not None:
-            self.delta.ended(found)
-        return found
+            self.delta.ended(report)
+        return report
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
-        """The steps; made once, for they hang on the plan and the sizes of regions alone."""
+        """Return the steps; they depend only on the plan and the sizes of regions, and are kept for the next run."""
         used = np.flatnonzero(self.part.link_bytes()).tolist()
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
         if missing:
@@ -118,8 +118,9 @@ class Transfer:
             raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
         if self._windows is None or sizes != self._sizes:
-            self.part.check(src_nbytes=[sum(one) for one in sizes], dst_nbytes=self.into.nbytes)
-            first = [np.cumsum([0, *one], dtype=np.int64) for one in sizes]
+            # Sizes come from other processes: a part that reaches past a region must fail here, not as a wild read.
+            self.part.check(src_nbytes=[sum(regions) for regions in sizes], dst_nbytes=self.into.nbytes)
+            first = [np.cumsum([0, *regions], dtype=np.int64) for regions in sizes]
             self._windows = cut(
                 self.part,
                 first,
@@ -143,15 +144,17 @@ class _TransferRun:
     ) -> None:
         self._transfer, self._windows = transfer, windows
         self.stall_s = transfer.stall_s
+        # A queue per source: a slow source must not keep the steps of the others waiting behind its own.
         self._queues: dict[int, deque[Step]] = {}
         for step in windows.steps:
             self._queues.setdefault(step.source, deque()).append(step)
         self.reads = {i: SourceRead(sources[transfer.part.sources[i]], transfer.into) for i in self._queues}
         self._wanted: dict[Step, U64] = {}
+        """Digests of steps that have not arrived yet."""
         self._here: set[Step] = set()
-        """Digests of steps that did not arrive, and steps that arrived before their digests."""
+        """Steps that arrived before their digests."""
         self._skipped: set[Step] = set()
-        """Steps of which something was not read."""
+        """Steps with strips that were not read."""
         self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
         self._flying = dict.fromkeys(self._queues, 0)
         self._under_way_bytes = self._next_window = 0
@@ -159,9 +162,10 @@ class _TransferRun:
         num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
         self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
         self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
+        # Two, so that one can queue launches while the other waits for the device's digests.
         self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
         self._executors = (self._ask, self._fetch, self._compute)
-        self.ticket = Ticket(transfer.part.nbytes, lambda: any(one.is_busy() for one in self._executors))
+        self.ticket = Ticket(transfer.part.nbytes, lambda: any(executor.is_busy() for executor in self._executors))
         self.stats = TransferStats(self.reads)
 
     def run(self) -> TransferReport:
@@ -171,26 +175,31 @@ class _TransferRun:
                 self._assign()
             for source, read in self.reads.items():
                 if read.is_ready and not self.asks_first:
-                    self._ask.post(*(AskStep(self, read, some) for some in self._windows.asked(source, ASK_BYTES)))
+                    self._ask.post(
+                        *(AskStep(self, read, some) for some in self._windows.digest_requests(source, ASK_BYTES))
+                    )
             with quick_handover():
                 self.ticket.wait(stall_s=self.stall_s)
         except PenstockError as error:
+            # Close first: a read that is still under way can touch the memory until its executor has ended.
             self._close()
             error.mutated = self.stats.is_touched
             raise
         finally:
             self._close()
-            self.ticket.release()
+            self.ticket.release()  # its references would keep this run, and with it peers' mapped memory, alive
         return self.stats.report(self._transfer.part.nbytes)
 
     def _close(self) -> None:
-        if not self.ticket.done:  # an exception of the caller's thread, as an interrupt
+        if not self.ticket.done:  # an exception in the caller's thread, for example an interrupt
             self.ticket.cancel()
         for executor in self._executors:
             executor.close()
 
     def _assign(self) -> None:
-        """Post what may be under way now. Order: with the lock held."""
+        """Post the reads that may start now. Order: the caller has the lock."""
+        # Three bounds: reads per source, so that a slow one does not take all threads; unverified bytes, which is the
+        # user's memory bound; and windows ahead, so that the first tensors are complete early.
         posts = []
         for source, queue in self._queues.items():
             while queue and self._flying[source] < READS_OF_ONE:
@@ -207,16 +216,16 @@ class _TransferRun:
             self._fetch.post(*posts)
 
     def _advance(self) -> None:
-        """Pass the windows that are verified, in order; after the last, finish. Order: with the lock held."""
+        """Pass the verified windows in order, and finish after the last. Order: the caller has the lock."""
         while self._next_window < len(self._windows) and not self._left[self._next_window]:
             self._next_window += 1
         if self._next_window == len(self._windows):
             self.ticket.finish()
 
-    # -- what steps ask and report
+    # -- Called by the steps.
 
     def arrived(self, step: Step) -> None:
-        """Note that a step's bytes are here, not verified."""
+        """Note that a step's bytes have arrived, and are not verified yet."""
         with self._lock:
             self._flying[step.source] -= 1
             self._here.add(step)
@@ -225,27 +234,28 @@ class _TransferRun:
 
     @property
     def asks_first(self) -> bool:
-        """Return whether every source is asked for a step's digests before the step is read."""
+        """Return whether a step's digests are requested before the step is read, from every source."""
         return self._transfer.delta is not None and self._transfer.delta.asks_first
 
     def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
-        """Return the strips of a step that must be read; None: all of them are here."""
+        """Return the strips of a step that must be read; None: the receiver has all of them."""
         delta = self._transfer.delta
         if delta is None or wanted is None:
             return step
-        found = delta.lacking(step, wanted)
-        if found is not step:
+        missing = delta.lacking(step, wanted)
+        if missing is not step:
             self._skipped.add(step)
-        return found
+        return missing
 
     def read(self, step: Step, some: Step) -> None:
-        """Read some of a step, or all of it."""
+        """Read strips of a step, or all of it."""
         source = self.reads[step.source]
         if self._transfer.delta is not None:
             self._transfer.delta.reading(step)
         try:
             with self.stats.reading(source.member):
                 failed, is_touched = source.read(some, stall_s=self.stall_s)
+            # Also where the read failed: a partial read has written bytes.
             self.stats.is_touched |= is_touched
             if failed is not None:
                 raise failed
@@ -254,30 +264,35 @@ class _TransferRun:
             raise
         self.stats.took(source.member, some.nbytes)
 
-    def told(self, step: Step, wanted: U64) -> None:
+    def note_digests(self, step: Step, wanted: U64) -> None:
         """Note the digests that the source reports for a step."""
         with self._lock:
             self._wanted[step] = wanted
             self._verify(step)
 
     def _verify(self, step: Step) -> None:
-        """Post it, if it is here and its digests are. Order: with the lock held."""
+        """Post the verification of a step, if both its bytes and its digests have arrived.
+
+        Order: the caller has the lock, so that only the later of the two posts it.
+        """
         if step in self._here and step in self._wanted:
             self._here.remove(step)
             self._compute.post(VerifyStep(self, step, self._wanted.pop(step)))
 
     def lost(self, member: str, error: PenstockError) -> None:
-        """A source failed."""
+        """Note the first source whose failure ends the run, and add its name to the error."""
+        # After the first error the other reads are cancelled, and fail as a consequence: they say nothing about their
+        # sources.
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
             self._transfer.lost = member
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
 
     def verify(self, step: Step, wanted: U64) -> None:
-        """Digest what arrived, and what was here; compare."""
+        """Digest a step's strips, read or skipped, and compare them with the source's digests."""
         got = self._digests(step)
         wrong: I64 = np.flatnonzero(got != wanted)
         if len(wrong) and step in self._skipped:
-            # Changed here since, where an engine works on its weights in place: all of it is read after all.
+            # The engine changed skipped strips in place since the last version: read the whole step after all.
             self.read(step, step)
             got = self._digests(step)
             wrong = np.flatnonzero(got != wanted)
@@ -289,7 +304,7 @@ class _TransferRun:
                 f"{len(wrong)} of {len(got)} strips from {member} differ from the digests it gave",
                 tensor=names[row] if row < len(names) else None,
                 uri=member,
-                hint="they were damaged on the way, or changed without a fence",
+                hint="the bytes were damaged on the way, or the source changed them without a fence",
             )
             self.lost(member, error)
             raise error
@@ -306,6 +321,7 @@ class _TransferRun:
     def verified(self, step: Step) -> None:
         """Note that a step's bytes match the source's digests."""
         with self._lock:
+            # Only now, not on arrival: the watermark bounds bytes that may turn out wrong.
             self._under_way_bytes -= step.nbytes
             self._left[step.window] -= 1
             self.ticket.moved_bytes += step.nbytes
@@ -316,13 +332,13 @@ class _TransferRun:
 
 
 class AskStep(Work):
-    """Ask a source for the digests of some steps."""
+    """Request for the digests of several steps of one source."""
 
     __slots__ = ("_asked", "_run", "_source", "_wanted")
 
-    def __init__(self, run: _TransferRun, source: SourceRead, asked: DigestRequest) -> None:
-        super().__init__(run.ticket, asked.steps[0].window, f"ask {source.member}")
-        self._run, self._source, self._asked = run, source, asked
+    def __init__(self, run: _TransferRun, source: SourceRead, request: DigestRequest) -> None:
+        super().__init__(run.ticket, request.steps[0].window, f"ask {source.member}")
+        self._run, self._source, self._asked = run, source, request
         self._wanted: U64 | None = None
 
     def start(self) -> Pending | None:
@@ -341,11 +357,11 @@ class AskStep(Work):
         """See `Step.finish`."""
         assert self._wanted is not None
         for step, wanted in zip(self._asked.steps, self._asked.split(self._wanted), strict=True):
-            self._run.told(step, wanted)
+            self._run.note_digests(step, wanted)
 
 
 class ReadStep(Work):
-    """Read what of a step is not here; ask its source for its digests before, unless all are asked for beside."""
+    """Read of a step's missing strips, after a request for its digests unless those come from an `AskStep`."""
 
     __slots__ = ("_run", "_source", "_step", "_wanted")
 
@@ -375,11 +391,11 @@ class ReadStep(Work):
         """See `Step.finish`."""
         self._run.arrived(self._step)
         if self._wanted is not None:
-            self._run.told(self._step, self._wanted)
+            self._run.note_digests(self._step, self._wanted)
 
 
 class VerifyStep(Work):
-    """Digest a step's bytes, and compare."""
+    """Verification of a step's bytes against the source's digests."""
 
     __slots__ = ("_run", "_step", "_wanted")
 

@@ -1,10 +1,10 @@
-"""A receiver's way to one version: whom to ask for its part, the sources, the reading; again where one was lost.
+"""Update loop of a receiver: find a planner, request the part, read it from its sources, and retry after a loss.
 
-In: a roster, a target, which version. Out: the version verified in memory, as `Staged`; or a typed error.
-Not here: when it becomes live, and what the engine does then (`subscriber`).
+In: the members of the sync, a target, a version. Out: the version verified in memory, as `Staged`; or a typed error.
+Not here: making it live, and the engine's hooks (`subscriber`).
 
-    planner: checkpoint's table (once a run) -> wanted -> layout -> part -> links to its sources -> take
-       source lost: again without it | fenced: again, for what is newest then | planner lost: the next one
+    planner: checkpoint's table (once per run) -> requirements -> layout -> part -> links to its sources -> transfer
+       source lost: retry without it | fenced: retry with the newest version | planner lost: use the next one
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
 
 TRIES = 8
-"""Attempts at one update: each is without a source more, or for a newer version."""
+"""Attempts at one update: each one leaves out one more source, or is for a newer version."""
 _LOOK_S = 0.5
+# After a loss the member list changes within one beat of the hub: a short pause, not a back-off.
 _PAUSE_S = 0.05
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
-"""Of whom another source or planner may do better."""
+"""Errors after which another source or planner may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Staged:
     begun: float
     attempts: int
     nbytes: int = 0
-    """Read: less than the version has, where some of it was here."""
+    """Bytes read: fewer than the version has, where the receiver had some of them already."""
     version_bytes: int = 0
     delta: str = ""
     plan_s: float = 0.0
@@ -79,7 +80,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The ways to fill a target; see `subscriber`."""
+    """The options for filling a target; see `subscriber`."""
 
     staged: bool
     load: Load | None
@@ -90,37 +91,41 @@ class Options:
 
     @property
     def watermark_bytes(self) -> int:
-        """Most bytes read and not yet verified."""
+        """Return the most bytes read and not yet verified."""
+        # Staged, `memory_bytes` bounds the staging copy itself, which is checked when it is allocated.
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
 class UpdateLoop:
-    """See the module. One thread at a time takes; the door's threads ask what is held.
+    """See the module. One thread at a time updates; the server's threads read the properties.
 
     Attributes:
-        is_touched: whether a `transfer` wrote to the target itself, since this was set to False.
-        told: the checkpoint as a planner said it.
+        is_touched: whether a transfer wrote to the target itself, since this was set to False.
+        checkpoint: the checkpoint's table from the planner.
 
     Args:
-        roster: who takes part.
-        target, options: what is filled, and how.
-        stall_s: deadline by progress.
+        membership: the members of the sync.
+        target, options: the target to fill, and how.
+        stall_s: the deadline for progress.
     """
 
     def __init__(self, membership: Membership, target: Target, options: Options, *, stall_s: float) -> None:
-        self._membership, self._target, self._options, self._stall_s = membership, target, options, stall_s
+        self._membership = membership
+        self._target = target
+        self._options = options
+        self._stall_s = stall_s
         self._buffers: ReceiveBuffers | None = None
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._run = ""
-        self.told: TableReply | None = None
+        self.checkpoint: TableReply | None = None
         self._transfer: Transfer | None = None
         self._asking: tuple[str, int] | None = None
         self.is_touched = False
 
     @property
-    def held(self) -> LocalVersion | None:
-        """The target's memory, once it is known what is wanted."""
-        return None if self._buffers is None else self._buffers.held
+    def local_version(self) -> LocalVersion | None:
+        """Return the target's memory as it is served to others; None before the first update."""
+        return None if self._buffers is None else self._buffers.local_version
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -146,19 +151,21 @@ class UpdateLoop:
     def planners(self, *, max_age_s: float = _LOOK_S) -> list[SyncMember]:
         """Return the members that may plan for us: publishers' rank 0, then receivers with the newest version."""
         members = self._membership.look(max_age_s=max_age_s)
-        zeros = [one for one in members if one.state.side == "publisher" and one.state.rank == 0]
+        zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
         zeros.sort(key=lambda one: (-one.state.version, one.since))
-        having = [one for one in members if one.state.side == "subscriber" and one.state.state == "open"]
-        having = [one for one in having if one.member != self._membership.member.id]
+        having = [member for member in members if member.state.side == "subscriber" and member.state.state == "open"]
+        having = [member for member in having if member.member != self._membership.member.id]
+        # The same order on every receiver: without a publisher they should all ask the same planner, whose plan then
+        # spreads them over the sources.
         having.sort(key=lambda one: (-one.state.version, one.member))
         return zeros + having
 
     def news(self, after: int, wait_s: float) -> int | None:
-        """The newest version announced, waited for at most `wait_s` if it is not above `after`; None: nobody says."""
+        """Return the newest announced version, after at most `wait_s` if it is not above `after`; None: no planner."""
         for planner in self.planners():
             with contextlib.suppress(*_LOST, NotFound):
                 return self._membership.ask(
-                    planner.member, lambda sync_client: sync_client.news(after, wait_s), line="news"
+                    planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
                 ).version
         return None
 
@@ -173,24 +180,25 @@ class UpdateLoop:
         """Read and verify a version.
 
         Args:
-            version: which; None: the newest.
-            live: the run and version that we have.
-            is_dirty: what we have is no version.
+            version: the version to read; None: the newest.
+            live: the run and version that the target has.
+            is_dirty: whether the target has a mix of versions.
             before_read: called with the version before the first byte of each attempt is read.
 
         Raises:
-            NotFound: nothing can be read yet. Else see `Subscriber.update`.
+            NotFound: nothing can be read yet. Other errors as `Subscriber.update`.
         """
         begun, lost = time.perf_counter(), dict[str, PenstockError]()
+        # Without a request: the answer is known, and a planner need not be there.
         if version is not None and version <= live[1]:
-            asked = PartReply(version=version, run=live[0])
-            if _is_live(asked, live, is_dirty=is_dirty):
-                return _nothing(asked, begun, 0)
+            wanted = PartReply(version=version, run=live[0])
+            if _is_live(wanted, live, is_dirty=is_dirty):
+                return _nothing(wanted, begun, 0)
         self._asking = None
         try:
             return self._tried(version, live, is_dirty=is_dirty, before_read=before_read, lost=lost, begun=begun)
         except NotFound:
-            raise  # it is asked for again
+            raise  # the caller waits and calls again: that is no failure of the version
         except BaseException as error:
             tell_failed(self._membership, self._asking, error)
             raise
@@ -205,13 +213,13 @@ class UpdateLoop:
         lost: dict[str, PenstockError],
         begun: float,
     ) -> Staged:
-        """Attempt after attempt; `lost`: of whom nothing is asked any more."""
+        """Try to read a version until it succeeds or `TRIES` is used up; `lost` has the members to leave out."""
         for attempt in range(1, TRIES + 1):
             planner = self._planner(lost)
             try:
                 self._asking = planner.member, -1
                 buffers = self._landed(planner)
-                reply = self._asked(planner, buffers, version, lost)
+                reply = self._request_part(planner, buffers, version, lost)
                 self._asking = planner.member, reply.version
                 if _is_live(reply, live, is_dirty=is_dirty):
                     return _nothing(reply, begun, attempt)
@@ -224,7 +232,9 @@ class UpdateLoop:
             except (PlanError, StaleDescriptor):
                 if not lost:
                     raise
-                raise next(reversed(lost.values())) from None  # what is left makes up no version
+                # The remaining members cannot supply the version: the reason is the member that was lost.
+                raise next(reversed(lost.values())) from None
+            # A source that fenced its version is healthy: it serves the next one, and must not be left out.
             if not isinstance(error, StaleDescriptor):
                 lost[last] = error
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
@@ -233,57 +243,61 @@ class UpdateLoop:
         raise AssertionError("unreachable")
 
     def _planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        found = [one for one in self.planners() if one.member not in lost]
-        if not found and lost:  # who came in their place is news
-            found = [one for one in self.planners(max_age_s=0.0) if one.member not in lost]
-        if not found:
+        candidates = [member for member in self.planners() if member.member not in lost]
+        # All known planners are lost: look at the hub again, for a process that was started in their place.
+        if not candidates and lost:
+            candidates = [member for member in self.planners(max_age_s=0.0) if member.member not in lost]
+        if not candidates:
             if lost:
                 raise next(reversed(lost.values()))
-            hint = "start the publisher under this name and hub; `penstock status` shows who takes part"
-            raise NotFound(f"nobody publishes {self._membership.name!r} yet", hint=hint)
-        return found[0]
+            hint = "start the publisher under this name and hub; `penstock status` lists the members"
+            raise NotFound(f"no publisher of {self._membership.name!r} is known yet", hint=hint)
+        return candidates[0]
 
     def _landed(self, planner: SyncMember) -> ReceiveBuffers:
-        """Return the receive buffers for versions of this run; made anew where its checkpoint is another one."""
+        """Return the receive buffers for this run's versions; allocate new ones where its checkpoint differs."""
+        # A run's checkpoint does not change, so its table is requested once. A restarted trainer is a new run, usually
+        # with the same table: the buffers, and the recording of the loader, stay.
         if self._buffers is not None and self._run == planner.state.run:
             return self._buffers
-        told = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
+        checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
         how, model = self._options, self._target if isinstance(self._target, torch.nn.Module) else None
-        seen = shown(told, how.transforms, model)
+        seen = shown(checkpoint, how.transforms, model)
         key = layout_digest(seen.table), seen.tags
         if self._buffers is None or key != self._table:
             if self._buffers is not None:
                 self._buffers.close()
                 self._buffers = None
-            made = wanted_of(self._target, seen.table, how.load, strict=how.strict, tags=seen.tags)
+            requirements = wanted_of(self._target, seen.table, how.load, strict=how.strict, tags=seen.tags)
             links, member = self._membership.member.links, self._membership.member.id
             self._buffers = ReceiveBuffers(
-                made, member, links, staged=how.staged, serve=how.serve, memory_bytes=how.memory_bytes
+                requirements, member, links, staged=how.staged, serve=how.serve, memory_bytes=how.memory_bytes
             )
             self._transfer = None
-        self._table, self._run, self.told = key, planner.state.run, told
+        self._table, self._run, self.checkpoint = key, planner.state.run, checkpoint
         return self._buffers
 
-    def _asked(
+    def _request_part(
         self, planner: SyncMember, buffers: ReceiveBuffers, version: int | None, lost: dict[str, PenstockError]
     ) -> PartReply:
-        """Our part of the version; `self._transfer` is of its key then."""
+        """Request this receiver's part of the version; afterwards `self._transfer` is of its key."""
+        # `have_key`: parts are megabytes, and the same for every version of a plan; the planner then sends none.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version, digest=buffers.digest, have_key=have, without=tuple(lost)
         )
         reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         if reply.needs_layout:
-            told = PartRequest(
+            full = PartRequest(
                 version=request.version,
                 digest=request.digest,
                 layout=encode(buffers.layout),
                 have_key=have,
                 without=request.without,
             )
-            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(told))
+            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
         if reply.not_yet or reply.needs_layout:
-            raise NotFound(reply.not_yet or "the planner does not take our layout")
+            raise NotFound(reply.not_yet or "the planner asked twice for this receiver's layout")
         if reply.part is not None:
             part = decode(reply.part, Part)
             names, watermark = buffers.layout.names, self._options.watermark_bytes
@@ -304,8 +318,10 @@ class UpdateLoop:
             links = open_links(self._membership, used, reply.version, self._stall_s)
             plan_s = time.perf_counter() - begun
             try:
-                found = transfer.run(links)
+                report = transfer.run(links)
             except PenstockError as error:
+                # The transfer's memory is the staging copy in staged mode, which the user never sees. `mutated` is
+                # about the target: the subscriber sets it from `is_touched`.
                 self.is_touched |= error.mutated and not self._options.staged
                 error.mutated = False
                 if transfer.lost is not None:
@@ -318,18 +334,18 @@ class UpdateLoop:
             part=part,
             begun=begun,
             attempts=attempt,
-            nbytes=found.moved_bytes,
-            version_bytes=found.nbytes,
-            delta=transfer.delta.summary(found) if transfer.delta is not None else "",
+            nbytes=report.moved_bytes,
+            version_bytes=report.nbytes,
+            delta=transfer.delta.summary(report) if transfer.delta is not None else "",
             plan_s=plan_s,
-            wire_s=found.seconds,
-            nbytes_by_path={f"{one.path} <- {one.member[:8]}": one.nbytes for one in found.links if one.nbytes},
-            sources={one.member: one.nbytes for one in found.links},
-            why=(*dict.fromkeys(one.why for one in found.links if one.why), *buffers.wanted.why()),
+            wire_s=report.seconds,
+            nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in report.links if link.nbytes},
+            sources={link.member: link.nbytes for link in report.links},
+            why=(*dict.fromkeys(link.why for link in report.links if link.why), *buffers.wanted.why()),
         )
 
     def flip(self, staged: Staged) -> None:
-        """Staged mode: what was read becomes the target's."""
+        """Copy a staged version to the target."""
         assert self._buffers is not None and staged.part is not None
         self._buffers.flip(staged.part, stall_s=self._stall_s)
 
@@ -339,35 +355,37 @@ class UpdateLoop:
         self._buffers.install()
 
     def fence(self) -> None:
-        """Stop serving our memory: its bytes may change from now on."""
-        held = self.held
-        if held is not None and held.version is not None:
-            held.fence()
+        """Stop serving the target's memory: its bytes may change from now on."""
+        served = self.local_version
+        if served is not None and served.version is not None:
+            served.fence()
 
     def check_proven(self) -> None:
-        """Before others read what we hold: that it still is what was received.
+        """Check that the target still has the received bytes, before others read it.
 
         Raises:
-            StaleDescriptor: an engine changed it in place since; it is given to nobody.
+            StaleDescriptor: an engine changed the weights in place; they are no longer served.
         """
-        held, transfer = self.held, self._transfer
-        if held is None or transfer is None or held.version is None:
+        # A reader compares with digests that this process computes of its bytes as they are: changed bytes would pass
+        # that check.
+        served, transfer = self.local_version, self._transfer
+        if served is None or transfer is None or served.version is None:
             return
         for strips, wanted in transfer.proven:
-            if (held.regions.digests(strips) != wanted).any():
+            if (served.regions.digests(strips) != wanted).any():
                 self.fence()
                 message = "weights were modified after the update; this process no longer serves them"
-                raise StaleDescriptor(message, hint="give serve=False where the engine changes weights in place")
+                raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
 
     def reopen(self, version: int) -> bool:
-        """Let others read what we hold, if we hold a version."""
-        held = self.held
-        if held is None or version < 0 or not self._options.serve:
+        """Serve the target's memory to others, if it has a version; return whether it is served."""
+        served = self.local_version
+        if served is None or version < 0 or not self._options.serve:
             return False
-        if held.version is not None:
-            held.fence()
-        held.begin(version)
-        held.ready()
+        if served.version is not None:
+            served.fence()
+        served.begin(version)
+        served.ready()
         return True
 
     def close(self) -> None:
@@ -378,6 +396,7 @@ class UpdateLoop:
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
     """Return whether there is nothing to do. ConfigError: the version is not above the live one."""
+    # A dirty target may read the live version again: that is the way to repair it.
     run, version = live
     if reply.version > version or (is_dirty and reply.version == version):
         return False

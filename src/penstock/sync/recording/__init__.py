@@ -1,1 +1,1 @@
-"""Recording of a loader: which part of which published tensor each parameter needs."""
+"""Recording of a loader: the parts of published tensors that each parameter needs."""

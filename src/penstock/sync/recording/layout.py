@@ -1,8 +1,8 @@
-"""A receiver's layout as values: which box of which checkpoint tensor goes to which box of which parameter.
+"""Recorded copies of a loader as values: from a box of a checkpoint tensor to a box of a parameter.
 
-In: what `record` saw a loader do. Out: the boxes wanted of each checkpoint tensor; `fill`, which applies the records to
-real tensors and is what any transfer must equal.
-Not here: the recording (`record`), who sends what (`plan`).
+In: the copies that `record` observed. Out: the boxes needed of each checkpoint tensor; `fill`, which applies the
+records to real tensors and is the reference for every transfer.
+Not here: the recording itself (`record`), the plan of a transfer (`plan`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.loader.tensor import torch_dtype
 from penstock.types import Box, DType
 
 Step = tuple[Literal["cast", "view"], DType]
-"""What becomes of each element: its value in another dtype, or its bits read as another of the same width."""
+"""A conversion of each element: its value cast to another dtype, or its bits viewed as one of the same width."""
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A model's `load_weights`: it takes tensors by their checkpoint names and fills the model."""
@@ -42,7 +42,7 @@ class Record:
 
     @property
     def in_order(self) -> bool:
-        """Return whether both boxes have the same row-major elements, so that nothing is permuted on arrival."""
+        """Return whether both boxes have their elements in the same order, so that nothing is permuted on arrival."""
         return self.permutation == tuple(range(len(self.permutation)))
 
 
@@ -62,26 +62,26 @@ class Recording:
     layout: str
     """Digest of the checkpoint's names, dtypes and shapes that were recorded."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the checkpoint tensors that are recorded or unrecorded."""
+    """The shapes of the checkpoint tensors that are recorded or unrecorded."""
     records: tuple[Record, ...]
     constants: tuple[Constant, ...]
     unrecorded: Mapping[str, str]
-    """Checkpoint tensors that must come whole and pass through the loader itself, and why."""
+    """Checkpoint tensors that must be received whole and pass through the loader itself, with the reason."""
     unused: tuple[str, ...]
-    """Checkpoint tensors that leave nothing in this model: of other ranks, or not asked for."""
+    """Checkpoint tensors that fill nothing in this model, for example those of other ranks."""
     unfilled: Mapping[str, int]
-    """Elements that neither records nor constants fill, of each parameter and persistent buffer that has any."""
+    """The number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
 
     def wants(self) -> tuple[TensorRequirement, ...]:
-        """The boxes needed of each checkpoint tensor, sorted by name; whole tensors for what is unrecorded."""
+        """Return the boxes needed of each checkpoint tensor, sorted by name; unrecorded tensors are needed whole."""
         boxes: dict[str, dict[Box, None]] = {}
         for record in self.records:
             boxes.setdefault(record.source, {})[record.source_box] = None
         for name in self.unrecorded:
             boxes[name] = {Box.full(self.shapes[name]): None}
         return tuple(
-            TensorRequirement(name=name, boxes=_outermost(found), whole=name in self.unrecorded)
-            for name, found in sorted(boxes.items())
+            TensorRequirement(name=name, boxes=_outermost(needed), whole=name in self.unrecorded)
+            for name, needed in sorted(boxes.items())
         )
 
 
@@ -91,18 +91,19 @@ class TensorRequirement:
 
     name: str
     boxes: tuple[Box, ...]
-    """None lies inside another; two may overlap where a loader uses elements twice."""
+    """No box lies inside another; two may overlap where a loader uses elements twice."""
     whole: bool = False
-    """It is left to the fallback: the tensor must be put together, and passed through the loader."""
+    """Whether the tensor is unrecorded: it must be received whole, and passed through the loader."""
 
 
 def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The boxes that lie in no other, in order."""
-    kept: list[Box] = []
+    """Return the boxes that lie in no other box, in order."""
+    # The largest first: a box can only lie in one that is at least as large.
+    outermost: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-box.num_elements, box.start)):
-        if not any(_inside(box, other) for other in kept):
-            kept.append(box)
-    return tuple(sorted(kept, key=lambda box: box.start))
+        if not any(_inside(box, other) for other in outermost):
+            outermost.append(box)
+    return tuple(sorted(outermost, key=lambda box: box.start))
 
 
 def _inside(box: Box, other: Box) -> bool:
@@ -112,28 +113,28 @@ def _inside(box: Box, other: Box) -> bool:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers under all their names, detached: the same memory."""
-    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach() for name, tensor in held}
+    """Return a module's parameters and buffers under all their names, detached, with the same memory."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def fill(
     recording: Recording, source: Mapping[str, torch.Tensor], model: torch.nn.Module, *, load: Load | None = None
 ) -> None:
-    """Fill a model from whole checkpoint tensors by the records alone: the reference of what a transfer must give.
+    """Fill a model from whole checkpoint tensors by the records alone: the reference for every transfer.
 
     Args:
-        recording: of this model, or of one of the same parameters.
+        recording: of this model, or of a model with the same parameters.
         source: the checkpoint's tensors by name.
         model: filled in place.
-        load: the model's own loader, for what is unrecorded.
+        load: the model's own loader, for unrecorded tensors.
 
     Raises:
         PlanError: tensors are unrecorded and there is no `load`; the model is untouched.
     """
     if recording.unrecorded and load is None:
         some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
-        hint = "give the model's loader as the fallback"
+        hint = "pass the model's loader as load="
         raise PlanError(f"{len(recording.unrecorded)} tensors are unrecorded: {some}", hint=hint)
     if recording.unrecorded and load is not None:
         load((name, source[name]) for name in recording.unrecorded)
@@ -146,7 +147,7 @@ def fill(
 
 
 def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
-    """Put a record's source box, on any device and of that box's shape, where it belongs in its target."""
+    """Copy a record's source box, on any device and of that box's shape, to its place in the target."""
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))
@@ -155,5 +156,5 @@ def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The box of a tensor: a view."""
+    """Return a view of a box of a tensor."""
     return tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] if box.start else tensor

@@ -1,11 +1,11 @@
-"""Tensors without storage, and what each torch operator on them does to the known provenance of their elements.
+"""Tensors without storage, and the effect of each torch operator on the known provenance of their elements.
 
 In: operators, as torch dispatches them. Out: for each buffer, live or temporary, the pieces that it consists of.
-Not here: running a loader and making records of the pieces (`record`), copies by strides (`stride_map`).
+Not here: running a loader and turning pieces into records (`record`), copies by strides (`stride_map`).
 
-A buffer is a list of pieces that do not overlap: a box of a checkpoint tensor, a number, or "unknown, because".
-Views need no rule each: a meta tensor's storage, offset and strides say what a view shows. Operators that make room
-for elements (`MAKE`) or copy them (`RULES`) have a rule; all others make the elements that they write unknown.
+A buffer is a list of pieces that do not overlap: a box of a checkpoint tensor, a number, or unknown with a reason.
+Views need no rule each: a meta tensor's storage, offset and strides say what a view shows. Operators that allocate
+(`MAKE`) or copy elements (`RULES`) have a rule; all others make the elements that they write unknown.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock.types import Box
 
 
 class ReadsValues(Exception):
-    """The loader asked for values that nobody has yet. It ends this run of the loader, and is not seen outside."""
+    """The loader read values, which do not exist during a recording. It ends this run and never leaves the room."""
 
 
 class Recorded(torch.Tensor):
-    """A tensor that is only its dtype, shape and strides, and knows where its elements come from."""
+    """A tensor with a dtype, shape and strides but no values, whose elements' provenance is recorded."""
 
     _meta: torch.Tensor
     _recorder: LoadRecorder
@@ -41,11 +41,11 @@ class Recorded(torch.Tensor):
     @staticmethod
     def __new__(cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device) -> Recorded:
         """Return a tensor that shows what `meta` shows of its storage."""
-        made: Recorded = torch.Tensor._make_wrapper_subclass(
+        recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
-        made._meta, made._recorder = meta, recorder
-        return made
+        recorded._meta, recorded._recorder = meta, recorder
+        return recorded
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -53,24 +53,24 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Hand the operator to the tape; in a thread where the tape does not watch, this is how it hears of it."""
-        one = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
-        return one._recorder.dispatch(func, args, kwargs or {})
+        """Pass the operator to the recorder; this is the only way to see it in a thread that is not watched."""
+        tensor = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
+        return tensor._recorder.dispatch(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Recorded({list(self.shape)}, {self.dtype})"
 
     def tolist(self) -> Any:
-        """Values: there are none."""
+        """Raise `ReadsValues`: the tensor has no values."""
         raise self._recorder.refuse([self], "tolist")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Values: there are none."""
+        """Raise `ReadsValues`: the tensor has no values."""
         raise self._recorder.refuse([self], "numpy")
 
 
 class _Watch(TorchDispatchMode):
-    """Shows the tape every operator of this thread: live tensors are written by ordinary ones too."""
+    """Dispatch mode that passes every operator of this thread to the recorder: plain ones write live tensors too."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,35 +87,36 @@ class LoadRecorder:
         self.watch = _Watch(self)
         self.device = device
         self.read: dict[str, str] = {}
-        """Tensors whose values were asked for: this run is void."""
+        """Tensors whose values were read, with the reason: this run cannot be used."""
         self.lost: dict[str, str] = {}
-        """Tensors that went where nothing is known of, and why."""
+        """Tensors that were copied to an unknown place, with the reason."""
+        # Loaders copy from several threads. Re-entrant, because an operator may decompose into others.
         self._lock = threading.RLock()
         self._made: dict[int, Buffer] = {}
         self._live: dict[int, list[Buffer]] = {}
         # The largest first: a tensor inside another's memory is written to as part of that.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
-                held = self._live.setdefault(_storage(tensor), [])
-                bisect.insort(held, Buffer(tensor, name=name), key=lambda buffer: buffer.start_bytes)
+                buffers = self._live.setdefault(_storage(tensor), [])
+                bisect.insort(buffers, Buffer(tensor, name=name), key=lambda buffer: buffer.start_bytes)
 
     def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The recording tensor of one tensor of the checkpoint."""
+        """Return the recording tensor of one tensor of the checkpoint."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return self.made(meta, self.device, Piece(map=identity(Box.full(shape)), names=(name,)))
 
     def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
-        """The name and the pieces of each live tensor; of tied ones under the first name."""
-        for held in self._live.values():
-            yield from ((buffer.name, buffer.pieces) for buffer in held)
+        """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
+        for buffers in self._live.values():
+            yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """The name under which a live tensor's memory is recorded."""
+        """Return the name under which a live tensor's memory is recorded."""
         view = self._view(tensor)
         return view.buffer.name if view else None
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """The loader put `new` where the model had `old`."""
+        """Record that the loader put the tensor `new` in the place of `old`."""
         names = self.names([new])
         if old.shape == new.shape and names:
             self.write(old, new)
@@ -124,27 +125,29 @@ class LoadRecorder:
             self.unknown([old], names, "the loader put another tensor in its place")
 
     def refuse(self, tensors: Iterable[torch.Tensor], what: str) -> ReadsValues:
-        """Note that the values of `tensors` are read; the error to raise."""
+        """Note that the values of `tensors` are read, and return the error to raise."""
         names = self.names(tensors)
+        # Without a checkpoint tensor to leave out, a second run would end here again.
         if not names:
             raise PlanError(f"the loader reads values that are not the checkpoint's ({what}); it cannot be recorded")
         self.read |= dict.fromkeys(names, f"its values are read ({what})")
         return ReadsValues(what)
 
     def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
-        """The buffer a tensor shows; None if it is none of ours."""
+        """Return the buffer that a tensor shows; None if it is not recorded."""
         shown = tensor._meta if isinstance(tensor, Recorded) else tensor
         if shown.layout is not torch.strided:
             return None
         key = _storage(shown)
         if key in self._made:
             return self._made[key]
-        held = self._live.get(key)
-        if held is None:
+        buffers = self._live.get(key)
+        if buffers is None:
             return None
+        # In bytes: a storage can have several parameters, and a view may have another dtype than its buffer.
         start = shown.storage_offset() * shown.itemsize
-        at = bisect.bisect_right(held, start, key=lambda one: one.start_bytes) - 1
-        return held[at] if at >= 0 and start < held[at].stop_bytes else None
+        at = bisect.bisect_right(buffers, start, key=lambda one: one.start_bytes) - 1
+        return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
 
     def _view(self, tensor: torch.Tensor) -> View | None:
         """Return the part of a buffer that a tensor shows.
@@ -162,12 +165,12 @@ class LoadRecorder:
         return View(buffer=buffer, offset=offset, shape=tuple(shown.shape), strides=shown.stride(), dtype=shown.dtype)
 
     def names(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-        """Checkpoint tensors that are in the buffers of these."""
+        """Return the checkpoint tensors that are in the buffers of `tensors`."""
         buffers = [self._buffer(tensor) for tensor in tensors if tensor.numel()]
         return tuple(dict.fromkeys(name for buffer in buffers if buffer for name in buffer.names()))
 
-    def told(self, tensor: torch.Tensor) -> bool:
-        """Return whether its elements are unknown yet: recorded, or live and written to by the loader."""
+    def is_tracked(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values are not known: it is recorded, or live and written to by the loader."""
         if isinstance(tensor, Recorded):
             return True
         buffer = self._buffer(tensor)
@@ -177,7 +180,7 @@ class LoadRecorder:
         self.lost |= dict.fromkeys(names, why)
 
     def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
-        """All that these tensors show becomes unknown."""
+        """Mark all elements that these tensors show as unknown."""
         for tensor in tensors:
             buffer = self._buffer(tensor) if tensor.numel() else None
             if buffer is None:
@@ -187,27 +190,29 @@ class LoadRecorder:
                 view = self._view(tensor)
                 maps = view.region() if view else []
             except NotBoxes:
+                # The elements cannot be named as boxes: the whole buffer must count as unknown, never less.
                 maps = [identity(Box.full(buffer.grid.shape))]
-            buffer.put([Piece(map=one, names=names, why=why) for one in maps])
+            buffer.put([Piece(map=region, names=names, why=why) for region in maps])
 
     def set_number(self, target: torch.Tensor, value: float) -> None:
-        """All that a tensor shows becomes one number."""
+        """Set all elements that a tensor shows to one number."""
         if not target.numel():
             return
         try:
             if view := self._view(target):
-                view.buffer.put([Piece(map=one, value=value) for one in view.region()])
+                view.buffer.put([Piece(map=region, value=value) for region in view.region()])
         except NotBoxes as error:
             self.unknown([target], (), str(error))
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)`, of what is known."""
+        """Record `target.copy_(source)`."""
         if not target.numel():
             return
         names = self.names([source])
         if self._buffer(target) is None:
             self._lose(names, "copied into a tensor that is no parameter or buffer of the model")
-        elif not self.told(source):
+        elif not self.is_tracked(source):
+            # A scalar that the loader made itself, such as padding: its value is real and the same at every load.
             if source.numel() == 1 and self._buffer(source) is None and not source.is_meta:
                 self.set_number(target, source.item())
             else:
@@ -230,26 +235,28 @@ class LoadRecorder:
             steps.append(("cast", dtype_of(to.dtype)))
         if to.dtype != to.buffer.dtype:
             steps.append(("view", dtype_of(to.buffer.dtype)))
-        found = list(view.pieces_to(to))
-        if sum(piece.map.target_box().num_elements for piece in found) < target.numel():
+        pieces = list(view.pieces_to(to))
+        # Parts of a fresh buffer may never have been written: whatever was in the target there is overwritten by
+        # garbage in a real load, so it becomes unknown here.
+        if sum(piece.map.target_box().num_elements for piece in pieces) < target.numel():
             why = "elements that were never written"
-            to.buffer.put([Piece(map=one, names=self.names([source]), why=why) for one in to.region()])
+            to.buffer.put([Piece(map=region, names=self.names([source]), why=why) for region in to.region()])
         if steps:
-            found = [_stepped(piece, steps) for piece in found]
-        to.buffer.put(found)
+            pieces = [_stepped(piece, steps) for piece in pieces]
+        to.buffer.put(pieces)
 
     def shown(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """A view of a tensor, whether recorded or live."""
+        """Return a view of a tensor, recorded or live."""
         return Recorded(view(tensor._meta), self, tensor.device) if isinstance(tensor, Recorded) else view(tensor)
 
     def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
-        """A new recording tensor, of which nothing is known, or one piece that is all of it."""
+        """Return a new recording tensor, with one piece for all of it, or without known elements."""
         if meta.numel():
             self._made[_storage(meta)] = Buffer(meta, piece=piece)
         return Recorded(meta, self, device)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out one operator on what is known; those that touch neither recorded nor live tensors, as ever."""
+        """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
         with self._lock:
             packet = func.overloadpacket
             if packet in VIEWS:
@@ -261,7 +268,7 @@ class LoadRecorder:
                 return make(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
-            if not writes and not any(self.told(tensor) for tensor in tensors):
+            if not writes and not any(self.is_tracked(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             rule = RULES.get(packet)
             out = rule(self, func, args, kwargs) if rule else NotImplemented
@@ -270,12 +277,13 @@ class LoadRecorder:
             return self._other(func, args, kwargs, tensors)
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """An operator outside the list: what it gives is unknown."""
+        """Apply an operator without a rule: its results are unknown."""
         what = func.overloadpacket.__name__
         names, why = self.names(tensors), f"{what} of its values"
         if writes := written(func, args, kwargs):
             self.unknown(writes, names, why)
             return writes[0] if func._schema.returns else None
+        # Composite operators come apart into ones with rules, for example reshapes and einsums of one operand.
         with self.watch:
             simpler = func.decompose(*args, **kwargs)
         if simpler is not NotImplemented:
@@ -283,6 +291,7 @@ class LoadRecorder:
         try:
             out = func(*on_meta(args), **on_meta(kwargs))
         except (NotImplementedError, RuntimeError) as error:
+            # No meta kernel: the shape of the result depends on values.
             raise self.refuse(tensors, what) from error
 
         def unknown(leaf: Any) -> Any:
@@ -315,11 +324,11 @@ _EMPTY = frozenset({_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.ne
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
 
 MAKE = _EMPTY | _ZEROS
-"""Operators that make room, which a loader may fill piece by piece."""
+"""Operators that allocate a tensor, which a loader may fill piece by piece."""
 
 
 def on_meta(arguments: Any) -> Any:
-    """Arguments of an operator with meta tensors, and the meta device, in the place of others."""
+    """Return an operator's arguments with each tensor and device replaced by its meta counterpart."""
 
     def turned(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -335,23 +344,24 @@ def on_meta(arguments: Any) -> Any:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator changes, by its schema."""
-    found: list[torch.Tensor] = []
-    for at, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(one.name)
+    """Return the tensors that an operator changes, by its schema."""
+    tensors: list[torch.Tensor] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
             values = value if isinstance(value, list | tuple) else [value]
-            found.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))
-    return found
+            tensors.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))
+    return tensors
 
 
 def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Room for elements: recorded, if they can be a weight's; counters and indices stay real."""
+    """Allocate a tensor: a recording one if it can be a weight; counters and indices stay real."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
     if device.type == "meta":
         return func(*args, **kwargs)
+    # Loaders compute with integers, such as expert maps: those values are needed during the recording.
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
@@ -394,7 +404,7 @@ def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     out, at = recorder.made(meta, args[0][0].device), 0
     for part in args[0]:
         if part.ndim != meta.ndim:
-            continue  # an empty tensor of one dim: `cat` lets it be
+            continue  # torch's `cat` ignores an empty tensor of one dim
         extent = part.shape[dim]
         recorder.write(recorder.shown(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
         at += extent
@@ -416,7 +426,7 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     meta = func(*on_meta(args), **on_meta(kwargs))
     out = recorder.made(meta, source.device, Piece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
-        recorder.unknown([out], recorder.names([source]), "constant_pad_nd by less than nothing")
+        recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
         return out
 
     def inside(m: torch.Tensor) -> torch.Tensor:
@@ -429,16 +439,18 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows by a list of numbers: `w[[2, 5]]`, `index_select`."""
+    """Select rows by a list of numbers: `w[[2, 5]]`, `index_select`."""
     source = args[0]
     if func.overloadpacket is _aten.index_select:
         dim, index = args[1] % max(source.ndim, 1), args[2]
     else:
-        given = [(at, one) for at, one in enumerate(args[1]) if one is not None]
-        dim, index = given[0]
-        if len(given) > 1:
+        indices = [(at, index) for at, index in enumerate(args[1]) if index is not None]
+        dim, index = indices[0]
+        if len(indices) > 1:
             return NotImplemented
-    real = not recorder.told(index) and not index.is_meta and index.ndim == 1 and not index.dtype.is_floating_point
+    real = (
+        not recorder.is_tracked(index) and not index.is_meta and index.ndim == 1 and not index.dtype.is_floating_point
+    )
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
@@ -451,7 +463,7 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Read one value: this run is void, but it goes on, to show what else is read."""
+    """Return a stand-in for one value; the run cannot be used, but it continues to find the other reads."""
     recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -471,4 +483,4 @@ RULES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _aten.index_select: _pick,
     _aten._local_scalar_dense: _value,
 }
-"""What each operator does that is no view; NotImplemented leaves it to the rule for all others."""
+"""The rule for each operator that is not a view; NotImplemented leaves the operator to `_other`."""

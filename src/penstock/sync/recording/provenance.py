@@ -1,7 +1,7 @@
-"""Buffers: what is known of each allocation that a loader reads or writes, as pieces that do not overlap.
+"""Provenance of each allocation that a loader reads or writes, as pieces that do not overlap.
 
-In: pieces as they are written, over one another. Out: the pieces that remain.
-Not here: which operator writes what (`meta_tensors`).
+In: pieces in the order in which they are written. Out: the pieces that remain.
+Not here: the effect of operators (`meta_tensors`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of a buffer: of the one checkpoint tensor in `names`; or `value`; or unknown, `why`, and of which names."""
+    """Part of a buffer: from the one checkpoint tensor in `names`; or a `value`; or unknown, with `why` and names."""
 
     map: StrideMap
     names: tuple[str, ...] = ()
@@ -45,12 +45,13 @@ class Buffer:
         self._boxes: list[Box] = []
 
     def names(self) -> tuple[str, ...]:
-        """Checkpoint tensors that are in it."""
+        """Return the checkpoint tensors that are in the buffer."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.names))
 
     def put(self, new: Sequence[Piece]) -> None:
-        """Write pieces over what is there."""
+        """Write pieces over the present ones."""
         self.untouched = False
+        # The boxes of `pieces`, computed lazily: temporaries are read once and need none.
         if len(self._boxes) != len(self.pieces):
             self._boxes = [piece.map.target_box() for piece in self.pieces]
         for piece in new:
@@ -63,7 +64,7 @@ class Buffer:
 
 
 def _meet(one: Box, other: Box) -> bool:
-    # `digits.meet` without the box it makes: an expert's parameter has hundreds of pieces, each compared with all.
+    # `stride_map.meet` without allocating a box: an expert's parameter has hundreds of pieces, each compared with all.
     for a, b, c, d in zip(one.start, one.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
         if a >= d or c >= b:
             return False
@@ -71,7 +72,7 @@ def _meet(one: Box, other: Box) -> bool:
 
 
 def identity(box: Box) -> StrideMap:
-    """Each element of a box to its own place."""
+    """Return the map of each element of a box to its own place."""
     digits = tuple((n, dim, 1, dim, 1) for dim, n in enumerate(box.shape) if n > 1)
     return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
 
@@ -104,15 +105,16 @@ class View:
     dtype: torch.dtype
 
     def region(self) -> list[StrideMap]:
-        """The boxes of the buffer that are shown, each to itself. NotBoxes where they are none."""
+        """Return the boxes of the buffer that are shown, each as a map to itself. NotBoxes: they are not boxes."""
         grid = self.buffer.grid
         return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[Piece]:
-        """The pieces that this shows, as pieces of the buffer of `target`, a view of one shape. NotBoxes as above."""
+        """Yield this view's pieces as pieces of `target`'s buffer; both have one shape. NotBoxes as `region`."""
         mine, theirs = self.buffer, target.buffer
         whole = between(mine.grid, self.offset, self.strides, theirs.grid, target.offset, target.strides, self.shape)
         for part in boxes(whole):
+            # A whole checkpoint tensor, the usual source: no need to intersect with its single piece.
             if mine.untouched:
                 yield dataclasses.replace(mine.pieces[0], map=part)
                 continue

@@ -1,7 +1,7 @@
-"""A receiver's layout recorded from its own loader, run once with tensors that have no storage.
+"""Recording of a model's own loader, run once with tensors that have no storage.
 
-In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is as it was, bit for bit.
-Not here: the copies by digits (`stride_map`), what is done with a recording (`layout`), what each operator does
+In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is unchanged, bit for bit.
+Not here: copies by strides (`stride_map`), the use of a recording (`layout`), the effect of operators
 (`meta_tensors`).
 
     names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
@@ -35,19 +35,19 @@ def record(
     """Record a model's loader, as copies of boxes.
 
     Args:
-        model: live, on any device, "meta" included. Its parameters and buffers are what is recorded into.
-        table: the checkpoint's tensors, as its manifest or its publisher gives them.
+        model: live, on any device, "meta" included. Copies into its parameters and buffers are recorded.
+        table: the checkpoint's tensors, from its manifest or its publisher.
         load: takes the tensors as pairs (name, tensor); None is `model.load_weights`, else `model.load_state_dict`.
-        device: where the recording tensors say they are.
+        device: the device that the recording tensors report.
 
     Raises:
-        PlanError: the loader decides by values that are not of the checkpoint, so that no run of it can be trusted.
-        Exception: whatever the loader itself raises, with a note of the tensor it was given last.
+        PlanError: the loader reads values that are not the checkpoint's, so that no run of it can be trusted.
+        Exception: any error of the loader itself, with a note that names the last tensor it received.
 
-    A tensor whose values the loader reads (`item`, a comparison) is left out and the loader run again without it: the
-    fallback for it is the loader. The loader's effects on anything but tensors of the model stay.
-    Order: nothing else may use the model meanwhile; the loader's threads are followed where they use the tensors given.
-    Cost: no memory of the tensors' sizes; some 50 us of Python per operator that the loader calls.
+    If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
+    through the loader at each update. The loader's effects on anything but the model's tensors stay.
+    Order: nothing else may use the model meanwhile; the loader's threads are followed where they use these tensors.
+    Cost: no memory of the tensors' sizes; about 50 us of Python per operator that the loader calls.
     """
     run = load or own_loader(model)
     left_out: dict[str, str] = {}
@@ -57,11 +57,12 @@ def record(
             specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
         except PlanError as error:
             left_out[name] = error.message
+    # Each run leaves out at least one more tensor, so this ends.
     while True:
         recorder = LoadRecorder(model, torch.device(device))
-        given = {name: spec for name, spec in specs.items() if name not in left_out}
+        recordable = {name: spec for name, spec in specs.items() if name not in left_out}
         with torch.no_grad(), _Pass(model, recorder) as running:
-            run(running.tensors(given))
+            run(running.tensors(recordable))
         if not recorder.read:
             break
         left_out |= recorder.read
@@ -77,7 +78,7 @@ def own_loader(model: torch.nn.Module) -> Load:
 
 
 class _Pass:
-    """A run of the loader: operators are watched in it, and the model's own tensors put back after it."""
+    """A run of the loader: operators are watched during it, and the model's own tensors put back after it."""
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder
@@ -87,7 +88,7 @@ class _Pass:
         self._data = [(t, t.data) for _, saved in self._held for t in saved.values() if t is not None]
 
     def tensors(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The recording tensors, one by one."""
+        """Yield the recording tensors, one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
             yield name, self._recorder.checkpoint_tensor(name, dtype, shape)
@@ -100,13 +101,14 @@ class _Pass:
         self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
         self._put_back()
         if isinstance(error, Exception) and self._recorder.read:
-            return True  # it came of a value that was asked for: the next run is without that tensor
+            # The stand-in for a value led the loader astray: the next run leaves that tensor out.
+            return True
         if error is not None:
-            error.add_note(f"while the loader was recorded; the last tensor it was given is {self._last!r}")
+            error.add_note(f"while the loader was recorded; the last tensor it received is {self._last!r}")
         return False
 
     def _put_back(self) -> None:
-        """Treat a tensor that the loader put in the place of a parameter as the parameter's values."""
+        """Restore the model's tensors; record a tensor that replaced a parameter as that parameter's values."""
         for group, saved in self._held:
             for name, old in saved.items():
                 new = group.get(name)
@@ -114,6 +116,7 @@ class _Pass:
                     self._recorder.replaced(old.detach(), new)
             group.clear()
             group.update(saved)
+        # Loaders also assign `param.data`, which leaves the parameter's identity but changes its memory.
         for tensor, data in self._data:
             if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
                 tensor.data = data
@@ -148,7 +151,7 @@ def _recording(
                     steps=piece.steps,
                 )
             )
-    used = {one.source for one in records} | unrecorded.keys()
+    used = {entry.source for entry in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}

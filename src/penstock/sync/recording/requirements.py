@@ -1,8 +1,9 @@
-"""The rows that a receiver requires, and the steps after their arrival: each element comes once, to one place.
+"""The rows that a receiver requires, and the steps after their arrival; each element is received once, in one place.
 
-In: a live model, the recording of its loader, the table it was recorded of. Out: `Requirements`: rows for the planner,
-in live parameters where the bytes of the wire are theirs, else in scratch; `install` and `finish` for the arrived rows.
-Not here: recording (`record`), who sends what (`plan`), shadows of live memory (`sync.receive.staging_copy`).
+In: a live model, the recording of its loader, the recorded table. Out: `Requirements`: rows for the planner, in live
+parameters where these store the same bytes, else in scratch; `install` and `finish` for the arrived rows.
+Not here: recording (`record`), the plan of a transfer (`plan`), staging copies of live memory
+(`sync.receive.staging_copy`).
 
     record in order, dtype of the wire  -> row in the parameter itself
     permuted or cast                    -> row in scratch  -> install: into the parameter
@@ -40,7 +41,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Step:
-    """A step on arrived bytes: as a record says, or, where there is none, a plain copy."""
+    """A step on arrived bytes: the conversion of a record, or without one a plain copy."""
 
     piece: torch.Tensor
     target: torch.Tensor
@@ -55,10 +56,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requirements:
-    """The rows that a receiver needs, and serves once it has a version; scratch has no other use.
+    """The rows that a receiver needs, and serves once it has a version.
 
-    Staged: live memory's rows arrive in a shadow and are flipped; scratch's arrive in scratch, which no engine computes
-    with. Then `install` and `finish`, as in direct mode.
+    Staged: rows of live memory arrive in the staging copy and are flipped; rows of scratch arrive in scratch, which no
+    engine computes with. Then `install` and `finish`, as in direct mode.
     """
 
     rows: tuple[Row, ...]
@@ -66,9 +67,9 @@ class Requirements:
     """Rows before this one lie in live memory; the others in scratch."""
     scratch_bytes: int
     unrecorded: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that come whole and pass through the loader, and why."""
+    """Tensors that are received whole and pass through the loader, with the reason."""
     unfilled: Mapping[str, int] = field(default_factory=dict)
-    """Elements that no version fills, of each parameter and buffer that has any: they stay as they are."""
+    """The number of elements that no version fills, for each parameter and buffer: they keep their values."""
     _steps: Mapping[str, tuple[_Step, ...]] = field(default_factory=dict, repr=False)
     _last: tuple[_Step, ...] = field(default=(), repr=False)
     _constants: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
@@ -78,29 +79,29 @@ class Requirements:
 
     @classmethod
     def as_declared(cls, rows: Sequence[Row]) -> Requirements:
-        """Return these rows as requirements, each as it is: there are no steps after arrival."""
+        """Return these rows as requirements without steps after arrival."""
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint tensors wanted."""
+        """Return the names of the required checkpoint tensors."""
         return tuple(dict.fromkeys(row.name for row in self.rows))
 
     def why(self) -> tuple[str, ...]:
-        """Return the report's text about the fallback: nothing where all is recorded."""
+        """Return the report's text about unrecorded tensors; () if every tensor is recorded."""
         if not self.unrecorded:
             return ()
         nbytes = sum(tensor.nbytes for tensor in self._whole.values())
-        told = [f"{name}: {why}" for name, why in list(self.unrecorded.items())[:_NAMED]]
+        reasons = [f"{name}: {why}" for name, why in list(self.unrecorded.items())[:_NAMED]]
         more = [f"and {len(self.unrecorded) - _NAMED} more"] if len(self.unrecorded) > _NAMED else []
-        head = f"{len(self.unrecorded)} tensors come whole, {nbytes / MIB:.1f} MiB, and pass through the loader"
-        return (f"{head}: {'; '.join(told + more)}",)
+        head = f"{len(self.unrecorded)} tensors are received whole, {nbytes / MIB:.1f} MiB, and pass through the loader"
+        return (f"{head}: {'; '.join(reasons + more)}",)
 
     def install(self, names: Iterable[str] | None = None) -> None:
-        """Permute, cast and copy what arrived of these tensors; None: of all.
+        """Permute, cast and copy the arrived rows of these tensors; None: of all.
 
-        Order: once all rows of a tensor hold a verified version, in live memory; on the current stream. Again after
-            every update.
+        Order: once all rows of a tensor have a verified version, in live memory; on the current stream; after every
+            update.
         """
         with torch.no_grad():
             for name in self._steps if names is None else names:
@@ -108,21 +109,23 @@ class Requirements:
                     step.run()
 
     def finish(self) -> None:
-        """Run the steps that need all tensors: the loader's own part, and constants.
+        """Run the steps that need all tensors: the loader on unrecorded tensors, and constants.
 
         Raises:
-            PlanError: with `mutated=True`, the loader put other memory in the place of a parameter's.
+            PlanError: with `mutated=True`, the loader replaced the memory of a parameter.
 
         Order: after `install` of all tensors.
         """
         with torch.no_grad():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
-                # Copies: a loader may compute in place, and what was received is what others are given.
+                # Clones: a loader may compute in place, and this process serves the received bytes to others.
                 self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
-                    hint = "give a loader that copies into the parameters"
-                    message = f"the loader put other memory in the place of {len(changed)} tensors"
+                    # The registrations and rows are of the old memory: the next version would arrive where no engine
+                    # looks.
+                    hint = "use a loader that copies into the parameters"
+                    message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
             for target, value in self._constants:
                 target.fill_(value)
@@ -138,19 +141,19 @@ def wanted(
     load: Load | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return a model's requirements of the checkpoint that was recorded.
+    """Return a model's requirements of the recorded checkpoint.
 
     Args:
-        model: live; the one that was recorded, or one alike.
+        model: live; the recorded model, or one with the same parameters.
         recording: of this table.
-        table: what publishers hold, by name.
-        load: as for `record`; only called for what is unrecorded.
-        tags: of the tensors that are wanted transformed: their name -> tag.
+        table: the publishers' tensors.
+        load: as for `record`; only called for unrecorded tensors.
+        tags: name -> tag, for the tensors that are read under a tag.
 
     Raises:
-        PlanError: the recording is of another table, the model has no memory, or a tensor that is left to the loader
-            has a dtype that torch has not.
-        DestinationError: there is no room for the scratch.
+        PlanError: the recording is of another table, the model has no memory, or torch has no dtype for an unrecorded
+            tensor.
+        DestinationError: there is not enough memory for the scratch.
 
     Ownership: rows keep live memory and scratch alive.
     """
@@ -159,23 +162,23 @@ def wanted(
     if any(tensor.is_meta for tensor in live_tensors(model).values()):
         raise PlanError("the model is on the meta device", hint="materialise it first: module.to_empty(device=...)")
     run = load or own_loader(model)
-    kept = _Keep(model, _touched(model, recording, table, run))
+    places = _Destinations(model, _touched(model, recording, table, run))
     by_source: dict[str, list[Record]] = {}
-    for one in recording.records:
-        by_source.setdefault(one.source, []).append(one)
+    for entry in recording.records:
+        by_source.setdefault(entry.source, []).append(entry)
     for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
         if name in by_source or name in recording.unrecorded:
             source = _Source(name=name, kind=torch_dtype(dtype), shape=torch_shape(dtype, shape))
-            kept.lay(source, by_source.get(name, []), whole=name in recording.unrecorded)
-    made = kept.made(recording, run, tags or {})
-    for line in made.why():
+            places.lay(source, by_source.get(name, []), whole=name in recording.unrecorded)
+    requirements = places.made(recording, run, tags or {})
+    for line in requirements.why():
         warnings.warn(line, RuntimeWarning, stacklevel=2)
-    return made
+    return requirements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A checkpoint tensor, as torch shows it."""
+    """The name, dtype and shape of a checkpoint tensor, as torch shows it."""
 
     name: str
     kind: torch.dtype
@@ -184,7 +187,7 @@ class _Source:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Place:
-    """A destination of a box of a checkpoint tensor; scratch has no tensor before it is allocated."""
+    """A destination of a box of a checkpoint tensor; in scratch it has no tensor until that is allocated."""
 
     source: _Source
     box: Box
@@ -199,8 +202,8 @@ class _Place:
         return cut(self.tensor, Box(start=start, stop=tuple(a - b for a, b in zip(box.stop, begin, strict=True))))
 
 
-class _Keep:
-    """The destinations, tensor after tensor; scratch is allocated when all are known."""
+class _Destinations:
+    """The destinations of all required boxes, tensor after tensor; scratch is allocated when all are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
         self._model, self._live, self._touched = model, live_tensors(model), touched
@@ -212,21 +215,24 @@ class _Keep:
         self._moves: list[tuple[_Place, Record]] = []
 
     def lay(self, source: _Source, records: Sequence[Record], *, whole: bool) -> None:
-        """Find places for what is wanted of one tensor, the larger boxes first."""
+        """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_Place] = []
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
             self._rows.append((mine[0], mine[0].box))
             self._whole[source.name] = mine[0]
-        views = [(one, None if whole else self._direct(one, source)) for one in records]
+        views = [(entry, None if whole else self._direct(entry, source)) for entry in records]
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
-        apart = not whole and _apart([one.source_box for one in records])
-        for one, view in views:
-            overlapping = [] if apart else [(p, m) for p in mine if (m := meet(p.box, one.source_box))]
-            if inside := next((place for place, common in overlapping if common == one.source_box), None):
-                self._moves.append((inside, one))
+        # The experts of a layer are hundreds of boxes: where one dim separates them all, the comparison of each with
+        # each is skipped.
+        apart = not whole and _apart([entry.source_box for entry in records])
+        for entry, view in views:
+            overlapping = [] if apart else [(p, m) for p in mine if (m := meet(p.box, entry.source_box))]
+            if inside := next((place for place, common in overlapping if common == entry.source_box), None):
+                self._moves.append((inside, entry))
                 continue
-            place = self._add(source, one.source_box, self._live[one.target].device, view)
+            place = self._add(source, entry.source_box, self._live[entry.target].device, view)
+            # Elements that another place receives already are copied from there, so that none crosses the wire twice.
             left = [place.box]
             for other, _ in overlapping:
                 for common in filter(None, [meet(rest, other.box) for rest in left]):
@@ -235,27 +241,31 @@ class _Keep:
             self._rows += [(place, rest) for rest in left]
             mine.append(place)
             if view is None:
-                self._moves.append((place, one))
+                self._moves.append((place, entry))
 
     def _add(self, source: _Source, box: Box, device: torch.device, view: torch.Tensor | None) -> _Place:
         self._places.append(_Place(source=source, box=box, device=device, tensor=view))
         return self._places[-1]
 
-    def _direct(self, one: Record, source: _Source) -> torch.Tensor | None:
-        """The target's own memory as the source box, where that can be read into: in order, in runs, the same bits."""
-        if not one.in_order or one.target in self._touched or any(kind == "cast" for kind, _ in one.steps):
+    def _direct(self, record: Record, source: _Source) -> torch.Tensor | None:
+        """Return a view of the target's memory with the source box's shape; None: it cannot be read into directly.
+
+        Direct reads need the same order of elements, contiguous runs, and the same bits.
+        """
+        if not record.in_order or record.target in self._touched or any(kind == "cast" for kind, _ in record.steps):
             return None
-        target = cut(self._live[one.target], one.target_box)
-        if target.shape != one.source_box.shape:
+        target = cut(self._live[record.target], record.target_box)
+        if target.shape != record.source_box.shape:
             try:
-                target = target.view(one.source_box.shape)
-            except RuntimeError:  # torch's word for strides that do not allow it
+                target = target.view(record.source_box.shape)
+            except RuntimeError:  # raised by torch if the strides do not allow the view
                 return None
+        # The innermost dim must be contiguous, else every element would be a read of its own.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
         return target.view(source.kind) if inner == 1 else None
 
     def made(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
-        """All of it, with scratch allocated."""
+        """Allocate scratch, and return the requirements."""
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
@@ -263,9 +273,9 @@ class _Keep:
         last: list[_Step] = []
         for place, other, box in self._copies:
             steps.setdefault(place.source.name, []).append(_Step(piece=other.cut(box), target=place.cut(box)))
-        for place, one in self._moves:
-            step = _Step(piece=place.cut(one.source_box), target=self._live[one.target], record=one)
-            (last if one.target in self._touched else steps.setdefault(place.source.name, [])).append(step)
+        for place, entry in self._moves:
+            step = _Step(piece=place.cut(entry.source_box), target=self._live[entry.target], record=entry)
+            (last if entry.target in self._touched else steps.setdefault(place.source.name, [])).append(step)
         return Requirements(
             rows=tuple(
                 row_of(p.source.name, p.cut(b), p.source.shape, b.start, tag=tags.get(p.source.name, ""))
@@ -277,7 +287,10 @@ class _Keep:
             unfilled=recording.unfilled,
             _steps={name: tuple(mine) for name, mine in steps.items()},
             _last=tuple(last),
-            _constants=tuple((cut(self._live[one.target], one.target_box), one.value) for one in recording.constants),
+            _constants=tuple(
+                (cut(self._live[constant.target], constant.target_box), constant.value)
+                for constant in recording.constants
+            ),
             _whole={name: place.cut(place.box) for name, place in self._whole.items()},
             _load=load,
             _model=self._model,
@@ -297,10 +310,10 @@ class _Keep:
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
-    """Return whether one dim alone separates all boxes; they may be separate where none does."""
+    """Return whether one dim alone separates all boxes; False does not mean that two boxes overlap."""
     for dim in range(len(boxes[0].start)) if boxes else ():
         runs = sorted((box.start[dim], box.stop[dim]) for box in boxes)
-        if all(one[1] <= other[0] for one, other in pairwise(runs)):
+        if all(run[1] <= other[0] for run, other in pairwise(runs)):
             return True
     return len(boxes) < 2
 
@@ -310,27 +323,31 @@ def _addresses(model: torch.nn.Module) -> dict[str, int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what memory operators write to."""
+    """Dispatch mode that notes the memory that operators write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spans: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.spans += [_span(one) for one in written(func, args, kwargs or {}) if not isinstance(one, Recorded)]
+        self.spans += [
+            _span(tensor) for tensor in written(func, args, kwargs or {}) if not isinstance(tensor, Recorded)
+        ]
         return func(*args, **(kwargs or {}))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Storage, first byte and past the last."""
+    """Return a tensor's storage, its first byte in it, and the end of its last."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = int(tensor.storage_offset()) * tensor.itemsize
     return int(tensor.untyped_storage()._cdata), first, first + (int(reach) * tensor.itemsize if tensor.numel() else 0)
 
 
 def _touched(model: torch.nn.Module, recording: Recording, table: TensorTable, load: Load) -> frozenset[str]:
-    """Live tensors that the loader writes to when it is given the unrecorded tensors alone: records of these come after
-    it."""
+    """Return the live tensors that the loader writes to when it gets only the unrecorded tensors.
+
+    Records into these tensors must be installed after the loader has run.
+    """
     if not recording.unrecorded:
         return frozenset()
     seen = _Watch()

@@ -1,11 +1,11 @@
-"""A model's own parameters declared as the checkpoint's tensors: the recording of its loader, read backwards.
+"""Declaration of a model's own parameters as the checkpoint's tensors: the recording of its loader, reversed.
 
-In: a model's parameters, sharded or not, and what was recorded of that model's loader. Out: `Shard`s by the
-checkpoint's names, of the same memory.
+In: a model's parameters, sharded or not, and the recording of its loader. Out: `Shard`s by the checkpoint's names, of
+the same memory.
 Not here: recording (`record`), declaring parameters (`sync.shards`).
 
     transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
-    holds a shard of that, engines ask for those
+    has a shard of the merged tensor, and engines request the separate ones
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ def checkpoint_shards(
 
     Args:
         params: as for `declared`, by the parameters' names.
-        recording: of the whole model's loader, on one rank; the meta device will do. Casts are left out of account:
-            a parameter is given in its own dtype.
+        recording: of the whole model's loader, on one rank; a model on the meta device is enough. Casts are ignored: a
+            parameter is declared in its own dtype.
 
     Raises:
-        PlanError: part of the loading cannot be recorded, so it cannot be read backwards either; or as `declared`.
+        PlanError: part of the loading was not recorded, so it cannot be reversed; or as `declared`.
 
-    What no record fills (padding, buffers that are computed, the second name of a tied parameter) is not among them.
+    Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
     """
     if recording.unrecorded:
         some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
-        hint = "declare the parameters by names of your own"
+        hint = "declare the parameters under names of your own"
         raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {some}", hint=hint)
     by_target: dict[str, list[Record]] = {}
-    for one in recording.records:
-        by_target.setdefault(one.target, []).append(one)
-    found: dict[str, list[Shard]] = {}
+    for record in recording.records:
+        by_target.setdefault(record.target, []).append(record)
+    shards_of: dict[str, list[Shard]] = {}
     for row in declared(params):
-        for one in by_target.get(row.name, ()):
-            found.setdefault(one.source, []).extend(_shards(row, one, recording.shapes[one.source]))
-    return {name: shards for name, shards in found.items() if shards}
+        for record in by_target.get(row.name, ()):
+            shards_of.setdefault(record.source, []).extend(_shards(row, record, recording.shapes[record.source]))
+    return {name: shards for name, shards in shards_of.items() if shards}
 
 
 def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
     """Return a row's shards of one record's source."""
-    held = _torch_box(row)
-    common = meet(held, record.target_box)
+    box = _torch_box(row)
+    common = meet(box, record.target_box)
     if common is None:
         return
     if any(kind == "view" for kind, _ in record.steps):
-        raise PlanError(f"{record.target} is filled with its bits read as another dtype", tensor=record.source)
+        # A shard declares values of one dtype; bits under another dtype would be sent as wrong values.
+        raise PlanError(f"its loader reads its bits as another dtype in {record.target}", tensor=record.source)
     shown = torch_shape(row.form.dtype, shape)
     strides, first = row.tensor.stride(), int(row.tensor.storage_offset())
-    for part in (one for cut in restrict(_map_of(record), common) for one in boxes(cut)):
-        inside = zip(part.target_start, held.start, strides, strict=True)
+    for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
+        inside = zip(part.target_start, box.start, strides, strict=True)
         begin = first + sum((at - start) * step for at, start, step in inside)
         for start, extent, steps, offset in _boxes(part, strides):
             tensor = row.tensor.as_strided(extent, steps, begin + offset)
@@ -71,7 +72,7 @@ def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]
 
 
 def _torch_box(row: Row) -> Box:
-    """A row's box as torch shows it."""
+    """Return a row's box in torch's elements, where two elements of F4 count as one."""
     start = row.form.box.start
     if row.form.dtype is DType.F4:
         start = (*start[:-1], start[-1] // 2)
@@ -79,7 +80,7 @@ def _torch_box(row: Row) -> Box:
 
 
 def _map_of(record: Record) -> StrideMap:
-    """A record as the map it was made of."""
+    """Return the stride map that a record was made from."""
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}
@@ -88,22 +89,23 @@ def _map_of(record: Record) -> StrideMap:
 
 
 def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
-    """The dim and step of each of the digits that make up a box, the outer first."""
-    found: list[tuple[int, int]] = []
+    """Return the dim and step of each digit of a box, the outer first."""
+    places: list[tuple[int, int]] = []
     dim, left = -1, 1
     for n in digits:
         while left == 1 and n > 1:
             dim += 1
             left = shape[dim]
         left //= n
-        found.append((max(dim, 0), left))
-    return found
+        places.append((max(dim, 0), left))
+    return places
 
 
 def _boxes(
     part: StrideMap, strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
-    """Start, extent, strides and element offset of boxes of the source that one stride a dim can show."""
+    """Yield start, extent, strides and element offset of the boxes of the source with one stride per dim."""
+    # `as_strided` shows one stride per dim: a dim that the loader split into several runs gives several boxes.
     dims: list[list[tuple[int, int]]] = []
     for dim in range(len(part.source_start)):
         runs = [(1, 1)]
@@ -126,7 +128,7 @@ def _boxes(
 
 
 def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Return extent, source step and target stride of the levels above a dim's first."""
+    """Yield extent, source step and target stride of the levels above a dim's first."""
     below = runs[0][0]
     for n, step in runs[1:]:
         yield n, below, step

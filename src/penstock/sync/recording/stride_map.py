@@ -1,8 +1,8 @@
-"""Copies between strided tensors, written in digits: which run of which dim goes to which run of which dim.
+"""Copies between strided tensors as digits: each digit maps a run of a source dim to a run of a target dim.
 
 In: two strided views of one extent, each of a tensor of known shape and strides. Out: `StrideMap`s, cut until both ends
-are boxes; their restriction to a box, and one after the other.
-Not here: what is copied, and the tensors of torch (`record`). No torch.
+are boxes; their restriction to a box, and their composition.
+Not here: the tensors themselves (`record`). No torch.
 
     W [heads * 4, n] viewed as [heads, 4, n], transposed to P [4, heads * n]: three digits
     (heads: dim 0 step 4 -> dim 1 step n)  (4: dim 0 step 1 -> dim 0 step 1)  (n: dim 1 step 1 -> dim 1 step 1)
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from penstock.types import Box
 
 MAX_BOXES = 1 << 14
-"""Most boxes one copy is cut into: more are moved faster by the fallback. DeepSeek-V3's 128 heads make 128."""
+"""Most boxes that one copy is cut into: beyond that, the loader itself is faster. DeepSeek-V3's 128 heads make 128."""
 
 Digit = tuple[int, int, int, int, int]
-"""Extent, source dim, source step, target dim, target step. Source dim -1, step 0: the same element again."""
+"""Extent, source dim, source step, target dim, target step. Source dim -1 with step 0 repeats one element."""
 
 
 class NotBoxes(Exception):
-    """This copy is not one between a few boxes; the message says why. Never leaves the room."""
+    """The copy is not a copy between a few boxes; the message says why. Never leaves the recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,13 @@ class StrideMap:
         return _box(self.target_start, ((n, dim) for n, _, _, dim, _ in self.digits))
 
     def flipped(self) -> StrideMap:
-        """The map of the same elements the other way."""
+        """Return the map of the same elements in the other direction."""
         digits = tuple((n, td, ts, sd, ss) for n, sd, ss, td, ts in self.digits)
         return StrideMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The source box's row-major shape by digits, and the permutation of those that the target box is made of."""
+        """Return the source box's row-major shape by digits, and the permutation of the digits to the target box."""
+        # Digits that continue each other at both ends are one: most copies then are in order, and need no permute.
         merged: list[Digit] = []
         for n, sd, ss, td, ts in sorted(self.digits, key=lambda digit: (digit[1], -digit[2])):
             if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
@@ -69,7 +70,7 @@ def _box(start: tuple[int, ...], runs: Iterator[tuple[int, int]]) -> Box:
 
 
 class Grid:
-    """A tensor's shape and strides: where an element offset lies in it. Not for tensors without elements."""
+    """A tensor's shape and strides, to locate element offsets in it. Not for tensors without elements."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.shape, self.strides = tuple(shape), tuple(strides)
@@ -98,8 +99,9 @@ class Grid:
         for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
             if dim >= 0:
                 last[dim] += step * (n - 1)
+        # Each dim may fit alone while their sum leaves a row: check the last element as well as the first.
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
-            raise NotBoxes("a view that runs on from one row into the next")
+            raise NotBoxes("a view that continues from one row into the next")
         return start, placed
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
@@ -134,7 +136,7 @@ def between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """The copy of a view of `source` to a view of `target`, both of `shape`; offsets and strides in elements.
+    """Return the copy of a view of `source` to a view of `target`, both of `shape`; offsets and strides in elements.
 
     Raises:
         NotBoxes: a view steps unevenly.
@@ -147,22 +149,23 @@ def between(
             halves.append((digit, stride * below))
             below *= digit[0]
     target_start, ends = target.place(target_offset, [(digit[0], stride) for digit, stride in halves])
-    found: list[Digit] = []
+    joined: list[Digit] = []
     for ((_, dim, step, _, _), _), parts in zip(halves, ends, strict=True):
         below = 1
         for n, target_dim, target_step, _, _ in reversed(parts):
-            found.append((n, dim, step * below, target_dim, target_step))
+            joined.append((n, dim, step * below, target_dim, target_step))
             below *= n
-    return StrideMap(source_start=source_start, target_start=target_start, digits=tuple(found))
+    return StrideMap(source_start=source_start, target_start=target_start, digits=tuple(joined))
 
 
 def boxes(whole: StrideMap) -> list[StrideMap]:
-    """The map cut into such as take one box to one box.
+    """Cut a map into maps from one box to one box.
 
     Raises:
-        NotBoxes: they are more than `MAX_BOXES`.
+        NotBoxes: there are more than `MAX_BOXES`.
     """
     loops: set[int] = set()
+    # Taking a digit out can leave a gap under another one: repeat until both ends are boxes.
     while True:
         gaps = _gaps(whole.digits, loops)
         if not gaps:
@@ -170,35 +173,35 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
         loops |= gaps
     if not loops:
         return [whole]
-    kept = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
+    inner = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
     turned = [whole.digits[i] for i in sorted(loops)]
     if (count := math.prod(digit[0] for digit in turned)) > MAX_BOXES:
         raise NotBoxes(f"a copy of {count} separate boxes")
-    found = []
+    maps = []
     for values in itertools.product(*(range(digit[0]) for digit in turned)):
         source, target = list(whole.source_start), list(whole.target_start)
         for value, (_, source_dim, source_step, target_dim, target_step) in zip(values, turned, strict=True):
             if source_dim >= 0:
                 source[source_dim] += value * source_step
             target[target_dim] += value * target_step
-        found.append(StrideMap(source_start=tuple(source), target_start=tuple(target), digits=kept))
-    return found
+        maps.append(StrideMap(source_start=tuple(source), target_start=tuple(target), digits=inner))
+    return maps
 
 
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
-    """Digits that leave gaps in a dim of either end, `loops` left out of account."""
-    found: set[int] = set()
+    """Return the digits that leave gaps in a dim at either end, without those in `loops`."""
+    uneven: set[int] = set()
     for dim_at in (1, 3):
         run: dict[int, int] = {}
         for i in sorted(range(len(digits)), key=lambda i: digits[i][dim_at + 1]):
             dim, step = digits[i][dim_at], digits[i][dim_at + 1]
-            if i in loops or i in found:
+            if i in loops or i in uneven:
                 continue
             if dim < 0 or step != run.get(dim, 1):
-                found.add(i)
+                uneven.add(i)
             else:
                 run[dim] = step * digits[i][0]
-    return found
+    return uneven
 
 
 def meet(one: Box, other: Box) -> Box | None:
@@ -209,13 +212,15 @@ def meet(one: Box, other: Box) -> Box | None:
 
 
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
-    """The part of a map of boxes that writes into `box`, which lies inside its target: one map, or some more where the
-    box cuts a digit that others lie below."""
-    found = [whole]
+    """Return the part of a map of boxes that writes into `box`, which lies inside the map's target.
+
+    It is one map, or several where the box cuts a digit that has others below it.
+    """
+    parts = [whole]
     for dim in range(len(box.start)):
         at, stop = box.start[dim], box.stop[dim]
-        found = [part for old in found for part in _restrict_dim(old, dim, at, stop)]
-    return found
+        parts = [part for old in parts for part in _restrict_dim(old, dim, at, stop)]
+    return parts
 
 
 def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator[StrideMap]:
@@ -226,17 +231,17 @@ def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator
         return
     others = tuple(digit for digit in whole.digits if digit[3] != dim)
     for cuts in _cut([digit[0] for digit in mine], start - first, stop - first):
-        source, target, kept = list(whole.source_start), list(whole.target_start), list(others)
+        source, target, rest_digits = list(whole.source_start), list(whole.target_start), list(others)
         for (skip, extent), (_, source_dim, source_step, _, target_step) in zip(cuts, mine, strict=True):
             source[source_dim] += skip * source_step
             target[dim] += skip * target_step
             if extent > 1:
-                kept.append((extent, source_dim, source_step, dim, target_step))
-        yield StrideMap(source_start=tuple(source), target_start=tuple(target), digits=tuple(kept))
+                rest_digits.append((extent, source_dim, source_step, dim, target_step))
+        yield StrideMap(source_start=tuple(source), target_start=tuple(target), digits=tuple(rest_digits))
 
 
 def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
-    """The numbers [start, stop) as products of digit ranges (first, count)."""
+    """Yield the numbers [start, stop) as products of digit ranges (first, count)."""
     if not extents:
         yield []
         return
@@ -252,7 +257,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
 
 
 def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
-    """`first`, and `then` of what it wrote: maps from the source of the one to the target of the other, not yet boxes.
+    """Compose two maps: yield maps from the source of `first` to the target of `then`, which may not be boxes yet.
 
     Raises:
         NotBoxes: their digits do not divide each other.
@@ -269,8 +274,8 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
 
 
 def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
-    """Both of one target box: from the writer's source to the reader's."""
-    found: list[Digit] = []
+    """Return the map from the writer's source to the reader's, where both have one target box."""
+    joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
         while left and right:
@@ -278,15 +283,15 @@ def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
             common = min(n, m)
             if n % common or m % common:
                 raise NotBoxes("reshapes that do not divide each other")
-            found.append((common, d, s, e, t))
+            joined.append((common, d, s, e, t))
             if n > common:
                 left.append((n // common, d, s * common))
             if m > common:
                 right.append((m // common, e, t * common))
-    return StrideMap(source_start=writer.source_start, target_start=reader.source_start, digits=tuple(found))
+    return StrideMap(source_start=writer.source_start, target_start=reader.source_start, digits=tuple(joined))
 
 
-def _below(one: StrideMap, dim: int) -> list[tuple[int, int, int]]:
-    """Extent, source dim and source step of the digits of one target dim, the outer first."""
-    mine = sorted((digit for digit in one.digits if digit[3] == dim), key=lambda digit: -digit[4])
+def _below(strides: StrideMap, dim: int) -> list[tuple[int, int, int]]:
+    """Return extent, source dim and source step of the digits of one target dim, the outer first."""
+    mine = sorted((digit for digit in strides.digits if digit[3] == dim), key=lambda digit: -digit[4])
     return [digit[:3] for digit in mine]

@@ -26,7 +26,7 @@ def waited(
 def tell(
     one: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
 ) -> None:
-    one.heard(member, Progress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
+    one.note_progress(member, Progress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
 
 
 def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None:
@@ -65,7 +65,7 @@ def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back
     tell(one, "a", 2, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ())
-    one.asked("b")
+    one.note_request("b")
     one.begin(3, ["b"])
     assert not one.decision(3, 0.0).is_over
 

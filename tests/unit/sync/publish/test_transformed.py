@@ -12,7 +12,7 @@ from tests.unit.sync.moved import move
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.hub.sync_messages import TableReply
 from penstock.sync.publish.offer import Offer
-from penstock.sync.publish.transformed import Transformed, Transforms, choose, room
+from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.receive.formats_offered import shown
 from penstock.sync.shards import Row, Shard, declared
 from penstock.transform.formats import format_of
@@ -97,7 +97,7 @@ def test_blocks_that_shards_cut_are_those_of_the_whole(tag: str, grid: tuple[int
         filled(ranks, live)
         check(ranks, expected(whole, tag), tag)
     if grid == (1, 1):
-        assert not any(one.wants or one.seam_bytes for one in ranks)
+        assert not any(one.wants or one.boundary_bytes for one in ranks)
     blocks = sum(int(np.prod(row.form.box.shape)) for one in ranks for row in one.rows)
     assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), "each block is quantised by one rank"
 
@@ -145,22 +145,22 @@ def offer(rows: Sequence[Row], **options: object) -> Offer:
 
 def test_memory_is_bounded_and_said() -> None:
     rows = declared(sharded(tensors(), 0, (3, 1)))
-    nbytes, seam_bytes = room(choose("fp8-block128", rows))
-    made = offer(rows, memory_bytes=nbytes + seam_bytes)
-    assert (made.transformed.nbytes, made.transformed.seam_bytes) == (nbytes, seam_bytes)
-    assert seam_bytes > 0
+    nbytes, boundary_bytes = required_bytes(choose("fp8-block128", rows))
+    made = offer(rows, memory_bytes=nbytes + boundary_bytes)
+    assert (made.transformed.nbytes, made.transformed.boundary_bytes) == (nbytes, boundary_bytes)
+    assert boundary_bytes > 0
     with pytest.raises(BudgetTooSmall) as caught:
-        offer(rows, memory_bytes=nbytes + seam_bytes - 1)
-    assert caught.value.minimum_bytes == nbytes + seam_bytes
+        offer(rows, memory_bytes=nbytes + boundary_bytes - 1)
+    assert caught.value.minimum_bytes == nbytes + boundary_bytes
     copied = sum(memory.nbytes for memory in made.memories)
     with pytest.raises(BudgetTooSmall) as caught:
         offer(rows, memory_bytes=1, copies="device")
-    assert caught.value.minimum_bytes == nbytes + seam_bytes + copied
+    assert caught.value.minimum_bytes == nbytes + boundary_bytes + copied
     # Only the tagged form is offered: there is no copy of what it was made of.
     with pytest.raises(BudgetTooSmall) as caught:
         offer(rows, memory_bytes=1, copies="device", keep_plain=False)
-    assert caught.value.minimum_bytes == nbytes + seam_bytes
-    with pytest.raises(PlanError, match="no tensor can be had"):
+    assert caught.value.minimum_bytes == nbytes + boundary_bytes
+    with pytest.raises(PlanError, match="no tensor can be transformed"):
         offer(rows, transforms={"fp8-block128": ["nothing"]})
 
 
@@ -184,7 +184,7 @@ def test_what_a_receiver_is_shown() -> None:
     }
     assert set(blocks.tags) == {"a.weight", "a.weight_scale_inv"}
     assert list(shown(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
-    with pytest.raises(PlanError, match="nobody publishes tensors as mxfp8; offered are fp8-block128, nvfp4"):
+    with pytest.raises(PlanError, match="no publisher offers tensors as mxfp8; offered are fp8-block128, nvfp4"):
         shown(TOLD, "mxfp8")
 
 

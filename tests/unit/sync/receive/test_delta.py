@@ -125,7 +125,7 @@ def test_any_versions_one_after_the_other(made: World) -> None:
 def test_without_a_base_everything_is_read(made: World) -> None:
     kept = Delta()
     assert ran(made, made.transfer(delta=kept)) == made.part.nbytes
-    assert "no version is held by this plan" in kept.summary(made.transfer().run(made.links()))
+    assert "this plan has received no version" in kept.summary(made.transfer().run(made.links()))
     show(made, 2, [])
     assert ran(made, made.transfer(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
     show(made, 3, [])

@@ -70,12 +70,12 @@ def test_a_snapshot_outlives_the_change(on_host: bool) -> None:
         part = parts(holdings, wants, 1 << 20)[1]
         with VersionSnapshot(live.layout, live.regions.memories, links, on_host=on_host) as replica:
             with pytest.raises(StaleDescriptor):
-                replica.held.map()
+                replica.local_version.map()
             replica.snapshot(4)
             expected = naive(part, [whole(live)], whole(receiver))
             for one in live.regions.memories:
                 content(one)[:] = 0
-            link = LocalLink(replica.held, same_process=False)
+            link = LocalLink(replica.local_version, same_process=False)
             assert link.map.version == 4
             Transfer(part, receiver.regions).run({"p0": link})
             assert np.array_equal(whole(receiver), expected)

@@ -154,7 +154,7 @@ def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
     class Fencing(Filling):
         def digests(self, strips: Strips, *, wait_s: float) -> Answer:
             said = super().digests(strips, wait_s=wait_s)
-            self.held.fence()
+            self.local_version.fence()
             return said
 
     given = made.links() | {"p0": Fencing(made.sources[0], same_process="loopback" in links.transports)}

@@ -115,7 +115,7 @@ def double(model: Holder, weights) -> None:
 
 
 def test_what_is_not_recorded_passes_through_the_loader_loudly_and_first() -> None:
-    with pytest.warns(RuntimeWarning, match=r"1 tensors come whole, .* pass through the loader: v: mul"):
+    with pytest.warns(RuntimeWarning, match=r"1 tensors are received whole, .* pass through the loader: v: mul"):
         want = filled((8, 6), double, {"v": V, "w": W})
     assert dict(want.unrecorded) == {"v": "mul of its values"}
     assert want.why()
@@ -151,7 +151,7 @@ def test_a_loader_that_exchanges_memory_is_refused_after_the_fact() -> None:
         want = wanted(model, record(model, table), table)
     move([declared({"w": W})], [want.rows])
     want.install()
-    with pytest.raises(PlanError, match="other memory") as caught:
+    with pytest.raises(PlanError, match="replaced the memory") as caught:
         want.finish()
     assert (caught.value.mutated, caught.value.tensor) == (True, "p")
 

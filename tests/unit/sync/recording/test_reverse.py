@@ -14,7 +14,7 @@ from penstock.errors import PlanError
 from penstock.sync.recording.record import record
 from penstock.sync.recording.requirements import wanted
 from penstock.sync.recording.reverse import checkpoint_shards
-from penstock.sync.shards import Shard, declared, held_runs
+from penstock.sync.shards import Shard, declared, local_runs
 
 
 def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shard]]:
@@ -24,7 +24,7 @@ def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shar
         held = {}
         for name, whole in model.state_dict().items():
             cut = min(dim, whole.ndim - 1)
-            ((start, stop),) = held_runs(whole.shape[cut], [(count, rank, 1)]) or [(0, 0)]
+            ((start, stop),) = local_runs(whole.shape[cut], [(count, rank, 1)]) or [(0, 0)]
             part = whole.narrow(cut, start, stop - start).clone()
             offset = tuple(start if d == cut else 0 for d in range(whole.ndim))
             held[name] = Shard(tensor=part, global_shape=tuple(whole.shape), offset=offset)
@@ -91,5 +91,5 @@ def test_what_is_not_recorded_or_read_as_other_bits_is_refused() -> None:
     with pytest.raises(PlanError, match="w: mul"):
         checkpoint_shards(model, record(model, table_of({"w": W})))
     model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
-    with pytest.raises(PlanError, match="read as another dtype"):
+    with pytest.raises(PlanError, match="as another dtype"):
         checkpoint_shards(model, record(model, table_of({"w": torch.zeros(8, 6, dtype=torch.uint8)})))
