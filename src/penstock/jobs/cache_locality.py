@@ -61,7 +61,7 @@ class _CachedRanges:
     def __init__(self, source: CachedSource) -> None:
         count = -(-source.nbytes // CACHE_CHUNK_BYTES)
         self._has = np.zeros(count + 1, bool)
-        self._has[[chunk for chunk in source.held() if chunk < count]] = True
+        self._has[[chunk for chunk in source.cached_chunks() if chunk < count]] = True
         self._before: I64 = np.concatenate([[0], np.cumsum(self._has * CACHE_CHUNK_BYTES)]).astype(np.int64)
         self.any = bool(self._has.any())
 

@@ -152,22 +152,22 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     if storage := _storage_of(uri):
         return storage.list(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
-    found: list[str]
+    uris: list[str]
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
-                found = sorted(os.path.join(path, entry.name) for entry in entries if not _is_directory(entry))
+                uris = sorted(os.path.join(path, entry.name) for entry in entries if not _is_directory(entry))
         elif os.path.lexists(path):
-            found = [path]
+            uris = [path]
         else:
-            found = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
+            uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
         raise PermissionDenied("directory cannot be listed", uri=uri, hint=_READABLE) from error
     except OSError as error:
         raise SourceUnavailable(f"directory cannot be listed: {error.strerror}", uri=uri) from error
-    if not found:
+    if not uris:
         raise NotFound("no such file, directory or match", uri=uri)
-    return found
+    return uris
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -46,13 +46,13 @@ _MAGIC = b"PSCHUNK1"
 
 
 OTHERS_SHARE = 0.5
-"""Of `stall_s`: how long a read waits for chunks that another process fetches. Reason: that one may be stopped, and who
-waits must not be taken for stalled."""
+"""Of `stall_s`: how long a read waits for chunks that another process fetches. Reason: that process may
+have been stopped, and this read must not be taken for stalled."""
 
 
 @dataclass(slots=True)
 class CacheStats:
-    """What the cache did for one source."""
+    """Counts of what the cache did for one source."""
 
     hits: int = 0
     """Chunks."""
@@ -65,7 +65,7 @@ class CacheStats:
 
 
 def open_cached(source: Source, *, settings: Settings) -> Source:
-    """`source` behind the cache of `settings.cache_dir`; the source itself where there is none.
+    """Return `source` behind the cache of `settings.cache_dir`; the source itself where there is no cache.
 
     Args:
         source: what tells it from others is its URI, identity and size. (A revision could not: the same weights in
@@ -100,8 +100,11 @@ class CachedSource:
         self._source = source
         self._directory = directory
         name = f"{source.uri}\n{source.identity}\n{source.nbytes}\n{CACHE_CHUNK_BYTES}"
+        # 160 bits of a cryptographic hash: short file names, and no two objects can be made to share a key.
         key = blake3.blake3(name.encode()).hexdigest()[:40]
+        # Two levels, so that no folder gets an entry for every object ever read.
         self._place = directory.path / key[:2] / key
+        # As long as the fetching thread may stay silent: each of its tries may stall once.
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * OTHERS_SHARE
         self._lock = threading.Lock()
@@ -120,19 +123,19 @@ class CachedSource:
             taken = sum(view.nbytes for view in wanted)
             with self._around(offset - start, end - offset - taken) as (before, after):
                 views = [view for view in (before, *wanted, after) if view.nbytes]
-                found = self._chunk(start, views, until)
-            self._count(hits=found is None, asked_bytes=taken)
-            path = found or path
+                path_taken = self._chunk(start, views, until)
+            self._count(hits=path_taken is None, asked_bytes=taken)
+            path = path_taken or path
             offset += taken
         return path
 
     @property
     def shared_as(self) -> str:
-        """What processes have in common that use this cache; see `CacheDirectory.name`."""
+        """Return a name that all processes with this cache have in common; see `CacheDirectory.name`."""
         return "" if self._is_refused else self._directory.name
 
-    def held(self) -> frozenset[int]:
-        """Return the chunks that are here now, by number; not read, so perhaps not sound."""
+    def cached_chunks(self) -> frozenset[int]:
+        """Return the numbers of the chunks that are on the disk now; their digests are not checked here."""
         if self._is_refused:
             return frozenset()
         try:
@@ -141,7 +144,7 @@ class CachedSource:
             return frozenset()
 
     def forget(self, offset: int, nbytes: int) -> bool:
-        """Remove chunks that are as they came, but came damaged. False: none of these bytes is here."""
+        """Remove chunks whose source sent them damaged. Return False where none of these bytes is cached."""
         is_here = False
         for start in range(offset - offset % CACHE_CHUNK_BYTES, offset + nbytes, CACHE_CHUNK_BYTES):
             with contextlib.suppress(OSError):
@@ -156,7 +159,7 @@ class CachedSource:
 
     @contextlib.contextmanager
     def _around(self, before: int, after: int) -> Iterator[tuple[memoryview, memoryview]]:
-        """Scratch memory for the parts of a chunk that the caller does not want."""
+        """Yield scratch memory for the parts of a chunk that the caller does not want."""
         if not before + after:
             yield memoryview(b""), memoryview(b"")
             return
@@ -170,13 +173,14 @@ class CachedSource:
         spare.append(scratch)
 
     def _chunk(self, start: int, views: list[memoryview], until: float) -> str | None:
-        """Fill `views`, which span one chunk. None: from the cache; else the source's path."""
+        """Fill `views`, which span one chunk. Return None if the cache had it, else the source's path."""
         file = self._file(start)
         if self._hit(file, views):
             return None
-        if self.why is not None:  # who waited for another would find nothing
+        if self.why is not None:  # nothing is stored any more, so there is nothing to wait for
             return self._fetch(file, start, views)
-        with self._directory.flight(file, wait_s=self._wait_s, until=until):
+        with self._directory.single_fetch(file, wait_s=self._wait_s, until=until):
+            # Looked for again: another thread or process may have stored the chunk while this one waited.
             return None if self._hit(file, views) else self._fetch(file, start, views)
 
     def _fetch(self, file: Path, start: int, views: list[memoryview]) -> str:
@@ -202,14 +206,18 @@ class CachedSource:
                 self._give_up(f"cannot be read: {error.strerror}")
             return False
         try:
+            # One byte more than a trailer has: a file that is too long then fails the size check below, without an
+            # fstat.
             trailer = bytearray(_TRAILER.size + 1)
             sound = _fill(descriptor, 0, views) == nbytes
             sound = sound and os.preadv(descriptor, [trailer], nbytes) == _TRAILER.size
             sound = sound and trailer[: _TRAILER.size] == _TRAILER.pack(_MAGIC, nbytes, _digest(views))
             if sound:
-                with contextlib.suppress(OSError):  # a cache that may only be read has no use of its own
+                # Eviction goes by mtime, so a hit renews it. A read-only cache refuses, and evicts nothing anyway.
+                with contextlib.suppress(OSError):
                     os.utime(descriptor)
         except OSError:
+            # EIO of a bad disk is damage as a wrong digest is: the source still has the bytes.
             sound = False
         finally:
             os.close(descriptor)
@@ -241,6 +249,7 @@ class CachedSource:
 
 
 def _digest(views: list[memoryview]) -> int:
+    # Not a cryptographic hash: this finds rot, at the speed of memory. Forgery is kept out by the directory's mode.
     digest = xxhash.xxh3_64()
     for view in views:
         digest.update(view)
@@ -248,7 +257,7 @@ def _digest(views: list[memoryview]) -> int:
 
 
 def _fill(descriptor: int, offset: int, views: list[memoryview]) -> int:
-    """Read `views` full from `offset` on; the bytes read, fewer at the end of the file."""
+    """Read into `views` from `offset` on. Return the bytes read; fewer than asked for at the end of the file."""
     left, start = list(views), offset
     while left:
         got = os.preadv(descriptor, left[:IOV], offset)

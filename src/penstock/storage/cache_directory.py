@@ -62,19 +62,19 @@ class CacheDirectory:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """A forked child has none of the threads that may hold these locks."""
+        """Replace the locks in a forked child: the threads that may hold them do not exist there."""
         self._lock = threading.Lock()
-        self._flights: dict[Path, tuple[threading.Lock, int]] = {}
+        self._fetches: dict[Path, tuple[threading.Lock, int]] = {}
 
     @property
     def name(self) -> str:
-        """The same in all processes that share the directory, and in no others; empty: it cannot be told, or made."""
+        """Return a name that only processes sharing the directory have; empty where it cannot be made or identified."""
         try:
             self._make(self.path)
-            found, boot = os.stat(self.path), _boot()
+            state, boot = os.stat(self.path), _boot()
         except OSError:
             return ""
-        return f"{boot}/{found.st_dev}/{found.st_ino}"
+        return f"{boot}/{state.st_dev}/{state.st_ino}"
 
     def refusal(self) -> str:
         """Make the directory, for this user alone, and say why it must not be used; "" where it may.
@@ -84,52 +84,55 @@ class CacheDirectory:
         """
         try:
             self._make(self.path)
-            found = os.lstat(self.path)
-            if not stat.S_ISDIR(found.st_mode):
+            state = os.lstat(self.path)
+            if not stat.S_ISDIR(state.st_mode):
                 return "is not a directory"
-            if found.st_uid not in {os.geteuid(), 0}:
+            if state.st_uid not in {os.geteuid(), 0}:
                 return "belongs to another user"
-            if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != _MODE:
+            if state.st_uid == os.geteuid() and stat.S_IMODE(state.st_mode) != _MODE:
                 os.chmod(self.path, _MODE)
-            elif found.st_uid == 0 and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
+            elif state.st_uid == 0 and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
                 return "may be written to by others"
         except OSError:
-            return ""  # whoever reads or writes finds out, and says so
+            return ""  # the first read or write meets the same error, and reports it
         return ""
 
     def _make(self, folder: Path) -> None:
         """Make a folder of the cache, and what is missing above it; what is ours is for this user alone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for level in (self.path, *reversed(folder.relative_to(self.path).parents[:-1]), folder.relative_to(self.path)):
+            # With its mode at once: between a wide mkdir and a chmod another user could open it.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path / level, _MODE)
 
     @contextlib.contextmanager
-    def flight(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
+    def single_fetch(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
         """Fetch `file` in one thread of one process of this host at a time.
 
         After `wait_s` seconds for a thread, or when the clock is at `until` for a process, it goes on regardless: the
         worst is that the chunk is fetched twice.
         """
         with self._lock:
-            lock, users = self._flights.get(file, (threading.Lock(), 0))
-            self._flights[file] = (lock, users + 1)
-        held = lock.acquire(timeout=wait_s)
+            # The lock counts its users, so that the table has only chunks that are being fetched now.
+            lock, users = self._fetches.get(file, (threading.Lock(), 0))
+            self._fetches[file] = (lock, users + 1)
+        is_locked = lock.acquire(timeout=wait_s)
         try:
             with _claimed(f"{self.name}/{file.relative_to(self.path)}", until):
                 yield
         finally:
-            if held:
+            if is_locked:
                 lock.release()
             with self._lock:
-                lock, users = self._flights[file]
-                self._flights[file] = (lock, users - 1)
+                lock, users = self._fetches[file]
+                self._fetches[file] = (lock, users - 1)
                 if users == 1:
-                    del self._flights[file]
+                    del self._fetches[file]
 
     def write(self, file: Path, views: list[memoryview]) -> None:
-        """Make `file` hold `views`, all or nothing; room is made first. OSError when it cannot."""
+        """Write `views` to `file`, all or nothing, after making room. Raise OSError when it cannot be written."""
         nbytes = sum(view.nbytes for view in views)
+        # It would have to evict every chunk, and then itself.
         if nbytes > self._limit_bytes:
             return
         self._make_room(nbytes)
@@ -140,11 +143,13 @@ class CacheDirectory:
                 raise
             if error.errno != errno.ENOENT:  # (ENOENT: another process removed the folder meanwhile)
                 with self._lock:
+                    # Other files fill the disk too, so the limit says nothing: shrink what there is.
                     self._evict(int(self._measure()[0] * _ROOM) - nbytes)
             self._publish(file, views)
 
     def _publish(self, file: Path, views: list[memoryview]) -> None:
         self._make(file.parent)
+        # The pid alone is not unique: hosts that share the directory over a network have equal ones.
         temporary = file.with_name(f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -152,6 +157,7 @@ class CacheDirectory:
                 _drain(descriptor, views)
             finally:
                 os.close(descriptor)
+            # Without an fsync: a chunk torn by a power loss fails its digest and is fetched again.
             os.rename(temporary, file)
         except OSError:
             with contextlib.suppress(OSError):
@@ -162,6 +168,7 @@ class CacheDirectory:
         with self._lock:
             if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
                 self._known_bytes, self._since_scan_bytes = self._measure()[0], 0
+            # Counted before the write, so that other threads see the room as taken.
             self._known_bytes += nbytes
             self._since_scan_bytes += nbytes
             if self._known_bytes > self._limit_bytes:
@@ -169,12 +176,13 @@ class CacheDirectory:
                 self._since_scan_bytes = 0
 
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
-        """Bytes of all chunk files, and (last use, bytes, path) of each; abandoned temporary files and folders go."""
+        """Return the bytes of all chunk files, and (last use, bytes, path) of each; remove what was abandoned."""
         total, files, now_s = 0, [], time.time()
+        # Bottom up: an empty folder is removed before its parent is looked at.
         for folder, _, names in os.walk(self.path, topdown=False):
             with contextlib.suppress(OSError):  # an object's folder stays a while: its chunks may be coming back
                 if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
-                    os.rmdir(folder)  # fails, rightly, while it holds anything
+                    os.rmdir(folder)  # fails while a chunk is in it, as it should
             for name in filter(_OURS.fullmatch, names):
                 path = os.path.join(folder, name)
                 try:
@@ -190,8 +198,9 @@ class CacheDirectory:
         return total, files
 
     def _evict(self, target_bytes: int) -> int:
-        """Remove the longest unused until `target_bytes` are left; what is left. Readers keep what they opened."""
+        """Remove the longest unused until `target_bytes` are left; return what is left. Open files stay readable."""
         total, files = self._measure()
+        # By mtime, which a hit renews: under the usual relatime mounts atime does not follow reads.
         for _, nbytes, path in sorted(files):
             if total <= max(target_bytes, 0):
                 break
@@ -201,33 +210,37 @@ class CacheDirectory:
         return total
 
 
+# A forked child would keep the names bound for as long as it lives.
 _claims = let_go_in_children(socket.socket.close)
 """A child would hold them for as long as it lives."""
 
 
 @functools.cache
 def _boot() -> str:
-    """Unlike that of any other host."""
+    """Return the id of this boot of this host; no other host has it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @contextlib.contextmanager
 def _claimed(name: str, deadline: float) -> Iterator[None]:
-    """Hold a name that one process of this host can hold, or after the deadline not; it is free when that ends.
+    """Hold a name that only one process of this host can hold; after the deadline, go on without it.
 
-    A socket's name without a file: nothing of it is left, however the process ends. In another network namespace it is
-    another name, and the chunk is fetched twice.
+    The name is an abstract socket address, without a file: the kernel frees it however the process ends. In another
+    network namespace it is another name, and the chunk is fetched twice.
     """
     claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
-        _claims.add(held)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim_socket:
+        _claims.add(claim_socket)
         while True:
             try:
-                held.bind(f"\0penstock-chunk-{claim}")
+                claim_socket.bind(f"\0penstock-chunk-{claim}")
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                    # There is no call that waits for a socket's name to become free.
                     time.sleep(_ASK_S)
                     continue
+            # Bound; or the deadline is past, or no such name can be had here: then the worst is that the chunk is
+            # fetched twice.
             break
         yield
 

@@ -75,9 +75,11 @@ def digest_bodies(
                 for start, nbytes, first in window.pieces:
                     leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
                 if on_bytes is not None:
+                    # Under the lock, so that a caller's counter need not be safe for threads.
                     with lock:
                         on_bytes(window.nbytes)
         finally:
+            # After an error the other threads must not read on; after the end there is nothing left for them.
             stop.set()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-digest") as pool:
@@ -91,7 +93,7 @@ def digest_bodies(
 
 
 def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
-    """Runs of files in order, at most `window_bytes` long, small neighbours together."""
+    """Yield runs of files in order, at most `window_bytes` long, small neighbours together."""
     order = np.lexsort((table.offset, table.file_index))
     columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
     file = start = stop = -1

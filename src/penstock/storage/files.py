@@ -1,6 +1,6 @@
 """Local files: read into the caller's buffers by the cheapest path, or mapped.
 
-In: a path. Out: a `Source`. Also the door to `MappedFile` (`mapped`).
+In: a path. Out: a `Source`. Also exports `MappedFile` (`mapped`).
 Not here: URIs and the choice of a store (`storage`), what the bytes mean (`safetensors`).
 
     readv -> known resident? -> preadv, no questions
@@ -87,7 +87,7 @@ class FileSource:
         """See `Source.readv`. Paths: `page-cache`, `direct`, `buffered`.
 
         Raises SourceChanged if the file was written to before the read ended. So the bytes of all reads that succeeded
-        are of one state, whoever reads, in whatever order.
+        are of one state of the file, from any thread and in any order.
 
         Cost: what is known to be cached is one preadv(2); the rest asks once per 64 MiB, and once per request where
         a 64 MiB window is not wholly cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
@@ -98,6 +98,8 @@ class FileSource:
             raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
         if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= _MAX_BUFFERS:
+            # With RWF_NOWAIT: were the pages evicted meanwhile, a plain read would wait for readahead instead of going
+            # direct.
             nbytes_read = -1
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
@@ -107,6 +109,7 @@ class FileSource:
             if nbytes_read == nbytes:
                 self.require_unmodified()
                 return "page-cache"
+            # It was evicted since it was seen cached: ask before each further read of these windows.
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
         path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
         self.require_unmodified()
@@ -148,11 +151,12 @@ class FileSource:
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
+            # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
             with interrupt.postponed():
                 self.close()
 
     def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
-        """Ask where the range is, read each run of it by its own path; the word of the costliest path taken."""
+        """Ask where the range is and read each run by its own path; return the name of the costliest path taken."""
         taken = set()
         for start, stop, path in self._ask(offset, nbytes):
             part = _cut(buffers, start - offset, stop - start)
@@ -179,6 +183,8 @@ class FileSource:
         runs: list[tuple[int, int, str]] = []
         for start in range(offset - offset % _GRANULE_BYTES, stop, _GRANULE_BYTES):
             a, b = max(start, offset), min(start + _GRANULE_BYTES, stop)
+            # Over half cached: copying those pages and reading the rest buffered is cheaper than reading all from the
+            # device.
             mostly = (resident_pages(self._fd, a, b - a) or 0) * 2 > num_pages(a, b - a)
             path = "page-cache" if mostly and self._arrived(b - 1) else "direct"
             if runs and runs[-1][2] == path:
@@ -187,7 +193,7 @@ class FileSource:
         return runs
 
     def _arrived(self, position: int) -> bool:
-        """Whether the byte is in the page cache and its page filled, by RWF_NOWAIT; True where that is not supported.
+        """Return whether the byte's page is cached and filled, by RWF_NOWAIT; True where that is not supported.
 
         cachestat counts pages that readahead has only asked for. Reading those buffered asks for the next ones, so a
         file with a cached head would be read whole at the pace of readahead, a half or third of direct I/O's.
@@ -240,7 +246,7 @@ class FileSource:
             offset += got
 
     def _read_absent(self, offset: int, buffers: list[memoryview]) -> str:
-        """Direct I/O of what is aligned, buffered heads and tails; buffered altogether where it is refused."""
+        """Read the aligned middle by direct I/O, head and tail buffered; all of it buffered where that is refused."""
         fd = self._open_direct()
         if fd < 0:
             self._read_buffered(offset, buffers)
@@ -256,7 +262,8 @@ class FileSource:
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
-        """Read what direct I/O gives; what is left (after a refusal or a short read), and its offset."""
+        """Read what direct I/O gives; return what is left (after a refusal or a short read), and its offset."""
+        # A short read may end anywhere, and only an aligned offset can go on by direct I/O.
         while buffers and offset % self._alignment[1] == 0:
             try:
                 got = os.preadv(fd, _cut(buffers[:_MAX_BUFFERS], 0, _DIRECT_STEP_BYTES), offset)
@@ -272,12 +279,13 @@ class FileSource:
         return buffers, offset
 
     def _open_direct(self) -> int:
-        """The descriptor for direct I/O, opened when the first absent range is read; -1: refused, `why` says why."""
+        """Return the descriptor for direct I/O, opened for the first absent range; -1: refused, `why` says why."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
         with self._lock, interrupt.deferred():
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
+            # O_DIRECT belongs to the open file, not to a read, so buffered and direct reads need a descriptor each.
             alignment = direct_alignment(self._fd)
             if alignment == (0, 0):
                 return self._refuse_direct("no direct I/O on this file (statx)")
@@ -287,6 +295,7 @@ class FileSource:
                 return self._refuse_direct(
                     f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
                 )
+            # It was opened by its path, which may name another file by now.
             if state_of(os.fstat(fd)).identity != self.identity:
                 os.close(fd)
                 self.check_unchanged()
@@ -296,8 +305,9 @@ class FileSource:
             return fd
 
     def _refuse_direct(self, why: str) -> int:
-        """Read buffered from now on, with readahead; returns -1."""
+        """Read buffered from now on, with readahead; return -1."""
         self.why, self._refused = why, True
+        # Buffered reads live on the readahead that the constructor switched off.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return -1
 
@@ -315,14 +325,14 @@ class FileSource:
 
 def _cut(buffers: list[memoryview], skip: int, nbytes: int | None = None) -> list[memoryview]:
     """Return the buffers without their first `skip` bytes, up to `nbytes` of them."""
-    found = []
+    cut = []
     for buffer in buffers:
         part = buffer[skip:] if nbytes is None else buffer[skip : skip + nbytes]
         skip = max(skip - buffer.nbytes, 0)
         if part.nbytes:
-            found.append(part)
+            cut.append(part)
             nbytes = None if nbytes is None else nbytes - part.nbytes
-    return found
+    return cut
 
 
 def _align(
@@ -334,6 +344,7 @@ def _align(
     for buffer in buffers:
         head = -offset % offset_step
         middle = (buffer.nbytes - head) // offset_step * offset_step
+        # Offset and address must be aligned both, or the kernel answers EINVAL.
         if middle < _DIRECT_MIN_BYTES or (address_of(buffer) + head) % address_step:
             head, middle = buffer.nbytes, 0
         for start, stop, direct in (

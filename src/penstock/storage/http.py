@@ -44,7 +44,7 @@ class HttpStorage:
 
 
 class PlainAddress:
-    """A URL as the user wrote it; where it redirects to is remembered until that is refused.
+    """A URL as the user wrote it, and the target of its redirect until that target is refused.
 
     Args:
         uri: http:// or https://, with user and password or not.
@@ -54,6 +54,8 @@ class PlainAddress:
     def __init__(self, uri: str, options: Mapping[str, str]) -> None:
         try:
             self._origin = urlsplit(uri)
+            # `port` is parsed when it is read: a bad one must fail here, as a ConfigError, and not in the first
+            # request.
             _ = self._origin.port
         except ValueError as error:
             raise ConfigError(f"{clean(uri)} is not a URL: {error}") from error
@@ -79,6 +81,7 @@ class PlainAddress:
     def headers(self, url: SplitResult) -> Mapping[str, str]:
         """See `Address.headers`."""
         same = (url.scheme, url.netloc) == (self._origin.scheme, self._origin.netloc)
+        # A redirect to another host must not carry the credentials of the first.
         return self._headers if same else {}
 
     def renew(self, status: int) -> bool:
@@ -98,6 +101,7 @@ class PlainAddress:
             return "it redirects to something that is no http(s) URL"
         if url.scheme == "https" and target.scheme == "http":
             return "it redirects from https to http"
+        # Kept: following the redirect again for every range would double the requests.
         self._current = target._replace(netloc=target.netloc.rpartition("@")[2], fragment="")
         return None
 
@@ -127,10 +131,10 @@ class HttpSource:
         self.received_bytes = 0
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is asked for again.
+        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is requested again.
 
-        A server that answers with less than was asked for is asked once for all from there on: what limits ranges
-        often lets a whole object pass. If it does not, the rest is asked for range by range.
+        A server that answers with less than the range gets one request for all from there on: servers that limit the
+        length of ranges often let a whole object pass. Where they do not, the rest is requested range by range.
         """
         stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
@@ -162,6 +166,7 @@ class HttpSource:
                             del left[0]
                 patience.progress()
             except Failed as failed:
+                # Bytes came, so this is a new failure, with all its retries and a renewal of the address.
                 if offset > before:
                     patience.progress()
                     renewed = False
@@ -199,6 +204,7 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     try:
         return HttpSource(name, address, _probe(name, address, pool, settings), settings=settings)
     finally:
+        # The source holds the pool for itself by now; after an error nothing does.
         pool.drop()
 
 
@@ -213,6 +219,7 @@ def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Valida
                     continue
                 seen = exchange.first_seen()
                 if exchange.reply.status == 206:
+                    # An answer that is read to its end leaves a connection that the first range can use.
                     exchange.readinto(memoryview(bytearray(1)))
                 return seen
         except Failed as failed:
@@ -220,7 +227,7 @@ def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Valida
 
 
 def clean(uri: str) -> str:
-    """`uri` without user information, query and fragment, fit to be shown. Object store URIs hold none."""
+    """Return `uri` without user information, query and fragment, fit to be shown. Object store URIs hold none."""
     if not uri.lower().startswith(("http://", "https://")):
         return uri
     scheme, _, rest = uri.partition("://")

@@ -35,19 +35,20 @@ _CQE = struct.Struct("<QiI")
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 # The same call without letting go of the GIL, which a busy thread would keep for a switch interval: to submit only.
-_held: Any = ctypes.PyDLL(None, use_errno=True)
-_held.syscall.restype = ctypes.c_long
+_libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
+_libc_holding_gil.syscall.restype = ctypes.c_long
 
 
 def _entered(result: int) -> int:
-    """Return what io_uring_enter returned; OSError unless it only found nothing to do for now."""
+    """Return what io_uring_enter returned. Raise OSError unless it only had nothing to do for now."""
+    # EAGAIN, EBUSY: short of memory, or completions wait to be reaped. The caller reaps and calls again.
     if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
         raise OSError(code, "io_uring_enter")
     return result
 
 
 def refusal() -> str:
-    """Why this system cannot be asked for a ring; "" where it can."""
+    """Return why this system has no ring to offer; "" where it has one."""
     if sys.platform != "linux":
         return "io_uring is Linux's"
     if platform.machine() != "x86_64":
@@ -57,7 +58,7 @@ def refusal() -> str:
 
 
 class Uring:
-    """One ring of `entries` reads in flight. One thread uses it.
+    """A ring of `entries` reads in flight, for use by one thread.
 
     Raises:
         OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
@@ -98,7 +99,9 @@ class Uring:
             self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
         )
         self._words[self._sq_array + index] = index
+        # The rings' indices are 32-bit counters that wrap around; the mask makes them slots.
         self._tail = (self._tail + 1) & 0xFFFFFFFF
+        # Stored last: x86 keeps stores in order, so the kernel that sees the new tail sees the whole entry.
         self._words[self._sq_tail] = self._tail
         self._unsubmitted += 1
 
@@ -108,25 +111,30 @@ class Uring:
         A result is the bytes read, or minus an errno.
         """
         if self._unsubmitted:
-            done = int(_held.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0)))
+            # Submitting does not block (min_complete 0, every read goes to a worker), so keeping the GIL delays nobody.
+            done = int(
+                _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
+            )
             self._unsubmitted -= max(0, _entered(done))
-        found = self._reap()
-        if not found:
+        completed = self._reap()
+        if not completed:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
+            # With the timeout as an argument (5.11); before that it took an entry of the ring itself.
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
             _entered(int(_libc.syscall(_SYS_ENTER, self._fd, 0, 1, flags, self._arg, self._arg_bytes)))
-            found = self._reap()
-        return found
+            completed = self._reap()
+        return completed
 
     def _reap(self) -> list[tuple[int, int]]:
-        found = []
+        completed = []
         head, tail = self._words[self._cq_head], self._words[self._cq_tail]
         while head != tail:
             token, result, _ = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)
-            found.append((token, result))
+            completed.append((token, result))
             head = (head + 1) & 0xFFFFFFFF
+        # After the entries were read: from here on the kernel may overwrite them.
         self._words[self._cq_head] = head
-        return found
+        return completed
 
     def close(self) -> None:
         """Free the ring. Nothing may be in flight. Idempotent."""

@@ -38,7 +38,7 @@ _HINT = "load it when nobody writes to it; to replace a file, write a new one an
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells one content of a file from another, as fstat(2) gave it."""
+    """The parts of fstat(2) that tell one content of a file from another."""
 
     dev: int
     inode: int
@@ -61,15 +61,15 @@ class FileState:
         return self.ctime_ns == other.ctime_ns or self.access != other.access
 
 
-def state_of(found: os.stat_result) -> FileState:
+def state_of(result: os.stat_result) -> FileState:
     """Return the parts of a stat result that matter here."""
     return FileState(
-        dev=found.st_dev,
-        inode=found.st_ino,
-        nbytes=found.st_size,
-        mtime_ns=found.st_mtime_ns,
-        ctime_ns=found.st_ctime_ns,
-        access=(found.st_mode, found.st_uid, found.st_gid, found.st_nlink),
+        dev=result.st_dev,
+        inode=result.st_ino,
+        nbytes=result.st_size,
+        mtime_ns=result.st_mtime_ns,
+        ctime_ns=result.st_ctime_ns,
+        access=(result.st_mode, result.st_uid, result.st_gid, result.st_nlink),
     )
 
 
@@ -102,7 +102,7 @@ def _settled(fd: int, path: str) -> FileState:
     """Return the file's state at a moment when every write that comes later will change it.
 
     A write sets the times when it begins, and then copies for as long as it takes: one of gigabytes may be under way
-    with times that will not change again. SEEK_DATA waits for the inode's lock, which such a write holds (ext4, btrfs,
+    with times that will not change again. SEEK_DATA waits for the inode's lock, which a write holds (ext4, btrfs,
     tmpfs; on XFS reads themselves wait). A second write in the same tick of the kernel's clock would leave the times
     as they are, so wait for the tick to pass.
     """
@@ -111,31 +111,32 @@ def _settled(fd: int, path: str) -> FileState:
     while True:
         with contextlib.suppress(OSError):  # ENXIO: an empty file; EINVAL: this file system has no SEEK_DATA
             os.lseek(fd, 0, os.SEEK_DATA)
-        found = state_of(os.fstat(fd))
+        state = state_of(os.fstat(fd))
         # A time far ahead is another clock's (a file server's): its tick cannot be waited for.
-        ahead_ns = found.ctime_ns - time.clock_gettime_ns(_COARSE_CLOCK)
-        if found == before and not 0 <= ahead_ns < 1_000_000_000:
-            return found
+        ahead_ns = state.ctime_ns - time.clock_gettime_ns(_COARSE_CLOCK)
+        if state == before and not 0 <= ahead_ns < 1_000_000_000:
+            return state
         if time.monotonic() > deadline:
             raise SourceChanged("file is being written to", uri=path, hint=_HINT)
-        if found == before:
+        if state == before:
             time.sleep(_TICK_S)
-        before = found
+        before = state
 
 
 def require_unchanged(fd: int, path: str | None, uri: str, state: FileState) -> None:
     """Raise if the open file, or the file now at `path` if one is given, is not the one of `state`."""
     try:
-        found = state_of(os.fstat(fd))
-        now = found if path is None else state_of(os.stat(path))
+        current = state_of(os.fstat(fd))
+        now = current if path is None else state_of(os.stat(path))
     except FileNotFoundError as error:
         raise SourceChanged("file was removed since it was opened", uri=uri) from error
     except OSError as error:
         raise typed_error(error, uri, None) from error
-    if found.nbytes < state.nbytes:
-        message = f"file had {state.nbytes} bytes when it was opened and has {found.nbytes} now"
-        raise SourceTruncated(message, uri=uri, byte_range=(found.nbytes, state.nbytes))
-    if not state.same_content(found):
+    # Before the test for a change, which a truncation is too: this error names the bytes that are gone.
+    if current.nbytes < state.nbytes:
+        message = f"file had {state.nbytes} bytes when it was opened and has {current.nbytes} now"
+        raise SourceTruncated(message, uri=uri, byte_range=(current.nbytes, state.nbytes))
+    if not state.same_content(current):
         raise SourceChanged("file was modified since it was opened", uri=uri, hint=_HINT)
     if now.identity != state.identity:
         raise SourceChanged("file was replaced since it was opened", uri=uri)
@@ -152,6 +153,7 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
         if state.nbytes > max_bytes:
             raise FormatError(f"{state.nbytes} bytes are too many; at most {max_bytes} are read", uri=path)
         parts, left = [], state.nbytes
+        # read(2) gives at most 2 GiB at once, and may give less on a network file system.
         while left and (part := os.read(fd, left)):
             parts.append(part)
             left -= len(part)

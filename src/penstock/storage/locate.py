@@ -1,6 +1,6 @@
-"""What a URI stands for: which files of weights, called what, with which index and manifest beside them.
+"""Lookup of the files that a URI stands for: their names, their index and their manifest.
 
-In: a file, prefix, prefix, glob, index or list of files. Out: `Place`.
+In: a file, directory, prefix, glob, index or list of files. Out: `Place`.
 Not here: what the files hold (`weight_set`), how they are opened (`open_source`).
 
     directory --index there?--> its shards, else every *.safetensors --> Place(files, weight_map, sidecar)
@@ -63,10 +63,10 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         NotFound: no such place, or no safetensors file in it.
         FormatError: the index is malformed, or names files outside its directory.
     """
-    uris = texts_of(uri)
-    if len(uris) != 1:
-        return _of_list(uris)
-    place = uris[0]
+    texts = texts_of(uri)
+    if len(texts) != 1:
+        return _of_list(texts)
+    place = texts[0]
     prefix = _prefix_of(place)
     if prefix is not None and place.endswith(INDEX_SUFFIX):
         raw = read_small(place, settings=settings, storage_options=storage_options)
@@ -74,15 +74,15 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
             raise NotFound("no such index", uri=display(place))
         return _of_index(place, place, raw, prefix)
     if _is_file(place):
-        return _of_files(place, [place], _beside(place))
+        return _of_files(place, [place], _sidecar_of(place))
     if prefix is None or _is_glob(place):
-        found = list_uris(place, settings=settings, storage_options=storage_options)
-        return _of_files(place, _weights(found, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
+        listed = list_uris(place, settings=settings, storage_options=storage_options)
+        return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
     return _of_directory(place, prefix, settings, storage_options)
 
 
 def look(uri: Uri) -> None:
-    """Whether a local place is there, before torch is imported to read it; no file is opened, a remote one not asked.
+    """Raise unless a local place is there, before torch is imported to read it; open no file, ask no remote storage.
 
     Raises:
         NotFound: it is not there, or has no safetensors file. PermissionDenied, SourceUnavailable: see `list_uris`.
@@ -96,21 +96,22 @@ def look(uri: Uri) -> None:
         return
     prefix = _prefix_of(place)
     try:
-        found = list_uris(place if prefix is None or _is_glob(place) else prefix, settings=Settings.read())
+        uris = list_uris(place if prefix is None or _is_glob(place) else prefix, settings=Settings.read())
     except NotFound as error:
         raise _nothing_at(place) from error
-    if _choose_index(prefix or "", found) is None:
-        _weights(found, place, prefix)
+    if _choose_index(prefix or "", uris) is None:
+        _weights(uris, place, prefix)
 
 
 def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
     if _is_http(place):
         return _as_published(place, prefix, settings, options)
     try:
-        found = list_uris(prefix, settings=settings, storage_options=options)
+        uris = list_uris(prefix, settings=settings, storage_options=options)
     except PermissionDenied:
         if not is_remote(place):
             raise
+        # Public buckets often allow reading and forbid listing.
         return _as_published(place, prefix, settings, options)
     except NotFound as error:
         if not is_remote(place):
@@ -118,14 +119,14 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
         # An object may be called anything; only its listing tells it from a prefix.
         if list_uris(place, settings=settings, storage_options=options) != [place]:
             raise
-        return _of_files(place, [place], _beside(place))
-    index = _choose_index(prefix, found)
+        return _of_files(place, [place], _sidecar_of(place))
+    index = _choose_index(prefix, uris)
     if index is not None:
         raw = read_small(index, settings=settings, storage_options=options)
         if raw is None:
             raise NotFound("the index was removed while the directory was read", uri=display(index))
         return _of_index(place, index, raw, prefix)
-    return _of_files(place, _weights(found, place, prefix), f"{prefix}{SIDECAR}")
+    return _of_files(place, _weights(uris, place, prefix), f"{prefix}{SIDECAR}")
 
 
 def _nothing_at(path: str) -> NotFound:
@@ -157,7 +158,7 @@ def sidecar_uri(uri: Uri) -> str:
     """
     place = _text(uri)
     prefix = _prefix_of(place)
-    where = _beside(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
+    where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
     if where is None:
         raise ConfigError("a glob over directories or a query has no place for a manifest", uri=display(place))
     return where
@@ -169,7 +170,7 @@ def signature_uri(uri: Uri) -> str:
 
 
 def display(uri: str) -> str:
-    """`uri` without the user and query of a URL, where secrets stand."""
+    """Return `uri` without the user and query of a URL, where secrets stand."""
     if not _is_http(uri):
         return uri
     from penstock.storage.http import clean
@@ -180,7 +181,7 @@ def display(uri: str) -> str:
 def texts_of(uri: Uris) -> list[str]:
     """Return the text of every path or URI given, `file://` taken away. ConfigError: see `text_of`."""
     several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
-    return [_text(one) for one in several]
+    return [_text(entry) for entry in several]
 
 
 def _text(uri: object) -> str:
@@ -193,7 +194,7 @@ def _is_http(uri: str) -> bool:
 
 
 def _is_glob(uri: str) -> bool:
-    """HTTP has no listing, and `?` begins a query there; a local path that exists is itself, whatever its letters."""
+    """Return whether `uri` is a glob. HTTP has none (`?` begins a query); a local path that exists is itself."""
     if _is_http(uri) or not glob.has_magic(uri):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
@@ -220,13 +221,13 @@ def _is_child(uri: str, prefix: str | None) -> bool:
     return prefix is None or "/" not in uri.removeprefix(prefix)
 
 
-def _beside(file: str) -> str | None:
+def _sidecar_of(file: str) -> str | None:
     """Return where a single file's manifest is; a URL with a query has no such place."""
     return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
 
 
-def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    files = [name for name in found if name.endswith(SUFFIX) and _is_child(name, prefix)]
+def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
+    files = [name for name in uris if name.endswith(SUFFIX) and _is_child(name, prefix)]
     if not files:
         raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
     if prefix is not None and any(_MODEL.search(name) for name in files):
@@ -235,19 +236,20 @@ def _weights(found: Sequence[str], place: str, prefix: str | None) -> list[str]:
 
 
 def left_out(uri: str, taken: Collection[str]) -> list[str]:
-    """Paths of a local directory's files of safetensors that its weight set has not; none of other places."""
+    """Return paths of a local directory's safetensors files that its weight set leaves out; none for other places."""
     path = local_path(uri) if not is_remote(uri) else ""
     if not os.path.isdir(path):
         return []
-    found = list_uris(path, settings=Settings.read())
-    return [one for one in found if one.endswith(SUFFIX) and os.path.basename(one) not in taken]
+    uris = list_uris(path, settings=Settings.read())
+    return [file for file in uris if file.endswith(SUFFIX) and os.path.basename(file) not in taken]
 
 
-def _choose_index(prefix: str, found: Sequence[str]) -> str | None:
-    indexes = [name for name in found if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
+def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
+    indexes = [name for name in uris if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
         return named[0]
+    # Of several indexes under unusual names none is more right than another: then all files count.
     return indexes[0] if len(indexes) == 1 else None
 
 
@@ -282,7 +284,7 @@ def _of_list(uris: Sequence[str]) -> Place:
 
 
 def _named(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Files by their last part, or by all below the directory they share where last parts clash."""
+    """Return files by their last part, or by all below the directory they share where last parts clash."""
     names = [uri.partition("?")[0].rpartition("/")[2] for uri in uris]
     if len(set(names)) < len(names):
         parts = [uri.split("/") for uri in uris]

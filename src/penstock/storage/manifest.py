@@ -36,7 +36,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sidecar(msgspec.Struct, forbid_unknown_fields=True):
-    """A manifest as it is written. Rows are sorted by name; blocks are little-endian."""
+    """The fields of a manifest file. Rows are sorted by name; blocks are little-endian."""
 
     leaf_bytes: int
     revision: str
@@ -85,6 +85,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
     if not raw.startswith(MAGIC):
         raise FormatError("not a penstock manifest", uri=uri)
     try:
+        # A view: a manifest may have a gigabyte, and a slice of bytes would copy it.
         sidecar = _SIDECAR.decode(memoryview(raw)[len(MAGIC) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"malformed manifest: {error}", uri=uri) from error
@@ -98,9 +99,9 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
         return sidecar
     if len(sidecar.leaves) % 8:
         raise FormatError(f"leaves are {len(sidecar.leaves)} bytes, not a multiple of 8", uri=uri)
-    found = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
-    if found != sidecar.revision:
-        raise IntegrityError(f"manifest says {sidecar.revision[:70]!r}, its content is {found}", uri=uri)
+    revision = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
+    if revision != sidecar.revision:
+        raise IntegrityError(f"manifest says {sidecar.revision[:70]!r}, its content is {revision}", uri=uri)
     return sidecar
 
 
@@ -124,14 +125,17 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     offset = _column(sidecar.offset, len(names), "offset", uri)
     if any(file.nbytes < 0 for file in sidecar.files):
         raise FormatError("file of negative size", uri=uri)
+    # msgpack's integers go to 2^64, which an int64 column cannot hold.
     sizes = np.array([min(file.nbytes, 2**63 - 1) for file in sidecar.files] or [0], np.int64)
     wrong = (file_index < 0) | (file_index >= len(sidecar.files))
+    # Subtracted, not added: offset + nbytes of a hostile manifest could wrap around.
     wrong |= (offset < 0) | (offset > sizes[np.where(wrong, 0, file_index)] - nbytes)
     if wrong.any():
         raise FormatError("place outside its file", uri=uri, tensor=names[int(wrong.argmax())][:200])
     leaves = None
     if sidecar.leaves is not None:
         leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
+        # In floats: a sum of hostile sizes wraps in int64, and every honest count is far below 2^53.
         expected = leaf.num_leaves(nbytes, sidecar.leaf_bytes).sum(dtype=np.float64)
         if expected != leaves.size:
             raise FormatError(f"{leaves.size} leaves; the tensors have {expected:.0f}", uri=uri)
@@ -150,7 +154,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
 
 
 def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ...], tuple[tuple[int, ...], ...]]:
-    """Names, dtypes and shapes from `digest.leaf.canonical` bytes."""
+    """Return names, dtypes and shapes from `digest.leaf.canonical` bytes."""
     used, codes, ranks, dims, lengths, text = _split_blocks(body, uri)
     dtypes = [_DTYPES.get(name) for name in used.split(b"\n")] if used else []
     if None in dtypes:
@@ -169,6 +173,7 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
         names = _names(text, ends)
     except UnicodeDecodeError as error:
         raise FormatError("name in a manifest is not UTF-8", uri=uri) from error
+    # Strictly rising proves both at once: sorted, and no name twice.
     if any(a >= b for a, b in pairwise(names)):
         raise FormatError("names of a manifest are not sorted, or one stands twice", uri=uri)
     flat: list[int] = np.frombuffer(dims, "<i8").tolist()
@@ -179,6 +184,7 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
 
 def _names(text: bytes, ends: I64) -> tuple[str, ...]:
     if text.isascii():
+        # In ASCII byte offsets are character offsets: one decode for all names, then slices.
         whole = text.decode()
         return tuple(whole[a:b] for a, b in pairwise(ends.tolist()))
     return tuple(text[a:b].decode() for a, b in pairwise(ends.tolist()))
@@ -205,7 +211,7 @@ def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
 
 
 def sign(raw: bytes, private_key_pem: bytes) -> bytes:
-    """Detached Ed25519 signature, 64 bytes, over a manifest's bytes.
+    """Return the detached Ed25519 signature, 64 bytes, over a manifest's bytes.
 
     Raises:
         ConfigError: the key is not an unencrypted Ed25519 private key in PEM.
@@ -221,7 +227,7 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
 
 
 def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
-    """Hold a manifest's bytes to their signature.
+    """Verify a manifest's bytes against their signature.
 
     Raises:
         IntegrityError: the signature is not this key's over these bytes.
@@ -240,7 +246,7 @@ def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None
 
 
 def leaves_of(manifest: Manifest, rows: I64) -> U64 | None:
-    """Leaves of these rows of `manifest`, in this order; None when it has none."""
+    """Return the leaves of these rows of `manifest`, in this order; None when it has none."""
     if manifest.leaves is None:
         return None
     return leaf.take_leaves(manifest.leaves, leaf.num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), rows)

@@ -80,6 +80,7 @@ class MappedFile:
             if at is None:
                 start = offset - offset % PAGE_BYTES
                 part = Part(self._map(start, stop - start), offset - start, nbytes)
+                # After the mapping, not before: a write between a check and the mapping would go unseen.
                 self.require_unmodified()
                 return part.bytes()
             mapping, index = at
@@ -158,7 +159,7 @@ class MappedFile:
             raise typed_error(error, self.uri, (start, start + nbytes)) from error
 
     def _place(self, offset: int, stop: int) -> tuple[Mapping, int] | None:
-        """The mapping of the whole file and the index for a new part; None if bytes of it were handed out before."""
+        """Return the mapping of the whole file and the index for a new part; None if bytes of it were viewed before."""
         whole = self._whole() if self._whole is not None else None
         if whole is None:
             try:
@@ -166,16 +167,18 @@ class MappedFile:
             except DestinationError:  # too little address space for the file; there may be enough for the view
                 return None
             self._whole = weakref.ref(whole)
+            # A view keeps its mapping alive, and the mapping is gone: no view of it is left.
             self._starts, self._stops, self._parts = [], [], []
         index = bisect.bisect_left(self._starts, stop)
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
     def _live(self, offset: int, stop: int) -> list[tuple[Part, int]]:
-        """Live parts that meet the range, with their file offsets."""
+        """Return the live parts that meet the range, with their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
-            found = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
-        return [(part, base) for part, base in found if part is not None]
+            parts = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
+        # None: its view is gone. The entry stays: its pages were given up, so the range must not be handed out again.
+        return [(part, base) for part, base in parts if part is not None]
 
     def _scratch(self, offset: int, stop: int) -> tuple[Part, int]:
         """Return a mapping of the range for the time of one call, and its file offset."""

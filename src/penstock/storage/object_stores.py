@@ -1,4 +1,4 @@
-"""obstore's stores for s3://, gs:// and az:// URIs, with the ecosystem's own credentials, and its errors as ours.
+"""Stores of obstore for s3://, gs:// and az:// URIs, with the ecosystem's own credentials, and its errors as ours.
 
 In: a URI, `storage_options`, the environment by the ecosystem's names. Out: a `Place`: a store and a key in it.
 Not here: what is done with them (`objects`), plain http(s) (`http`).
@@ -90,7 +90,7 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
 
     Raises:
         ConfigError: the URI or an option is wrong.
-        MissingExtra: a profile is asked for and boto3 is not installed.
+        MissingExtra: an AWS profile is named and boto3 is not installed.
     """
     check_process()
     scheme, _, rest = uri.partition("://")
@@ -125,8 +125,8 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     )
 
 
-def twin_for_urls(place: Place, *, settings: Settings, options: Mapping[str, str]) -> Store:
-    """A store that signs with made-up credentials: its URLs, without their query, are an anonymous reader's URLs."""
+def anonymous_signing_store(place: Place, *, settings: Settings, options: Mapping[str, str]) -> Store:
+    """Return a store that signs with made-up credentials: its URLs without query are an anonymous reader's URLs."""
     named = {name: value for name, value in options.items() if not name.endswith("skip_signature")}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
     environ = {name: value for name, value in ecosystem("AWS_").items() if name != "AWS_PROFILE"}
@@ -217,25 +217,26 @@ def _store(
 
 
 def _profile(config: dict[str, Any], environ: Mapping[str, str]) -> str | None:
-    """The AWS profile that gives the credentials, in boto3's order of precedence; None when something else does."""
+    """Return the AWS profile that gives the credentials, in boto3's order of precedence; None if none does."""
     if "profile" in config:
         return str(config.pop("profile"))
-    given = {name.lower().removeprefix("aws_") for name in (*config, *environ)}
-    if {"access_key_id", "skip_signature"} & given:
+    options = {name.lower().removeprefix("aws_") for name in (*config, *environ)}
+    if {"access_key_id", "skip_signature"} & options:
         return None
     if "AWS_PROFILE" in environ:
         return environ["AWS_PROFILE"]
-    if "web_identity_token_file" in given:
+    if "web_identity_token_file" in options:
         return None
     file = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     try:
+        # Without a default profile the instance's role is next, which obstore asks for by itself.
         return "default" if "[default]" in file.read_text() else None
     except (OSError, UnicodeError):
         return None
 
 
 def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialProvider:
-    """Credentials, region and endpoint of an AWS profile, through boto3."""
+    """Return the credentials of an AWS profile through boto3; set its region and endpoint in `config`."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -259,7 +260,7 @@ _first_pid: int | None = None
 
 
 def check_process() -> None:
-    """Before every use of a store. obstore's threads do not survive a fork, and it would wait for them for ever.
+    """Raise if this process was forked after a store was used: obstore's threads do not survive a fork.
 
     Raises:
         ConfigError: stores were used before this process was forked off.
@@ -276,7 +277,7 @@ def check_process() -> None:
 
 @contextlib.contextmanager
 def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None]:
-    """Raise obstore's errors as ours."""
+    """Raise obstore's errors as errors of penstock."""
     try:
         yield
     except PenstockError:
@@ -303,8 +304,8 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
 def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
     """Return the error for what obstore has no type for, by the HTTP status in its text (listing: every status)."""
     text = str(error)
-    found = re.search(r"status code: (\d{3})", text)
-    status = int(found[1]) if found else 0
+    match = re.search(r"status code: (\d{3})", text)
+    status = int(match[1]) if match else 0
     if _NO_CREDENTIALS in text:
         return PermissionDenied(
             "no credentials found",
@@ -312,6 +313,7 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
             hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
             "skip_signature=true reads public buckets",
         )
+    # The text is searched because obstore gives these statuses no type of their own.
     if status in {400, 401, 403}:  # 400: S3's answer to HEAD for an expired token or another region, without a word
         return PermissionDenied(
             _brief(error), uri=uri, hint="check the credentials, what they may read, and the region"
@@ -326,7 +328,7 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
 
 
 def _brief(error: Exception) -> str:
-    """One line of a library's message: status and code, or its first line without queries, which hold signatures."""
+    """Return one line of a message: status and code, or its first line without queries, which hold signatures."""
     text = str(error)
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:

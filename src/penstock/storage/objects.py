@@ -23,7 +23,7 @@ from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavai
 from penstock.http.range_request import Address, Validators
 from penstock.http.retry import Arrivals, Patience
 from penstock.storage.http import HttpSource
-from penstock.storage.object_stores import Place, Store, check_process, locate, mapped, twin_for_urls
+from penstock.storage.object_stores import Place, Store, anonymous_signing_store, check_process, locate, mapped
 from penstock.storage.registry import read_whole
 from penstock.storage.source import Source, span
 
@@ -160,6 +160,7 @@ class StoreSource:
     def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:
         check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
+        # If-Match compares strongly (RFC 9110, 13.1.1): a weak ETag would never match.
         if self.identity and not self.identity.startswith("W/"):
             options["if_match"] = self.identity
         result = obstore.get(self._place.store, self._place.key, options=options)
@@ -226,8 +227,8 @@ def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) ->
         if not place.root.startswith("s3"):
             return None, "anonymous"
         with mapped(place.uri):
-            twin: Store = twin_for_urls(place, settings=settings, options=options)
-            url = obstore.sign(twin, "GET", place.key, timedelta(seconds=_SIGNED_S))
+            signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
+            url = obstore.sign(signing_store, "GET", place.key, timedelta(seconds=_SIGNED_S))
         return AnonymousAddress(urlsplit(url)._replace(query="")), ""
     address = SignedAddress(place)
     if place.root.startswith("s3"):
@@ -240,7 +241,7 @@ def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) ->
 
 
 def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """The objects that `uri` names, sorted: that one object, those directly under a prefix, or those a glob matches.
+    """Return the objects that `uri` names, sorted: one object, those directly under a prefix, or a glob's matches.
 
     Args:
         uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
@@ -252,6 +253,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     options = storage_options or {}
     place = locate(uri, settings=settings, options=options)
     key = place.key
+    # An object and a prefix may have one name: the object wins, since a user who means the prefix can add a slash.
     if key and not key.endswith("/") and _exists(place):
         return [uri]
     glob = _GLOB.search(key)
@@ -259,10 +261,10 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     with mapped(uri):
         if nested:
-            found = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]
+            metas = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]
         else:
-            found = list(obstore.list_with_delimiter(place.store, prefix or None)["objects"])
-    keys = [meta["path"] for meta in found if meta["path"] != prefix]
+            metas = list(obstore.list_with_delimiter(place.store, prefix or None)["objects"])
+    keys = [meta["path"] for meta in metas if meta["path"] != prefix]
     if glob:
         pattern = _pattern(key)
         keys = [name for name in keys if pattern.fullmatch(name)]
@@ -317,4 +319,5 @@ def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: M
     """
     place = locate(uri, settings=settings, options=storage_options or {})
     with mapped(uri):
+        # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
         obstore.put(place.store, place.key, data, use_multipart=False)

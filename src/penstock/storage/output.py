@@ -30,9 +30,9 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class OutputSet:
-    """A directory of safetensors files whose tensors have places before they have bytes; nobody's until `publish`.
+    """A directory of safetensors files whose tensors have places before they have bytes; hidden until `publish`.
 
-    Several processes may hold it open; each byte is written by whoever has it, in any order, once or more.
+    Several processes may hold it open; each writes the bytes it has, in any order, once or more.
 
     Args:
         directory: where the set grows; made by `create`.
@@ -56,7 +56,9 @@ class OutputSet:
     ) -> None:
         count = len(body_nbytes)
         self.groups = tuple(groups) or ("",) * count
-        self.directory, self.table, self._body_nbytes = directory, table, body_nbytes
+        self.directory = directory
+        self.table = table
+        self._body_nbytes = body_nbytes
         self.names = names_of(self.groups)
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
@@ -90,11 +92,12 @@ class OutputSet:
             raise
 
     def make(self) -> None:
-        """`create` without the room."""
+        """Make the directory and the files as `create` does, but reserve no room."""
         with typed(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for name, header in zip(self.names, self._headers, strict=True):
                 (self.directory / name).parent.mkdir(exist_ok=True)
+                # Without O_TRUNC: a job that is resumed finds the bytes it wrote before.
                 fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:
                     os.pwrite(fd, header, 0)
@@ -102,10 +105,11 @@ class OutputSet:
                     os.close(fd)
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Room for all bodies in files that `make` made, unless `is_over` says to stop. DiskFull; what was made stays.
+        """Reserve room for all bodies in files that `make` made, unless `is_over` says to stop. DiskFull; files stay.
 
         Cost: in tmpfs 0.3 s a GB of a file, for its pages are allocated; files do not wait for each other.
         """
+        # sched_getaffinity and not cpu_count: a container has fewer cores than its host.
         with typed(self.directory), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for _ in pool.map(partial(self._allocate, is_over), self.names, self.file_nbytes):
                 pass
@@ -149,7 +153,7 @@ class OutputSet:
 
     def index(self) -> dict[str, bytes]:
         """Return the index files by their names; none where a single file needs none, or a name has a star."""
-        found = {}
+        indexes = {}
         for group in dict.fromkeys(self.groups):
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
             if self.groups.count(group) == 1 or "*" in group:
@@ -159,11 +163,11 @@ class OutputSet:
             shards = dict(zip(map(self.name_of, rows), names, strict=True))
             total = {"total_size": int(self.table.nbytes[rows].sum())}
             raw = msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": shards}), indent=2)
-            found[f"{place}model.safetensors.index.json"] = raw
-        return found
+            indexes[f"{place}model.safetensors.index.json"] = raw
+        return indexes
 
     def sync(self) -> None:
-        """Have the files' bytes on the disk."""
+        """Write the files' bytes to the disk."""
         with typed(self.directory):
             for fd in self._fds:
                 os.fsync(fd)
@@ -174,6 +178,7 @@ class OutputSet:
         Raises:
             ConfigError: something is at `into`. DiskFull, DestinationError: nothing appeared.
         """
+        # Bytes before names: after a crash no name may lead to a file without its content.
         self.sync()
         with typed(self.directory):
             for name, data in {**self.index(), **small}.items():
@@ -183,14 +188,17 @@ class OutputSet:
                     file.flush()
                     os.fsync(fd)
             for directory in dict.fromkeys([*((self.directory / name).parent for name in self.names), self.directory]):
+                # A file is durable only once the directory that names it is.
                 _sync_directory(directory)
+        # As late as possible: the shorter the time before the rename, the less can take the name. (Not atomic:
+        # rename(2) of a directory replaces an empty one, and fails on any other.)
         require_free(into)
         with typed(into):
             os.rename(self.directory, into)
             _sync_directory(into.parent)
 
     def remove(self) -> None:
-        """Nobody wants them any more."""
+        """Remove the directory and all its files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
@@ -201,29 +209,34 @@ class OutputSet:
 
 
 class OutputRegion(OutputSet):
-    """The same in memory, for a set of one file: its bodies alone, by a path that processes of this host can open.
+    """An output set in memory, for one file: its bodies alone, by a path that processes of this host can open.
 
-    Whoever has the memory makes it, shows it and frees it: not this.
+    The owner of the memory creates, shares and frees it; this class only names and writes it.
     """
 
     def __init__(self, path: Path, table: TensorTable) -> None:
-        self.directory, self.table, self.groups = path, table, ("",)
-        self.names, self.data_offset = [""], [0]
-        self._body_nbytes, self._headers, self._fds = [int(table.nbytes.sum())], [b""], []
+        self.directory = path
+        self.table = table
+        self.groups = ("",)
+        self.names = [""]
+        self.data_offset = [0]
+        self._body_nbytes = [int(table.nbytes.sum())]
+        self._headers = [b""]
+        self._fds = []
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """It is there."""
+        """Do nothing: the memory exists already."""
 
 
 def file_names(count: int) -> list[str]:
-    """As checkpoints' shards are called everywhere."""
+    """Return the names that checkpoints' shards have everywhere."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def names_of(groups: Sequence[str]) -> list[str]:
-    """Files of a set, given the group of each: in a directory for each group, or called so with a star for the part."""
+    """Return the files of a set, given each one's group: in a directory per group, or with the part for a star."""
     seen: dict[str, list[str]] = {}
     for group in dict.fromkeys(groups):
         count = groups.count(group)
@@ -235,7 +248,7 @@ def names_of(groups: Sequence[str]) -> list[str]:
 
 
 def require_free(into: Path) -> None:
-    """ConfigError where something is at `into` already; an empty directory is nothing."""
+    """Raise ConfigError where something is at `into` already; an empty directory does not count."""
     if into.is_dir() and not any(into.iterdir()):
         return
     if into.exists() or into.is_symlink():
@@ -252,7 +265,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def typed(path: Path) -> Iterator[None]:
-    """The house's error for an OSError of the file system that is written to."""
+    """Map an OSError of the file system that is written to, to DiskFull or DestinationError."""
     try:
         yield
     except PenstockError:  # of what is read meanwhile; NotFound and PermissionDenied are OSErrors too

@@ -1,4 +1,4 @@
-"""What the kernel can be asked about an open file, and its mappings: the calls Python's `os` does not have.
+"""System calls about open files and mappings that Python's `os` does not have.
 
 In: descriptors, ranges in bytes. Out: residency, direct-I/O alignment, mapped memory.
 Not here: what is done with the answers (`files`). Elsewhere than Linux every question answers "unknown".
@@ -55,7 +55,7 @@ _FiveWords = ctypes.c_uint64 * 5
 
 
 def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
-    """Pages of `[offset, offset + nbytes)` in the page cache, without blocking and without starting I/O.
+    """Return the pages of a range that are in the page cache, without blocking and without starting I/O.
 
     None where the kernel will not say: before Linux 6.5, on hugetlbfs, or (since 6.15) on a file that the caller
     neither owns nor may write.
@@ -65,8 +65,8 @@ def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
     if not _LINUX:
         return None
     answer = _FiveWords()
-    asked = _TwoWords(offset, nbytes)
-    if _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, ctypes.byref(asked), ctypes.byref(answer), 0):
+    byte_range = _TwoWords(offset, nbytes)
+    if _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, ctypes.byref(byte_range), ctypes.byref(answer), 0):
         return None
     return int(answer[0])
 
@@ -81,6 +81,7 @@ def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -
         OSError: there is no room; the file may have some of it.
     """
     for at in range(0, nbytes, _RESERVED_BYTES):
+        # Looked at for every GiB: one call for the whole file would take seconds in tmpfs.
         if is_over():
             return
         code = _fallocate(fd, at, min(_RESERVED_BYTES, nbytes - at))
@@ -95,33 +96,35 @@ def _fallocate(fd: int, offset: int, nbytes: int) -> int:
     if not _LINUX:
         return errno.ENOSYS
     while _libc.fallocate(fd, 0, offset, nbytes):
+        # A signal ends a long fallocate; what it reserved stays, and the next call goes on.
         if (code := ctypes.get_errno()) != errno.EINTR:
             return code
     return 0
 
 
 def num_pages(offset: int, nbytes: int) -> int:
-    """Pages that `[offset, offset + nbytes)` touches."""
+    """Return the number of pages that `[offset, offset + nbytes)` touches."""
     return (offset + nbytes + PAGE_BYTES - 1) // PAGE_BYTES - offset // PAGE_BYTES
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """(address, offset) alignment in bytes that direct I/O on this file needs; (0, 0): it has none; None: unknown."""
+    """Return the (address, offset) alignment that direct I/O on this file needs; (0, 0): it has none; None: unknown."""
     statx = getattr(_libc, "statx", None) if _LINUX else None
     if statx is None:
         return None
-    found = ctypes.create_string_buffer(_STATX_BYTES)
-    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found):
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return None
-    mask: int = struct.unpack_from("=I", found, 0)[0]
+    mask: int = struct.unpack_from("=I", answer, 0)[0]
+    # A kernel may have statx without this field; the mask says which fields it filled.
     if not mask & _STATX_DIOALIGN:
         return None
-    address, offset = struct.unpack_from("=II", found, _STATX_DIOALIGN_AT)
+    address, offset = struct.unpack_from("=II", answer, _STATX_DIOALIGN_AT)
     return int(address), int(offset)
 
 
 def address_of(buffer: memoryview) -> int:
-    """Address of the first byte of a writable buffer of at least one byte."""
+    """Return the address of the first byte of a writable buffer of at least one byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
@@ -152,7 +155,7 @@ class Mapping:
         _mmap(self.address, nbytes, access, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd, offset)
 
     def pages(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Address and length of the whole pages of a part."""
+        """Return address and length of the whole pages of a part."""
         first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
         return first, max(0, (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first)
 
@@ -191,7 +194,7 @@ class Part:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
 
     def bytes(self) -> memoryview:
-        """Writable, format "B"; the memoryview keeps the part alive."""
+        """Return the bytes, writable, format "B"; the memoryview keeps the part alive."""
         return memoryview(np.asarray(self).data)
 
     def populate(self, start: int, nbytes: int) -> bool:
@@ -205,6 +208,7 @@ class Part:
         """
         if not _LINUX:
             return False
+        # madvise(2) takes page-aligned addresses only; bringing in the rest of the first page is one page at most.
         head = (self.address + start) % PAGE_BYTES
         if _libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
             return True
@@ -215,10 +219,10 @@ class Part:
 
 
 def _mmap(address: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
-    found: int = _libc.mmap(address, nbytes, access, flags, fd, offset)
-    if found == _MAP_FAILED:
+    mapped_at: int = _libc.mmap(address, nbytes, access, flags, fd, offset)
+    if mapped_at == _MAP_FAILED:
         raise _os_error()
-    return found
+    return mapped_at
 
 
 def _os_error() -> OSError:

@@ -1,4 +1,4 @@
-"""The one reader of safetensors headers and index files, and the header as it is written.
+"""Reader of safetensors headers and index files, and writer of headers.
 
 In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
 Not here: the bodies (`engine`; `output` writes them), sets of files (`weight_set`).
@@ -55,7 +55,7 @@ _LARGE_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Header:
-    """What one file says of itself, checked."""
+    """The checked content of one file's header."""
 
     tensors: TensorTable
     """In file order; `file_index` is 0, offsets are absolute."""
@@ -156,10 +156,10 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     else:
         if b"__metadata__" not in raw and b"\\" not in raw:
             return {}, raw
-        found = strict_json.decode(_METADATA_ONLY, raw, uri=uri).value
-        if bytes(found) == b"null":
+        raw_value = strict_json.decode(_METADATA_ONLY, raw, uri=uri).value
+        if bytes(raw_value) == b"null":
             return {}, raw
-        value, rest = bytes(found), strict_json.blank(raw, found)
+        value, rest = bytes(raw_value), strict_json.blank(raw, raw_value)
     num_strings = strict_json.num_strings(value)
     if num_strings > 2 * MAX_METADATA_KEYS:
         raise FormatError(f"{_METADATA} of more than {MAX_METADATA_KEYS} entries", uri=uri)
@@ -174,6 +174,7 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
 
 def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
     if len(rest) > _LARGE_BYTES:
+        # Counted before decoding: a Python object for each of a hostile header's entries would take gigabytes.
         objects = strict_json.count_byte(rest, b"{")
         if objects > MAX_TENSORS + 1:
             raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
@@ -186,6 +187,7 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _raise_for_entry(rest, error, uri)
     # A tensor has five strings: its name, three keys and its dtype.
+    # The default is not None, so None means that the key was there.
     has_metadata = entries.pop(_METADATA, entries) is None
     if strict_json.num_strings(rest) != 5 * len(entries) + has_metadata:
         strict_json.refuse_duplicates(rest, uri=uri)
@@ -286,6 +288,7 @@ def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
             np.fromiter([span.stop for span in spans], np.int64, len(spans)),
         )
     except OverflowError:
+        # JSON has integers of any length, numpy has not: found only now, on the way to the error.
         row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
         raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=clip(list(entries)[row])) from None
 
@@ -313,7 +316,7 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
 
 
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
-    """The `weight_map` of a `*.safetensors.index.json`: tensor name -> shard file name, relative, below the index.
+    """Return the `weight_map` of a `*.safetensors.index.json`: tensor name -> shard file, relative, below the index.
 
     Raises:
         FormatError: malformed, a name twice, or a shard name that leaves the index's own directory.
@@ -321,11 +324,11 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
     strict_json.check_utf8(raw, uri=uri)
-    found = strict_json.decode(_INDEX, raw, uri=uri).weight_map
-    weight_map = strict_json.decode(_STRINGS, found, uri=uri)
-    if strict_json.num_strings(bytes(found)) != 2 * len(weight_map):
+    raw_map = strict_json.decode(_INDEX, raw, uri=uri).weight_map
+    weight_map = strict_json.decode(_STRINGS, raw_map, uri=uri)
+    if strict_json.num_strings(bytes(raw_map)) != 2 * len(weight_map):
         raise FormatError("weight_map names a tensor twice", uri=uri)
-    strict_json.refuse_duplicates(strict_json.blank(raw, found), uri=uri)
+    strict_json.refuse_duplicates(strict_json.blank(raw, raw_map), uri=uri)
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
             tensor = next(name for name, at in weight_map.items() if at == shard)
@@ -359,6 +362,7 @@ def encode_header(
             raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)
         header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
     raw = msgspec.json.encode(header)
+    # Spaces, as the format says; 8 bytes align the bodies for every dtype it has.
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)

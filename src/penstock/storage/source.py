@@ -17,7 +17,7 @@ MAX_SMALL_BYTES = GIB
 
 
 class Source(Protocol):
-    """One readable file or object, of fixed identity and size, opened once and read by many threads.
+    """A readable file or object of fixed identity and size, opened once and read by many threads.
 
     Attributes:
         uri: where it is, as the user would name it; never holds a secret.

@@ -40,7 +40,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: s
 
 
 def check_utf8(raw: bytes, *, uri: str) -> None:
-    """FormatError unless all of `raw` is UTF-8; msgspec checks only the strings it keeps."""
+    """Raise FormatError unless all of `raw` is UTF-8; msgspec checks only the strings it keeps."""
     if raw.isascii():
         return
     try:
@@ -50,12 +50,12 @@ def check_utf8(raw: bytes, *, uri: str) -> None:
 
 
 def count_byte(raw: bytes, byte: bytes) -> int:
-    """Occurrences of one byte; numpy counts dense ones five times faster than `bytes.count`."""
+    """Count the occurrences of one byte; numpy counts dense ones five times faster than `bytes.count`."""
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
 def num_strings(raw: bytes) -> int:
-    """Number of strings, keys included, in valid JSON.
+    """Return the number of strings, keys included, in valid JSON.
 
     Removing escaped backslashes, left to right, and then escaped quotes leaves only quotes that open or close a string:
     a run of backslashes pairs up from its start, and JSON has backslashes only inside strings.
@@ -90,7 +90,7 @@ def refuse_duplicates(raw: bytes, *, uri: str) -> None:
 
 
 def blank(raw: bytes, value: msgspec.Raw) -> bytes:
-    """`raw` with one of its values replaced by `null`.
+    """Return `raw` with one of its values replaced by `null`.
 
     Args:
         raw: a document.
@@ -105,6 +105,6 @@ def _address(view: memoryview) -> int:
 
 
 def clip(value: object) -> str:
-    """At most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
+    """Return at most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
     text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -55,6 +55,7 @@ def publish_remote(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    # Index and manifest last: a reader that finds them finds every file that they name.
     last = {**out.index(), SIDECAR: small[SIDECAR]}
     for name, data in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
         write_small(f"{prefix}/{name}", data, settings=settings, storage_options=storage_options)
@@ -62,7 +63,7 @@ def publish_remote(
 
 
 def require_none(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """ConfigError where a whole weight set is under the prefix already."""
+    """Raise ConfigError where a whole weight set is under the prefix already."""
     prefix = uri.rstrip("/")
     try:
         there = list_objects(f"{prefix}/{SIDECAR}", settings=settings, storage_options=storage_options)

@@ -63,8 +63,8 @@ _REMOTE_THREADS = 16
 """Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
 the 100 shards of a large checkpoint in a few round trips. Reason: below the 32 connections a load itself opens."""
 _FEW_FILES = 8
-"""So many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as long again
-(60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow NFS."""
+"""Up to this many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as
+long again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow NFS."""
 
 _LOCAL_THREADS = 4
 """Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
@@ -133,29 +133,30 @@ def open_place(
     storage_options: Mapping[str, str] | None = None,
     names: Names = None,
 ) -> WeightSet:
-    """`open_weights` for a place already resolved."""
+    """Open the weights of a place already resolved, as `open_weights` does."""
     files = list(place.files)
     if place.weight_map is not None and names is not None:
         tensors = list(place.weight_map)
+        # Selected by the index alone, before any file is opened: a few tensors of a large model are one or two shards.
         needed = {place.weight_map[tensors[row]] for row in _select(tensors, names, place.uri)}
         files = [file for file in files if file[0] in needed]
     opened, raw = _open_all(place, files, settings, storage_options)
     try:
-        table = _join([one.header.tensors for one in opened], [one.name for one in opened], place.uri)
+        table = _join([shard.header.tensors for shard in opened], [shard.name for shard in opened], place.uri)
         if place.weight_map is not None:
-            _hold_to_index(table, [one.name for one in opened], place.weight_map, str(place.index_uri))
+            _hold_to_index(table, [shard.name for shard in opened], place.weight_map, str(place.index_uri))
         manifest, why = _manifest(opened, table, raw, place)
         if names is not None:
             manifest = _take(manifest, np.asarray(_select(table.names, names, place.uri), np.int64))
     except BaseException:
-        for one in opened:
-            one.source.close()
+        for shard in opened:
+            shard.source.close()
         raise
-    headers = sum(max(one.header.data_offset, min(HEADER_GUESS_BYTES, one.source.nbytes)) for one in opened)
+    headers = sum(max(shard.header.data_offset, min(HEADER_GUESS_BYTES, shard.source.nbytes)) for shard in opened)
     return WeightSet(
         uri=place.uri,
         manifest=manifest,
-        sources=tuple(one.source for one in opened),
+        sources=tuple(shard.source for shard in opened),
         why_unverified=why,
         opening_bytes=headers + place.index_bytes + len(raw or b""),
     )
@@ -197,6 +198,7 @@ def _open_all(
         return _open_in_turn(files, open_one), sidecar()
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-open") as pool:
+        # Beside the headers, not after them: on an object store it would be one more round trip.
         raw = pool.submit(sidecar)
         jobs = [pool.submit(open_one, file) for file in files]
         try:
@@ -204,6 +206,8 @@ def _open_all(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             for job in jobs:
+                # Files opened before another failed would stay open, and a caller that tries again would run out of
+                # descriptors.
                 if not job.cancelled() and job.exception() is None:
                     job.result().source.close()
             raise
@@ -215,14 +219,14 @@ def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[st
         for file in files:
             opened.append(open_one(file))
     except BaseException:
-        for one in opened:
-            one.source.close()
+        for shard in opened:
+            shard.source.close()
         raise
     return opened
 
 
 def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
-    """One table of all files. FormatError when two of them hold the same name."""
+    """Return one table of all files. FormatError when two of them hold the same name."""
     if len(tables) == 1:
         return tables[0]
     names = tuple(chain.from_iterable(table.names for table in tables))
@@ -246,16 +250,16 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
 
 
 def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], uri: str) -> None:
-    """FormatError unless the opened files hold exactly the tensors that the index puts there."""
-    said = list(map(weight_map.get, table.names))
-    found = [files[file] for file in table.file_index.tolist()]
-    if said != found:
-        row = next(row for row, (a, b) in enumerate(zip(said, found, strict=True)) if a != b)
-        where = "does not name it" if said[row] is None else f"puts it in {clip(said[row])!r}"
-        fault = f"tensor is in shard {clip(found[row])!r}, but the index {where}"
+    """Raise FormatError unless the opened files hold exactly the tensors that the index puts there."""
+    stated = list(map(weight_map.get, table.names))
+    actual = [files[file] for file in table.file_index.tolist()]
+    if stated != actual:
+        row = next(row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b)
+        where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
+        fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
     opened = set(files)
-    if len(found) < sum(shard in opened for shard in weight_map.values()):
+    if len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
         name = next(name for name, shard in weight_map.items() if shard in opened and name not in there)
         fault = f"the index puts it in shard {clip(weight_map[name])!r}, which does not hold it"
@@ -267,13 +271,15 @@ def _manifest(
 ) -> tuple[Manifest, str | None]:
     """Return the manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
     files = tuple(
-        FileEntry(name=one.name, nbytes=one.source.nbytes, identity=one.source.identity, metadata=one.header.metadata)
-        for one in opened
+        FileEntry(
+            name=shard.name, nbytes=shard.source.nbytes, identity=shard.source.identity, metadata=shard.header.metadata
+        )
+        for shard in opened
     )
     if raw is None:
         where = place.sidecar_uri
         why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
-        revision = leaf.headers_revision([one.header.digest for one in opened])
+        revision = leaf.headers_revision([shard.header.digest for shard in opened])
         bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
         return bare, why
     uri = display(str(place.sidecar_uri))
@@ -286,9 +292,10 @@ def _manifest(
 
 
 def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Leaves in the order of `table`. FormatError where sidecar and headers differ; names the first difference."""
+    """Return leaves in the order of `table`. FormatError where sidecar and headers differ; names the first one."""
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
+    # Compared as bytes: equal is the usual case, and then no row has to be unpacked.
     same = sidecar.body == leaf.canonical(table, rows)
     same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
     same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
@@ -297,6 +304,7 @@ def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri
         return _match_part(unpack(sidecar, uri=uri), table, files, uri)
     if sidecar.leaves is None:
         return None
+    # The sidecar's rows are sorted by name; `back` brings its leaves to the order of the table.
     back = np.empty_like(order)
     back[order] = np.arange(len(rows))
     leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
@@ -307,7 +315,7 @@ def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri
 
 
 def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """`_match` for some of the manifest's files; of each, every tensor must agree. Or the difference, named."""
+    """Do as `_match` for some of the manifest's files; of each, every tensor must agree, or the difference is named."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:
@@ -323,8 +331,8 @@ def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry]
     places = np.array([at[file.name] for file in files], np.int64)
     if len(table) < int(np.isin(stated.tensors.file_index, places).sum()):
         there, opened = set(table.names), set(places.tolist())
-        held = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
-        name = next(name for name, file in held if file in opened and name not in there)
+        stated_rows = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
+        name = next(name for name, file in stated_rows if file in opened and name not in there)
         raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
     _compare(table, stated.tensors.take(rows.tolist()), places, uri)
     return leaves_of(stated, rows)
@@ -365,21 +373,21 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     )
     globs = [names] if isinstance(names, str) else list(names)
     row_of = {tensor: row for row, tensor in enumerate(tensors)}
-    found: set[int] = set()
+    selected: set[int] = set()
     missing: list[str] = []
-    for one in globs:
-        rows = [row_of[one]] if one in row_of else []
-        if any(c in one for c in "*?["):
-            match = re.compile(fnmatch.translate(one)).match
+    for glob in globs:
+        rows = [row_of[glob]] if glob in row_of else []
+        if any(c in glob for c in "*?["):
+            match = re.compile(fnmatch.translate(glob)).match
             rows += [row for row, tensor in enumerate(tensors) if match(tensor)]
-        found.update(rows)
+        selected.update(rows)
         if not rows:
-            missing.append(one)
+            missing.append(glob)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
         raise PlanError(message, uri=uri, hint="`penstock inspect URI --all` lists them")
-    return sorted(found)
+    return sorted(selected)
 
 
 def build(

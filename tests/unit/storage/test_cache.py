@@ -286,7 +286,7 @@ def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
     directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
     file = directory.path / "ab" / "00000000"
     hold, go = os.pipe()
-    with directory.flight(file, wait_s=1.0, until=until):
+    with directory.single_fetch(file, wait_s=1.0, until=until):
         child = os.fork()
         if not child:
             os.close(go)
@@ -295,7 +295,7 @@ def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
     entered = threading.Event()
 
     def again() -> None:
-        with directory.flight(file, wait_s=1.0, until=until):
+        with directory.single_fetch(file, wait_s=1.0, until=until):
             entered.set()
 
     thread = threading.Thread(target=again)
@@ -323,9 +323,9 @@ def test_sources_share_their_scratch_memory(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
     source, again = cached(CountingSource(), tmp_path), cached(CountingSource(), tmp_path / "elsewhere")
-    assert source.held() == again.held() == frozenset()
+    assert source.cached_chunks() == again.cached_chunks() == frozenset()
     read(source, 12_345, [10_000])
-    assert source.held() == {1, 2} and again.held() == frozenset()
+    assert source.cached_chunks() == {1, 2} and again.cached_chunks() == frozenset()
     assert source.shared_as == cached(CountingSource(uri="s3://b/2"), tmp_path, cache_bytes=1 << 29).shared_as
     assert source.shared_as != again.shared_as
     assert read(source, 20_000, [10]) == (DATA[20_000:20_010], "cache")
