@@ -14,7 +14,7 @@ from penstock.errors import PlanError
 from penstock.types import I64, MIB
 
 CHUNK_BYTES = 16 * MIB
-"""Largest chunk: 60 GB are 3,600, few enough that their bookkeeping is nothing (0.03 s of Python in all). A
+"""Largest chunk: 60 GB are 3,600 chunks, few enough that their bookkeeping costs 0.03 s of Python in all. A
 receiver has a chunk 3 to 4 ms after its upstream (two processes on two busy cores), most of it the log's answer."""
 
 
@@ -50,21 +50,21 @@ class ChunkTable:
         return len(self.nbytes)
 
     def leaves(self, start: int, stop: int) -> slice:
-        """Leaves of chunks `[start, stop)`."""
+        """Return the leaves of chunks `[start, stop)`."""
         return slice(int(self.first_leaf[start]), int(self.first_leaf[stop]))
 
     def leaves_of(self, chunks: I64) -> I64:
-        """Indices of the leaves of these chunks, chunk after chunk."""
+        """Return the indices of the leaves of these chunks, chunk after chunk."""
         counts = self.first_leaf[chunks + 1] - self.first_leaf[chunks]
         before = np.cumsum(counts) - counts
         return np.repeat(self.first_leaf[chunks] - before, counts) + np.arange(int(counts.sum()))
 
     def pieces(self, chunks: I64) -> Pieces:
-        """Byte ranges of these chunks, in their order; neighbours within a row are one piece."""
+        """Return the byte ranges of these chunks, in their order; neighbours within a row are one piece."""
         return self._joined(self.leaves_of(chunks), np.zeros(0, np.int64))
 
     def pieces_apart(self, chunks: I64) -> tuple[Pieces, I64]:
-        """As `pieces`, but none crosses from a chunk to the next; and per piece its chunk's position in `chunks`."""
+        """Return pieces as `pieces` does, but none crosses chunks; and per piece its chunk's position in `chunks`."""
         counts = self.first_leaf[chunks + 1] - self.first_leaf[chunks]
         starts = np.cumsum(counts) - counts
         pieces = self._joined(self.leaves_of(chunks), starts)
@@ -72,7 +72,7 @@ class ChunkTable:
         return pieces, owner
 
     def _joined(self, at: I64, cuts: I64) -> Pieces:
-        """Leaves as pieces: neighbours within a row are joined, but not across the positions `cuts`."""
+        """Return leaves as pieces: neighbours within a row are joined, but not across the positions `cuts`."""
         row, start, nbytes = self.leaf_row[at], self.leaf_start[at], self.leaf_nbytes[at]
         breaks = np.ones(len(at), bool)
         breaks[1:] = (row[1:] != row[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
@@ -101,11 +101,14 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
     leaf_start = number * leaf_bytes
     leaf_nbytes = np.minimum(row_nbytes[leaf_row] - leaf_start, leaf_bytes)
     stop = np.cumsum(leaf_nbytes)
-    # Greedy: a chunk ends before the leaf that would make it too large. No leaf is larger than `leaf_bytes`, so so many
-    # fit; whether more do is looked for only where they do.
+    # Greedy: a chunk ends before the leaf that would make it too large. No leaf is larger than `leaf_bytes`, so at
+    # least
+    # `least` leaves fit; the search for more runs only where one more fits.
     least, first, end = chunk_bytes // leaf_bytes, [0] if len(stop) else [], len(stop)
     while first and first[-1] < end:
         at = first[-1]
+        # `item` and not `int(stop[at])`: this loop runs once a chunk, and a numpy scalar costs more than the
+        # arithmetic.
         limit, after = stop.item(at) - leaf_nbytes.item(at) + chunk_bytes, min(at + least, end)
         if after < end and stop.item(after) <= limit:
             after += int(stop[after:].searchsorted(limit, side="right"))
@@ -124,7 +127,7 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
 
 
 def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
-    """Sorted chunk numbers as `[start, stop)` ranges."""
+    """Return sorted chunk numbers as `[start, stop)` ranges."""
     if not len(chunks):
         return ()
     cuts = np.flatnonzero(np.diff(chunks) != 1) + 1

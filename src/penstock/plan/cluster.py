@@ -1,4 +1,4 @@
-"""A described cluster, and what a machine's stages were measured to give: what a simulation knows of hardware.
+"""Description of a cluster and the measured rates of a machine's stages: the hardware model of a simulation.
 
 In: numbers, or the JSON of one. Out: frozen `Cluster` and `Rates`; the links between two of its GPUs.
 Not here: what moves (`sync`, `relay`), how flows share links (`flow`), measuring (`penstock doctor --calibrate`).
@@ -65,12 +65,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.num_nodes * self.gpus_per_node
 
     def with_gpus(self, num_gpus: int) -> Cluster:
-        """As many nodes as hold so many GPUs."""
+        """Return the same cluster with as many nodes as `num_gpus` GPUs need."""
         return msgspec.structs.replace(self, num_nodes=max(1, -(-num_gpus // self.gpus_per_node)))
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the stages beside the wire give on one machine. Rates are decimal GB/s of one GPU, costs seconds."""
+    """Rates and costs of the stages other than the wire, on one machine. Rates are GB/s of one GPU, costs seconds."""
 
     name: str
     quantise_gb_per_s: float
@@ -101,11 +101,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     worker_gb_per_s: float = 0.0
     """What a worker of a conversion reads of files in the host's memory, beside its other stages; 0: no bound."""
     answer_s: float
-    """A question to another member's door, answered."""
+    """A request to another member's server, answered."""
     hop_s: float
     """A chunk that a relay has to the same chunk asked for by the next: verified, told, posted."""
     source: tuple[tuple[str, str], ...] = ()
-    """Per figure where it is from; `assumed: ...` where nobody measured it."""
+    """Per figure its source; `assumed: ...` where there is no measurement."""
 
     def check(self) -> None:
         """Raise PlanError unless every rate and cost can be one."""
@@ -158,7 +158,7 @@ H200_RATES = Rates(
         ("gather_s", "penstock.transport.cuda_ipc.MANY"),
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
         ("worker_gb_per_s", "benchmarks/results/h200x2_202611/convert.md, two workers on 32 cores"),
-        ("answer_s", "assumed: a small request to a door"),
+        ("answer_s", "assumed: a small request to a member's server"),
         ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
     ),
 )
@@ -244,6 +244,7 @@ class Links:
         gpus, nics = cluster.num_gpus, cluster.num_nodes * cluster.nics_per_node
         gpu_slow = np.asarray(slowdown, np.float64)
         nic_slow = np.ones(nics)
+        # A NIC that several GPUs share is as slow as the slowest of them.
         np.maximum.at(nic_slow, self._nic(np.arange(gpus)), gpu_slow)
         whole = cluster.storage_gb_per_s or np.inf
         sizes = (
@@ -255,51 +256,55 @@ class Links:
             ("storage of a node", np.full(cluster.num_nodes, cluster.node_storage_gb_per_s or np.inf)),
             ("storage", np.full(1, whole)),
         )
+        # The last, infinite one pads flows of fewer links, so that all have WIDTH columns.
         self.capacity = np.concatenate([*(rates * GB for _, rates in sizes), [np.inf]])
         stops = np.cumsum([len(rates) for _, rates in sizes]).tolist()
         self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
 
     def _nic(self, gpu: I64) -> I64:
-        one = self._cluster
-        local = gpu % one.gpus_per_node * one.nics_per_node // one.gpus_per_node
-        nic: I64 = gpu // one.gpus_per_node * one.nics_per_node + local
+        cluster = self._cluster
+        local = gpu % cluster.gpus_per_node * cluster.nics_per_node // cluster.gpus_per_node
+        nic: I64 = gpu // cluster.gpus_per_node * cluster.nics_per_node + local
         return nic
 
     def _at(self, name: str, number: I64) -> I64:
-        found: I64 = self.classes[name][0] + number
-        return found
+        link: I64 = self.classes[name][0] + number
+        return link
 
     def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
         """Return whether GPUs are of one node."""
-        found: npt.NDArray[np.bool_] = source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
-        return found
+        is_near: npt.NDArray[np.bool_] = (
+            source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
+        )
+        return is_near
 
     def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
         """Return how much longer a read takes NVLink than its bytes, for what is between copies and for short runs."""
         link = self._cluster.nvlink_gb_per_s
         slower = max(link / rates.gather_gb_per_s - 1, 0.0) if rates.gather_gb_per_s else 0.0
-        found: npt.NDArray[np.float64] = 1.0 + (
+        factor: npt.NDArray[np.float64] = 1.0 + (
             num_copies * rates.gap_s * link * GB + short_bytes * slower
         ) / np.maximum(nbytes, 1)
-        return found
+        return factor
 
     def between(self, source: I64, receiver: I64) -> I64:
-        """[num_flows, WIDTH] links from GPUs to GPUs."""
+        """Return the [num_flows, WIDTH] links from GPUs to GPUs."""
         near = self.near(source, receiver)
+        # No third link: the padding one bounds nothing.
         nowhere = np.full(len(source), len(self.capacity) - 1)
         out = np.where(near, self._at("nvlink out", source), self._at("nic out", self._nic(source)))
         into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self._nic(receiver)))
         return np.stack((out, into, nowhere), axis=1)
 
     def from_storage(self, receiver: I64) -> I64:
-        """[num_flows, WIDTH] links from storage to GPUs."""
+        """Return the [num_flows, WIDTH] links from storage to GPUs."""
         node = receiver // self._cluster.gpus_per_node
         all_of_it = np.full(len(receiver), self.classes["storage"][0])
         return np.stack((all_of_it, self._at("storage of a node", node), self._at("pcie in", receiver)), axis=1)
 
 
 def slowdowns(cluster: Cluster, seed: int) -> np.ndarray:
-    """Per GPU 1, or the straggler's factor for those that the seed makes one."""
+    """Return per GPU 1, or the straggler's factor for those that the seed makes one."""
     chance = np.random.default_rng(seed)
     slow = chance.permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
     return np.where(slow, cluster.straggler_slowdown, 1.0)

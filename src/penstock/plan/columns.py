@@ -20,8 +20,8 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def decodable(kind: type[T]) -> type[T]:
-    """Decorator of what `decode` makes: msgspec looks at it now, for it crashes where two threads decode a dataclass
-    that is new to it (0.21)."""
+    """Register a class for `decode`. msgspec sees it now, since it crashes if two threads decode a
+    dataclass that is new to it (0.21)."""
     _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
     return kind
 
@@ -32,7 +32,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """A value of `kind`, a `decodable`. FormatError where the bytes are none; its numbers are not checked yet."""
+    """Return a value of `kind`, a `decodable`. FormatError where the bytes are none; its numbers are not checked."""
     try:
         return cast(T, _decoders[kind].decode(raw))
     except msgspec.DecodeError as error:
@@ -41,10 +41,12 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 def _to_bytes(column: object) -> bytes:
     assert isinstance(column, np.ndarray) and column.dtype == np.int64
+    # Little-endian whatever the machine: equal values must give equal bytes, for plans are compared by digest.
     return column.astype("<i8", copy=False).tobytes()
 
 
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
         raise ValueError("a column is bytes, eight a number")
+    # On little-endian machines this copies nothing and is read-only, which suits a frozen value.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)

@@ -1,4 +1,4 @@
-"""How flows share links: each link divided evenly among those that could use more (max-min), and each flow's own bound.
+"""Sharing of links by flows: max-min fair rates, with a bound on each flow of its own.
 
 In: which links each flow crosses, capacities, bounds. Out: rates; bytes a link carried, as they add up.
 Not here: which flows there are and when (`simulate`), which links a cluster has (`cluster`).
@@ -35,6 +35,7 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         users = np.bincount(mine.reshape(-1), minlength=num_links)
         share = np.full(num_links, np.inf)
         used = users > 0
+        # Subtracting rates can leave a full link a rounding error below zero.
         share[used] = np.maximum(left[used], 0.0) / users[used]
         least = share[mine].min(axis=1)
         if bound is not None:
@@ -42,8 +43,11 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         assert np.isfinite(least).all(), "a flow that nothing bounds"
         # The least any flow of a link gets: where that is the link's own share, the link is settled.
         lowest = np.full(num_links, np.inf)
+        # Column by column: `minimum.at` over a flat index would need the values repeated for each link.
         for column in mine.T:
             np.minimum.at(lowest, column, least)
+        # With a tolerance: rounding must not leave a link a hair above its share, and the loop with a round for each
+        # flow.
         settled = used & (lowest >= share * (1 - 1e-12))
         done = settled[mine].any(axis=1)
         if bound is not None:

@@ -34,7 +34,7 @@ class Boxes:
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> Boxes:
-        """These boxes, of at least one dim."""
+        """Return these boxes as columns, of at least one dim."""
         num_dims = max((len(box.start) for box in boxes), default=1) or 1
         start = np.zeros((len(boxes), num_dims), np.int64)
         stop = np.ones((len(boxes), num_dims), np.int64)
@@ -49,7 +49,7 @@ class Boxes:
         return Boxes(start=self.start[rows], stop=self.stop[rows])
 
     def box(self, i: int) -> Box:
-        """One of them, padded as it is."""
+        """Return box `i`, with its padding."""
         return Box(start=tuple(self.start[i].tolist()), stop=tuple(self.stop[i].tolist()))
 
 
@@ -68,7 +68,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pieces:
-    """What each wanted box takes from each held one; sorted by `want`."""
+    """The box that each wanted box takes from each held one; sorted by `want`."""
 
     want: I64
     """Index among all wanted forms of all kinds."""
@@ -94,7 +94,7 @@ class Strips:
 
 
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Pieces, dict[int, Box]]:
-    """Pieces that cover each wanted box, and the first hole of each that the held ones do not cover.
+    """Return pieces that cover each wanted box, and the first hole of each that the held ones do not cover.
 
     Args:
         forms: of both sides.
@@ -115,14 +115,15 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Piec
         theirs, mine = boxes[held.values[source]], boxes[wanted.values[want]]
         cut = Boxes(start=np.maximum(theirs.start, mine.start), stop=np.minimum(theirs.stop, mine.stop))
         some = np.flatnonzero((cut.stop > cut.start).all(axis=1))
-        found = Pieces(want=want[some], held=source[some], boxes=cut[some])
-        bad = uncovered(boxes[wanted.values[first:stop]], found.want - first, found.boxes) + first
-        parts.append(found if not len(bad) else _untangle(found, bad, boxes[wanted.values[bad]], holes))
+        crossings = Pieces(want=want[some], held=source[some], boxes=cut[some])
+        bad = uncovered(boxes[wanted.values[first:stop]], crossings.want - first, crossings.boxes) + first
+        parts.append(crossings if not len(bad) else _untangle(crossings, bad, boxes[wanted.values[bad]], holes))
     return _joined(parts, boxes.start.shape[1]), holes
 
 
 def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
-    """The wanted boxes whose pieces (those with `of` their index) do not hold each element exactly once; sorted."""
+    """Return, sorted, the wanted boxes whose pieces (`of`: each one's box) do not hold each element exactly once."""
+    # One more than the box: its corners are at `stop`, past its last element.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
@@ -137,6 +138,7 @@ def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
         points = np.concatenate((points + low[:, d], points + high[:, d]))
         signs = np.concatenate((signs, -signs))
     owners, flat, sign = np.tile(owner, len(points)), points.reshape(-1), signs.reshape(-1)
+    # Sorted, equal points are neighbours, and a single pass sums their signs.
     order = np.lexsort((flat, owners))
     owners, flat, sign = owners[order], flat[order], sign[order]
     new = np.ones(len(order), bool)
@@ -160,7 +162,7 @@ def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
 
 
 def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> Strips:
-    """Where the bytes of these boxes lie in both memories: as few strips as dims that do not fold into others allow.
+    """Return where the bytes of these boxes lie in both memories, in as few strips as dims that do not fold allow.
 
     Raises:
         PlanError: a box cuts a byte that packed elements share.
@@ -171,6 +173,7 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     for i, form in enumerate(forms):
         assert form.strides is not None
         steps[i, : len(form.strides)] = form.strides
+    # In bits, so that strides of packed four-bit elements are whole numbers too.
     steps *= bits[:, None]
     theirs, mine = steps[held_form], steps[want_form]
     src = ((boxes.start - all_boxes.start[held_form]) * theirs).sum(axis=1)
@@ -186,6 +189,7 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         turn //= extent[piece, level]
         src, dst = src + digit * near[piece, level], dst + digit * far[piece, level]
     columns = (src, dst, extent[piece, 0], near[piece, 1], far[piece, 1])
+    # In bits until here: four-bit elements lie two a byte, and a box may begin at the second.
     broken = np.any([column % 8 != 0 for column in columns], axis=0)
     if broken.any():
         i = int(piece[broken.argmax()])
@@ -196,7 +200,7 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
 
 
 def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]:
-    """Dims as levels, the fastest of the destination first, each folded into the one below where both memories allow.
+    """Return dims as levels, fastest of the destination first, each folded into the one below where both allow.
 
     Level 0 is the run, in bits; levels that are not there have extent 1 and step 0.
     """
@@ -212,6 +216,7 @@ def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]
     for d in range(num_dims):
         active = extent[:, d] > 1
         length = levels[rows, top]
+        # Folded only where the dim goes on without a gap in both memories: then both are one longer run.
         fold = active & (near[:, d] == length * steps_near[rows, top]) & (far[:, d] == length * steps_far[rows, top])
         top += active & ~fold
         levels[rows, top] = np.where(fold, length * extent[:, d], np.where(active, extent[:, d], length))
@@ -222,7 +227,7 @@ def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]
 
 
 def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of at most `_PAIRS_AT_ONCE` together, or one row."""
+    """Yield ranges of rows of at most `_PAIRS_AT_ONCE` pairs together, or one row."""
     stop = np.cumsum(counts)
     at = 0
     while at < len(counts):
@@ -233,19 +238,20 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
 
 
 def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> Pieces:
-    """The same, but the bad wants' pieces cut until they do not overlap, the largest first; what is left is a hole."""
+    """Return the pieces, the bad wants' cut until they do not overlap, the largest first; what is left is a hole."""
     keep = np.flatnonzero(~np.isin(found.want, bad))
-    want, held, new = found.want[keep].tolist(), found.held[keep].tolist(), []
+    want, holders, new = found.want[keep].tolist(), found.held[keep].tolist(), []
     for row, target in enumerate(bad.tolist()):
         mine = np.flatnonzero(found.want == target)
         volume = (found.boxes.stop[mine] - found.boxes.start[mine]).prod(axis=1)
         left = [wanted.box(row)]
+        # The largest first, so that the wanted box is cut to few pieces; stable, so that equal inputs give equal plans.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
             piece = found.boxes.box(i)
             new += [common for rest in left if (common := _common(rest, piece)) is not None]
             added = len(new) - (len(want) - len(keep))
             want += [target] * added
-            held += [int(found.held[i])] * added
+            holders += [int(found.held[i])] * added
             left = [part for rest in left for part in minus(rest, piece)]
         if left:
             holes[target] = left[0]
@@ -254,7 +260,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
     wants = np.array(want, np.int64)
     order = np.argsort(wants, kind="stable")
     cut = Boxes(start=np.concatenate((whole.start, apart.start)), stop=np.concatenate((whole.stop, apart.stop)))
-    return Pieces(want=wants[order], held=np.array(held, np.int64)[order], boxes=cut[order])
+    return Pieces(want=wants[order], held=np.array(holders, np.int64)[order], boxes=cut[order])
 
 
 def _common(a: Box, b: Box) -> Box | None:
@@ -264,7 +270,7 @@ def _common(a: Box, b: Box) -> Box | None:
 
 
 def minus(a: Box, b: Box) -> Iterator[Box]:
-    """`a` without `b`, as boxes that do not overlap."""
+    """Yield `a` without `b`, as boxes that do not overlap."""
     common = _common(a, b)
     if common is None:
         yield a
@@ -289,6 +295,7 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
         if again is not None:
             return "twice", again
         left = [part for rest in left for part in minus(rest, piece)]
+    # Neither a stray piece nor an overlap: then something is missing.
     return "nobody has", left[0]
 
 

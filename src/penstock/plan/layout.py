@@ -1,7 +1,7 @@
-"""Where a box's bytes lie inside a tensor stored row-major, and how one rank's memory holds boxes of many tensors.
+"""Position of a box's bytes in a row-major tensor, and layout of many tensors' boxes in one rank's memory.
 
 In: a shape, a `Box`, an element width. Out: `Runs`, the byte runs of the box in the order of its own row-major bytes.
-In: a rank's declarations. Out: a `Layout`, what it holds or wants, as columns over the few `Form`s its rows share.
+In: a rank's declarations. Out: a `Layout` of what it holds or wants, as columns over the few `Form`s its rows share.
 Not here: files and chunks (`schedule`), what two layouts have in common (`intersect`).
 
     shape (4, 6), box rows 1..3, columns 2..5 of 2-byte elements:
@@ -61,6 +61,7 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
     for d in range(len(dims) - 2, -1, -1):
         strides[d] = strides[d + 1] * dims[d + 1][2]
     whole = [inner_start * bits, inner_extent * bits, *strides[:-1]]
+    # The last stride is the element's own width and not checked: four-bit elements are allowed inside a run.
     if any(n % 8 for n in whole):
         raise PlanError(f"box [{box.start}, {box.stop}) of shape {shape} cuts inside a byte of {bits}-bit elements")
     run_bytes = inner_extent * bits // 8
@@ -75,7 +76,8 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
 
 
 def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
-    """Dims as (start, extent, size), a dim folded into the one before it wherever the box takes all of it."""
+    """Return dims as (start, extent, size), a dim folded into the one before it wherever the box takes all of it."""
+    # A dim of one element to begin with: a scalar has none, and its box is one run all the same.
     dims: list[tuple[int, int, int]] = [(0, 1, 1)]
     for start, stop, size in zip(box.start, box.stop, shape, strict=True):
         outer_start, outer_extent, outer_size = dims[-1]
@@ -93,7 +95,7 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How a box of some tensor lies in memory: everything about a row of a layout but its name and its place.
+    """The way a box of some tensor lies in memory: everything about a row of a layout but its name and its place.
 
     A rank has 70,000 rows and about twenty forms.
     """
@@ -120,12 +122,12 @@ class Form:
 
     @property
     def spec(self) -> str:
-        """What both sides must agree on, for people."""
+        """Return what both sides must agree on, as text for people."""
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first of the box in memory to past the last."""
+        """Return the bytes from the first of the box in memory to past the last."""
         assert self.strides is not None
         if not self.box.num_elements:
             return 0
@@ -133,7 +135,7 @@ class Form:
         return -(-(last + 1) * self.dtype.bits // 8)
 
     def fault(self) -> str | None:
-        """Why it is not the form of a box in memory; None where it is."""
+        """Return why it is not the form of a box in memory; None where it is."""
         assert self.strides is not None
         box, shape = self.box, self.shape
         if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):
@@ -143,6 +145,8 @@ class Form:
         if len(self.strides) != len(shape):
             return f"{len(self.strides)} strides for {len(shape)} dims"
         reach = 0
+        # From the smallest stride up: each must step over all that the smaller ones reach, or two elements share a
+        # place.
         for step, extent in sorted(zip(self.strides, box.shape, strict=True)):
             if extent < 2 or not box.num_elements:
                 continue
@@ -155,13 +159,13 @@ class Form:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """What one rank holds, or wants: row i is the box `forms[form[i]]` of tensor `names[i]`, at `offset[i]`.
+    """The boxes that one rank holds or wants: row i is the box `forms[form[i]]` of tensor `names[i]`, at `offset[i]`.
 
     A tensor may have several rows (a strided shard), and a box several places (tied weights made twice).
     """
 
     member: str
-    """Who: a process life's id; a new life has a new one."""
+    """The id of the rank's process; a process started again has a new one."""
     address: str = ""
     """Stands for its registrations, e.g. a digest of their descriptors: changes whenever they do."""
     regions: tuple[int, ...]
@@ -177,6 +181,7 @@ class Layout:
             raise PlanError(
                 f"{self.member}: {len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
             )
+        # 2^60 and not 2^63: sums of offsets and spans then stay within int64, whatever a peer sent.
         if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
             raise PlanError(f"{self.member}: regions of {self.regions} bytes")
         for form in self.forms:
@@ -189,6 +194,7 @@ class Layout:
             span = np.array([form.span_bytes for form in self.forms], np.int64)[self.form]
             stop = np.cumsum(np.array((*self.regions, 0), np.int64))
             region = np.searchsorted(stop[:-1], self.offset, side="right")
+            # Empty boxes are anywhere; the test subtracts, since an offset plus a span could wrap.
             outside = (span > 0) & ((self.offset >= stop[-1]) | (span > stop[region] - self.offset))
         if outside.any():
             i = int(outside.argmax())
@@ -196,5 +202,5 @@ class Layout:
             raise PlanError(f"{self.member}: {where} lies outside its regions or forms", tensor=self.names[i])
 
     def digest(self) -> str:
-        """Of all of it, member and address included: 32 hex digits."""
+        """Return a digest of everything in it, member and address included: 32 hex digits."""
         return str(blake3(encode(self)).hexdigest(length=16))

@@ -28,13 +28,13 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Match:
-    """Tensors are those wanted, numbered by first mention."""
+    """Both sides of a sync joined by tensor. Tensors are those wanted, numbered by first mention."""
 
     forms: tuple[Form, ...]
     names: tuple[str, ...]
     """Of each tensor."""
     unwanted: tuple[str, ...]
-    """Held, and nobody wants them."""
+    """Tensors that are held and wanted by no receiver."""
     kind: I64
     """Of each tensor."""
     held: Groups
@@ -70,7 +70,7 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     """Join both sides.
 
     Raises:
-        PlanError: a layout is not sound, or tensors are wanted that nobody holds with that dtype, shape and tag.
+        PlanError: a layout is not sound, or no rank holds a wanted tensor with that dtype, shape and tag.
     """
     for layout in (*holdings, *wants):
         layout.check()
@@ -80,33 +80,36 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     number = {form: i for i, form in enumerate(forms)}
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
+    # Holdings first: names are numbered as they come, and the order is to be the publishers'.
     theirs, mine = _gather(holdings, names, number), _gather(wants, names, number)
     num_forms, num_specs, num_ranks = max(len(forms), 1), max(len(specs), 1), max(len(holdings), 1)
     # Held rows by pair, then rank; a rank that holds a box twice gives the first.
+    # Name, form and rank in one number, so that a sort joins the rows: with 256 ranks there are millions of them.
     codes, at = np.unique((theirs.name * num_forms + theirs.form) * num_ranks + theirs.rank, return_index=True)
     pair_code, pair_row = _heads(codes // num_ranks)
     want_code, want_pair = np.unique(mine.name * num_forms + mine.form, return_inverse=True)
     held_form, want_form = pair_code % num_forms, want_code % num_forms
     have, have_first = _heads(pair_code // num_forms * num_specs + spec[held_form])
     need, need_first = _heads(want_code // num_forms * num_specs + spec[want_form])
-    found = np.searchsorted(have, need)
+    position = np.searchsorted(have, need)
     known, spare = list(names), have[~np.isin(have, need)]
-    missing = need[np.append(have, -1)[found] != need]
+    # -1 stands for a position past the end, which searchsorted gives for what is above all of `have`.
+    missing = need[np.append(have, -1)[position] != need]
     if len(missing):
         raise _mismatch(known, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)
     team, pair_team = _teams(theirs.rank[at], pair_row)
-    theirs_of, mine_of = (have_first[found], have_first[found + 1]), (need_first[:-1], need_first[1:])
-    kind, one = _kinds((np.stack((held_form, pair_team), axis=1), *theirs_of), (want_form, *mine_of))
-    held = _groups(held_form, theirs_of[0][one], theirs_of[1][one])
-    held_team = _groups(pair_team, theirs_of[0][one], theirs_of[1][one])
-    wanted = _groups(want_form, mine_of[0][one], mine_of[1][one])
+    theirs_of, mine_of = (have_first[position], have_first[position + 1]), (need_first[:-1], need_first[1:])
+    kind, sample = _kinds((np.stack((held_form, pair_team), axis=1), *theirs_of), (want_form, *mine_of))
+    held_forms = _groups(held_form, theirs_of[0][sample], theirs_of[1][sample])
+    held_team = _groups(pair_team, theirs_of[0][sample], theirs_of[1][sample])
+    wanted = _groups(want_form, mine_of[0][sample], mine_of[1][sample])
     tensor = np.repeat(np.arange(len(need)), np.diff(need_first))[want_pair]
     return Match(
         forms=tuple(forms),
         names=tuple(known[i] for i in (need // num_specs).tolist()),
         unwanted=tuple(known[i] for i in (spare // num_specs).tolist()),
         kind=kind,
-        held=held,
+        held=held_forms,
         held_team=held_team.values,
         wanted=wanted,
         team=team,
@@ -135,7 +138,7 @@ def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form,
     name, form = [none], [none]
     for layout in layouts:
         name.append(np.fromiter(map(of, layout.names), np.int64, len(layout.names)))
-        form.append(np.array([number[one] for one in layout.forms], np.int64)[layout.form])
+        form.append(np.array([number[row_form] for row_form in layout.forms], np.int64)[layout.form])
     counts = [len(layout.names) for layout in layouts]
     return _Rows(
         rank=np.repeat(np.arange(len(layouts)), counts),
@@ -146,7 +149,7 @@ def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form,
 
 
 def _heads(column: I64) -> tuple[I64, I64]:
-    """Runs of equal neighbours: what each is of, and [num_runs + 1] where they begin."""
+    """Return the values of runs of equal neighbours, and [num_runs + 1] where the runs begin."""
     new = np.ones(len(column), bool)
     new[1:] = column[1:] != column[:-1]
     first = np.flatnonzero(new)
@@ -154,7 +157,8 @@ def _heads(column: I64) -> tuple[I64, I64]:
 
 
 def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
-    """Teams in the order of their ranks, and each pair's."""
+    """Return teams in the order of their ranks, and each pair's team."""
+    # Big-endian, so that bytes sort as the numbers do, and a team is one value that can be hashed.
     raw = ranks.astype(">i8").tobytes()
     keys = [raw[8 * a : 8 * b] for a, b in pairwise(first.tolist())]
     number = {key: i for i, key in enumerate(sorted(set(keys)))}
@@ -165,7 +169,7 @@ def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
 
 
 def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
-    """Tensors whose runs of rows are equal on every side are one kind: each tensor's kind, each kind's first tensor."""
+    """Return each tensor's kind and each kind's first tensor; a kind has equal runs of rows on every side."""
     keys: list[Iterable[bytes]] = []
     for rows, first, stop in sides:
         raw = np.ascontiguousarray(rows).tobytes()
@@ -182,19 +186,19 @@ def _groups(column: I64, first: I64, stop: I64) -> Groups:
 
 
 def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I64, spare: I64) -> PlanError:
-    """Return what is wanted and not held so, beside what is held and not wanted so."""
-    wanted: dict[int, list[str]] = defaultdict(list)
-    held: dict[int, list[str]] = defaultdict(list)
+    """Return the error that lists tensors wanted in a spec that no rank holds, and those held in a spec not wanted."""
+    wanted_as: dict[int, list[str]] = defaultdict(list)
+    held_as: dict[int, list[str]] = defaultdict(list)
     concerned = have[np.isin(have // len(words), missing // len(words)) | np.isin(have, spare)]
-    for side, codes in ((wanted, missing), (held, concerned)):
+    for side, codes in ((wanted_as, missing), (held_as, concerned)):
         for code in codes.tolist():
             side[code // len(words)].append(words[code % len(words)])
     lines = []
-    for name in islice(dict.fromkeys((*wanted, *held)), MAX_LISTED):
-        sides = (("wanted", wanted), ("held", held))
-        told = [f"{word} as {', '.join(side[name])}" if name in side else f"not {word}" for word, side in sides]
-        lines.append(f"{names[name]}: {', '.join(told)}")
-    if len(wanted.keys() | held.keys()) > MAX_LISTED:
-        lines.append(f"and {len(wanted.keys() | held.keys()) - MAX_LISTED} more")
+    for name in islice(dict.fromkeys((*wanted_as, *held_as)), MAX_LISTED):
+        sides = (("wanted", wanted_as), ("held", held_as))
+        texts = [f"{word} as {', '.join(side[name])}" if name in side else f"not {word}" for word, side in sides]
+        lines.append(f"{names[name]}: {', '.join(texts)}")
+    if len(wanted_as.keys() | held_as.keys()) > MAX_LISTED:
+        lines.append(f"and {len(wanted_as.keys() | held_as.keys()) - MAX_LISTED} more")
     head = f"{len(missing)} tensors are wanted that are not held so; {len(spare)} are held that are not wanted so:"
     return PlanError(head + "\n  " + "\n  ".join(lines))

@@ -1,4 +1,4 @@
-"""A prediction as a picture: when each stage was at work, and how full the links were.
+"""Drawing of a prediction: when each stage was at work, and how full the links were.
 
 In: a `Prediction`. Out: the text of an SVG that stands alone. Not here: the numbers (`simulate`).
 """
@@ -26,27 +26,28 @@ _COLOURS = {
 }
 
 
-def svg(found: Prediction) -> str:
+def svg(prediction: Prediction) -> str:
     """Return the picture."""
-    lanes = list(dict.fromkeys(span.lane for span in found.timeline))
+    lanes = list(dict.fromkeys(span.lane for span in prediction.timeline))
     top = 74
     loads = top + len(lanes) * _LANE + 24
-    height = loads + len(found.links) * (_LOAD + _GAP) + 34
+    height = loads + len(prediction.links) * (_LOAD + _GAP) + 34
     body = [
-        _text(12, 22, f"{found.kind}: {found.what}", 15, bold=True),
+        _text(12, 22, f"{prediction.kind}: {prediction.what}", 15, bold=True),
         _text(
             12,
             42,
-            f"{found.predicted_s:.3f} s predicted, {found.limit_s:.3f} s the limit of the wire ({found.of_limit:.0%})",
+            f"{prediction.predicted_s:.3f} s predicted, {prediction.limit_s:.3f} s the limit of the wire "
+            f"({prediction.of_limit:.0%})",
         ),
-        _text(12, 60, found.bottleneck),
-        *_timeline(found, lanes, top),
+        _text(12, 60, prediction.bottleneck),
+        *_timeline(prediction, lanes, top),
         *(
             line
-            for i, load in enumerate(found.links)
-            for line in _curve(load, loads + i * (_LOAD + _GAP), found.predicted_s)
+            for i, load in enumerate(prediction.links)
+            for line in _curve(load, loads + i * (_LOAD + _GAP), prediction.predicted_s)
         ),
-        *_axis(found.predicted_s, top, height - 24),
+        *_axis(prediction.predicted_s, top, height - 24),
     ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif">'
     return "\n".join([head, f'<rect width="{_WIDTH}" height="{height}" fill="white"/>', *body, "</svg>", ""])
@@ -62,24 +63,26 @@ def _text(x: float, y: float, what: str, size: int = 12, *, bold: bool = False, 
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{_INK}"{more}>{escape(what)}</text>'
 
 
-def _timeline(found: Prediction, lanes: list[str], top: int) -> Iterator[str]:
+def _timeline(prediction: Prediction, lanes: list[str], top: int) -> Iterator[str]:
     for i, lane in enumerate(lanes):
         yield _text(_LEFT - 8, top + i * _LANE + 13, lane, 11, end=True)
-    for span in found.timeline:
-        yield _bar(span, top + lanes.index(span.lane) * _LANE, found.predicted_s)
+    for span in prediction.timeline:
+        yield _bar(span, top + lanes.index(span.lane) * _LANE, prediction.predicted_s)
 
 
 def _bar(span: Span, y: float, total_s: float) -> str:
     a, b = _x(span.start_s, total_s), _x(span.stop_s, total_s)
     fill = _COLOURS.get(span.stage, "#64748b")
-    told = escape(f"{span.stage}: {span.start_s:.4f} to {span.stop_s:.4f} s")
+    title = escape(f"{span.stage}: {span.start_s:.4f} to {span.stop_s:.4f} s")
+    # At least 0.6 of a point wide: a short stage would not be drawn at all.
     shape = f'<rect x="{a:.2f}" y="{y + 3}" width="{max(b - a, 0.6):.2f}" height="{_LANE - 6}"'
-    return f'{shape} fill="{fill}" fill-opacity="0.75"><title>{told}</title></rect>'
+    return f'{shape} fill="{fill}" fill-opacity="0.75"><title>{title}</title></rect>'
 
 
 def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
     """Yield the share of these links that is in use, over time."""
     step_s = total_s / len(load.load)
+    # Steps, not a line through the middles: each value is a mean over its part of the time.
     points = [(_x(0.0, total_s), y + _LOAD)]
     for i, share in enumerate(load.load):
         level = y + _LOAD * (1 - min(share, 1.0))

@@ -1,9 +1,10 @@
-"""Which worker runs which task next: by expected finish, with stealing, and the last ones run twice.
+"""Scheduler of a conversion: assigns tasks by expected finish, reassigns waiting ones, runs the last ones twice.
 
 In: tasks' costs, what workers hold, and events (joined, done, lost) with the caller's clock. Out: assignments.
 Not here: processes and messages (`jobs`), what a task is (`tasks`). No clock of its own; deterministic.
 
-    next(worker): what is kept where it is -> the common queue -> the tail of who would end last -> what runs elsewhere
+    next(worker): tasks whose bytes are near it -> the common queue -> the last task of the slowest worker ->
+                  a task that runs elsewhere, a second time
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _FREE, _KEPT, _GIVEN, _DONE = range(4)
 
 
 def depth_of(devices: Iterable[str]) -> int:
-    """Tasks that a worker on one of these devices is given ahead."""
-    return DEPTH if all(one == "cpu" for one in devices) else DEVICE_DEPTH
+    """Return the number of tasks that a worker on these devices is given ahead."""
+    return DEPTH if all(device == "cpu" for device in devices) else DEVICE_DEPTH
 
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
     """A tier that workers share, as those of one host its cache: tasks whose bytes are in it."""
 
-    kept: dict[int, None] = field(default_factory=dict)
-    """They are in no worker's queue yet, in order; others may steal them."""
+    tasks: dict[int, None] = field(default_factory=dict)
+    """Reserved for this place, in order, and in no worker's queue yet; others may steal them."""
     cost: int = 0
     """Of all these."""
     workers: list[_Worker] = field(default_factory=list)
@@ -50,10 +51,10 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One worker as the scheduler knows it; what is compared over all workers lies in lists, at `index`."""
+    """The scheduler's record of one worker; values compared over all workers lie in lists, at `index`."""
 
     index: int
-    given: dict[int, None] = field(default_factory=dict)
+    tasks: dict[int, None] = field(default_factory=dict)
     """Tasks it was given and has not ended, in order."""
     place: _Place
     last: float
@@ -62,7 +63,7 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a worker is to do."""
+    """The tasks for one worker to run."""
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[tuple[str, int], ...] = ()
@@ -71,10 +72,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What the end of a task means."""
+    """The consequences of a task's end."""
 
     first: bool
-    """Whether its result counts: nobody ended the task before."""
+    """True if its result counts: no other worker ended the task before."""
     revoked: tuple[tuple[str, int], ...] = ()
     """Workers that have it too and need not begin it."""
 
@@ -93,6 +94,7 @@ class Placement:
     """
 
     def __init__(self, cost: Sequence[int], *, depth: int = DEPTH, done: Iterable[int] = ()) -> None:
+        # At least 1: a task of no bytes would measure a pace of 0, and loads are divided by paces.
         self._cost = [max(1, int(c)) for c in cost]
         self._depth = depth
         self._state = bytearray(len(self._cost))
@@ -116,22 +118,22 @@ class Placement:
 
     @property
     def is_done(self) -> bool:
-        """Whether every task has ended."""
+        """Return whether every task has ended."""
         return self.num_left == 0
 
     def join(self, worker: str, now: float, *, holds: Iterable[int] = (), at: str = "") -> None:
-        """A worker came.
+        """Add a worker.
 
         Args:
-            holds: tasks whose inputs are where it is, kept for those who are there while others have work.
-            at: where that is; empty: nobody else is there.
+            holds: tasks whose inputs are near it, reserved for the workers of that place while others have work.
+            at: the name of that place; empty: the worker is alone there.
 
         Raises:
-            PlanError: it is here already.
+            PlanError: a worker of this name has joined already.
         """
         if worker in self._workers:
             raise PlanError(f"worker {worker!r} joined twice")
-        present = [self._pace[one.index] for one in self._workers.values()]
+        present = [self._pace[other.index] for other in self._workers.values()]
         place = self._places.setdefault(at or f"worker {worker}", _Place())
         new = self._workers[worker] = _Worker(index=len(self._names), place=place, last=now)
         place.workers.append(new)
@@ -139,55 +141,58 @@ class Placement:
         self._load.append(0)
         self._spare.append(0)
         self._known.append(False)
+        # The median and not the mean: one worker that hangs must not make a new one look slow.
         self._pace.append(median(present) if present else GUESS_BYTES_PER_S)
         for task in holds:
-            if self._state[task] in {_FREE, _KEPT} and task not in place.kept:
+            if self._state[task] in {_FREE, _KEPT} and task not in place.tasks:
                 self._state[task] = _KEPT
                 self._keepers.setdefault(task, []).append(place)
-                place.kept[task] = None
+                place.tasks[task] = None
                 place.cost += self._cost[task]
 
     def lost(self, worker: str) -> None:
-        """It died, or is taken for dead: what it had is anybody's."""
+        """Remove a worker that died or is taken for dead, and free its tasks for others."""
         gone = self._workers.pop(worker, None)
         if gone is None:
             return
         self._load[gone.index] = self._spare[gone.index] = 0
-        for task in gone.given:
+        for task in gone.tasks:
             runs = self._running.get(task, [])
             if worker in runs:
                 runs.remove(worker)
+            # It may be running a second time elsewhere: then it is not freed, or it would run a third time.
             if not runs and self._state[task] == _GIVEN:
                 self._running.pop(task, None)
                 self._free(task)
         gone.place.workers.remove(gone)
         if not gone.place.workers:
-            for task in list(gone.place.kept):
+            for task in list(gone.place.tasks):
                 self._keepers[task].remove(gone.place)
                 if not self._keepers[task]:
                     del self._keepers[task]
                     self._free(task)
-            gone.place.kept.clear()
+            gone.place.tasks.clear()
             gone.place.cost = 0
 
     def next(self, worker: str, now: float) -> Given:
-        """Tasks for a worker to begin, or to queue, now; none: it has enough, or nothing is left for it."""
+        """Return the tasks for a worker to begin or to queue now; none: it has enough, or nothing is left for it."""
         me = self._workers[worker]
         tasks: list[int] = []
         revoked: list[tuple[str, int]] = []
-        while len(me.given) < self._depth:
-            task = next(iter(me.place.kept), None)
+        while len(me.tasks) < self._depth:
+            # Near bytes first: what is cached on this host costs it no storage.
+            task = next(iter(me.place.tasks), None)
             if task is None:
                 task = self._take_common()
             if task is None:
                 task = self._steal(me, revoked)
-            if task is None and not me.given:
+            if task is None and not me.tasks:
                 task = self._twice(worker, me, now)
             if task is None:
                 break
-            if not me.given:
+            if not me.tasks:
                 me.last = now
-            me.given[task] = None
+            me.tasks[task] = None
             self._load[me.index] += self._cost[task]
             self._keep_no_more(task)
             self._state[task] = _GIVEN
@@ -197,9 +202,10 @@ class Placement:
         return Given(tasks=tuple(tasks), revoked=tuple(revoked))
 
     def done(self, worker: str, task: int, now: float) -> Done:
-        """It ended a task: a worker that was lost may still say so, and an end said twice counts once."""
+        """Record that a worker ended a task. A worker that was lost may still report one; a task counts once."""
         me = self._workers.get(worker)
-        if me is not None and task in me.given:
+        if me is not None and task in me.tasks:
+            # From its last end and not from when the task was given: tasks queue on a worker, and stages overlap.
             self._measured(me, self._cost[task] / max(now - me.last, 1e-9))
             me.last = now
             self._drop(me, task)
@@ -208,14 +214,14 @@ class Placement:
         self._keep_no_more(task)
         self._state[task] = _DONE
         self.num_left -= 1
-        others = tuple((one, task) for one in self._running.pop(task, []) if one != worker)
-        for one, _ in others:
-            self._drop(self._workers[one], task)
+        others = tuple((name, task) for name in self._running.pop(task, []) if name != worker)
+        for name, _ in others:
+            self._drop(self._workers[name], task)
         return Done(first=True, revoked=others)
 
     def given(self, worker: str) -> tuple[int, ...]:
-        """Return what it was given and has not ended."""
-        return tuple(self._workers[worker].given)
+        """Return the tasks that a worker was given and has not ended."""
+        return tuple(self._workers[worker].tasks)
 
     # -- where a task comes from
 
@@ -232,18 +238,20 @@ class Placement:
 
     def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
         """Return the last task of the worker or the place that would end last, if it ends sooner here."""
+        # In numpy: with 1,000 workers this runs for every task that is asked for at the end of a job.
         ends = np.where(np.array(self._spare) > 0, np.array(self._load) / self._pace, -1.0)
         ends[me.index] = -1.0
         worst = int(ends.argmax())
         last_s = float(ends[worst])
-        keeping = (one for one in self._places.values() if one.kept) if self._keepers else ()
-        place = max(keeping, key=self._end_of, default=None)
+        reserving = (each for each in self._places.values() if each.tasks) if self._keepers else ()
+        place = max(reserving, key=self._end_of, default=None)
         if place is not None and self._end_of(place) >= last_s:
-            last_s, task = self._end_of(place), next(reversed(place.kept))
+            last_s, task = self._end_of(place), next(reversed(place.tasks))
         elif last_s >= 0:
-            place, task = None, next(reversed(self._workers[self._names[worst]].given))
+            place, task = None, next(reversed(self._workers[self._names[worst]].tasks))
         else:
             return None
+        # Only if it ends sooner here: else the last tasks would go to and fro between workers.
         if (self._load[me.index] + self._cost[task]) / self._pace[me.index] >= last_s:
             return None
         self.num_stolen += 1
@@ -255,18 +263,19 @@ class Placement:
         return task
 
     def _end_of(self, place: _Place) -> float:
-        """When all that is kept there would be done, if nobody else took of it; seconds from now."""
-        at = [one.index for one in place.workers]
+        """Return in how many seconds all tasks reserved for a place would be done, if no other worker took any."""
+        at = [worker.index for worker in place.workers]
         return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
     def _twice(self, worker: str, me: _Worker, now: float) -> int | None:
         """Return the task that runs elsewhere and would gain most by being begun here too, if any would."""
         best, best_s = None, 0.0
         for name, other in self._workers.items():
-            task = next(iter(other.given), None)
+            task = next(iter(other.tasks), None)
             if name == worker or task is None:
                 continue
             runs = self._running[task]
+            # Never a third time: two that are both slow show that the task is, and not the worker.
             if len(runs) >= NUM_RUNS or worker in runs:
                 continue
             here_s, passed_s = self._cost[task] / self._pace[me.index], now - other.last
@@ -277,32 +286,33 @@ class Placement:
         self.num_twice += best is not None
         return best
 
-    def _measured(self, one: _Worker, pace: float) -> None:
-        """Its newest pace; the first of all is also that of workers nothing is known of."""
+    def _measured(self, worker: _Worker, pace: float) -> None:
+        """Take over a worker's newest pace; the first of all is also the guess for workers without one."""
         if not self._is_any_known:
             self._pace = [pace] * len(self._pace)
             self._is_any_known = True
-        share = SHARE if self._known[one.index] else 1.0
-        self._pace[one.index] += share * (pace - self._pace[one.index])
-        self._known[one.index] = True
+        share = SHARE if self._known[worker.index] else 1.0
+        self._pace[worker.index] += share * (pace - self._pace[worker.index])
+        self._known[worker.index] = True
 
-    def _drop(self, one: _Worker, task: int) -> None:
-        if task in one.given:
-            del one.given[task]
-            self._load[one.index] -= self._cost[task]
-            self._count(one)
+    def _drop(self, worker: _Worker, task: int) -> None:
+        if task in worker.tasks:
+            del worker.tasks[task]
+            self._load[worker.index] -= self._cost[task]
+            self._count(worker)
 
-    def _count(self, one: _Worker) -> None:
-        """How many tasks may be stolen from it: not the one it is at."""
-        self._spare[one.index] = max(0, len(one.given) - 1)
+    def _count(self, worker: _Worker) -> None:
+        """Count the tasks that may be stolen from a worker: all but the one it is running."""
+        self._spare[worker.index] = max(0, len(worker.tasks) - 1)
 
     def _free(self, task: int) -> None:
-        """Anybody may begin it."""
+        """Let any worker begin a task."""
         self._state[task] = _FREE
+        # A heap, so that freed tasks come back in the order of the job: the longest were to run first.
         heapq.heappush(self._back, task)
 
     def _keep_no_more(self, task: int) -> None:
-        """Somebody has it now, or has done it."""
+        """Take a task from the places it is reserved for: it was given to a worker, or is done."""
         for place in self._keepers.pop(task, ()):
-            del place.kept[task]
+            del place.tasks[task]
             place.cost -= self._cost[task]

@@ -1,7 +1,7 @@
-"""Who reads from whom: receivers in chains under the whole holders, or in a ring while nobody is whole.
+"""Choice of upstreams: receivers in chains below the whole holders, or in a ring while no member is whole.
 
-In: what members say of one key. Out: the upstreams of each receiver, parent first, then who stands in.
-Not here: who is alive and what was complained of (`hub.directory`), which chunk is taken from which (`fetch.run`).
+In: what members say of one key. Out: the upstreams of each receiver, parent first, then substitutes.
+Not here: which members are alive and complained of (`hub.directory`), which chunk comes from which (`fetch.run`).
 
     whole -> a -> b -> c      one child per link: a copy leaves each member once on its host, and once beyond it while
                -> d (far)     its host has links for that, so a fleet fills in about the time of one copy
@@ -45,7 +45,7 @@ class Node:
     max_readers: int = 0
     """0: no cap."""
     num_links: int = 0
-    """Links of its host to others: so many copies leave it at once. 0: not known, each member has its own."""
+    """Links of its host to others, each for one copy at once. 0: not known, each member has its own."""
     complainers: frozenset[str] = frozenset()
     """Members that complain of it, and are not sent there."""
     num_complaining: int = 0
@@ -55,27 +55,27 @@ class Node:
 
     @property
     def whole(self) -> bool:
-        """Has every chunk."""
+        """Return whether it has every chunk."""
         return self.num_have >= self.num_chunks
 
     @property
     def last_resort(self) -> bool:
-        """Not to be given a new child while there is another choice."""
+        """Return whether it should get no new child while there is another choice."""
         return self.draining or self.demoted or 0 < self.max_readers <= self.num_readers
 
     @property
     def demoted(self) -> bool:
-        """Complained of by several: one alone may be the one whose memory or link is bad, or may lie."""
+        """Return whether several complained of it: a single caller may have bad memory or a bad link itself, or lie."""
         return self.num_complaining >= DISTRUST
 
     @property
     def order(self) -> tuple[float, str]:
-        """By coming."""
+        """Return its sort key: the order of coming."""
         return self.joined, self.member
 
 
 def _places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Places it belongs to, nearest first: host and kind of device, host, rack, anywhere."""
+    """Return the places it belongs to, nearest first: host and kind of device, host, rack, anywhere."""
     kind = node.device.partition(":")[0]
     rack = (("rack", node.rack),) if node.rack else ()
     return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)
@@ -106,7 +106,7 @@ class Relay:
                 self._choice.setdefault(place, []).append(node)
 
     def upstreams(self, member: str, *, limit: int = 4) -> tuple[str, ...]:
-        """Whom `member` reads from, in order: parent, the parent's own, then the near and the far who have most.
+        """Return the members to read from, in order: parent, its own parent, then the near and the far with most.
 
         Never itself; with a whole holder among the nodes, never one that hangs below it. Empty for a member that is
         whole or not among the nodes.
@@ -115,7 +115,7 @@ class Relay:
         return () if receiver is None or receiver.whole else self.around(receiver, limit=limit)
 
     def around(self, receiver: Node, *, limit: int = 4) -> tuple[str, ...]:
-        """The same for a node that need not be among the nodes: then it has no parent, and nobody hangs below it."""
+        """Return the same for a node that need not be among the nodes: then it has no parent, and none is below it."""
         member = receiver.member
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
@@ -155,11 +155,12 @@ def _serves(parent: Node, child: Node) -> bool:
     """Return whether a parent is worth keeping: not demoted, nor far behind its child."""
     if parent.draining or parent.demoted or child.member in parent.complainers:
         return False
+    # A parent may be a little behind: taking its child away for one chunk would change the tree at every beat.
     return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have
 
 
 def _ring(nodes: dict[str, Node]) -> dict[str, str]:
-    """Each reads from who came before it; members of a rack, and of a host, stand together."""
+    """Return a ring in which each reads from the one that came before it; members of a rack or host are neighbours."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
         for place in (("rack", node.rack), ("host", node.host)):
@@ -170,17 +171,19 @@ def _ring(nodes: dict[str, Node]) -> dict[str, str]:
         before = [order[i - k] for k in range(1, min(len(order), _SCANNED))]
         if before:
             keen = (other for other in before if not other.last_resort and node.member not in other.complainers)
+            # Better a poor upstream than none: a ring with a gap would stop all members behind it.
             parents[node.member] = next(keen, before[0]).member
     return parents
 
 
 def _spans(parents: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """Per member, its number in a walk of the trees and the last number below it."""
+    """Return per member its number in a walk of the trees, and the last number below it."""
     children: dict[str, list[str]] = {}
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
     first: dict[str, int] = {}
     spans: dict[str, tuple[int, int]] = {}
+    # A stack and not recursion: a chain of 1,000 members would reach Python's limit.
     stack = [(root, False) for root in children if root not in parents]
     while stack:
         member, done = stack.pop()
@@ -198,7 +201,7 @@ _Offer = tuple[int, int, int, tuple[float, str]]
 
 
 class _Chains:
-    """Makes the chains: keeps parents that serve, then hangs each head that has none below the best that is open."""
+    """Builder of the chains: keeps parents that serve, then puts each head without one below the best open member."""
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self._nodes = nodes
@@ -225,10 +228,12 @@ class _Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
+        # Those furthest ahead choose first: they lose most if their parent takes others before them.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
             if parent is None or parent is child or child.whole or not _serves(parent, child):
                 continue
+            # More may read from it than its cap now allows; the rest get another parent below.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
                 self._link(child, parent)
@@ -261,7 +266,7 @@ class _Chains:
         self._far[parent.host] = self._far.get(parent.host, 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
-        """`top` hangs below a whole holder, or is one: it and all below it may take children."""
+        """Mark `top` as a whole holder or below one: it and all below it may take children."""
         stack = [(top, depth)]
         while stack:
             node, at = stack.pop()
@@ -273,7 +278,7 @@ class _Chains:
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
 
     def _rank(self, node: Node, near: bool) -> int | None:
-        """How willingly it takes one more child over such a link; None: not at all."""
+        """Return how willingly it takes one more child over a near or a far link; None: not at all."""
         load = self._load.get((node.member, near), 0)
         if node.num_links and not near:
             load = max(load, self._far.get(node.host, 0) // node.num_links)
@@ -283,6 +288,7 @@ class _Chains:
             return 2 * load
         if load:
             return None
+        # Too deep: still open, but after the places directly below the holders.
         return 1 if self._depth[node.member] < self._max_depth else 2 * DEFAULT_CHILDREN
 
     def _offer(self, node: Node) -> None:
@@ -297,9 +303,9 @@ class _Chains:
     def _choose(self, child: Node) -> Node:
         for must_be_ahead in (True, False):
             for place in _places(child):
-                found = self._first_open(child, place, must_be_ahead=must_be_ahead)
-                if found is not None:
-                    return found
+                parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
+                if parent is not None:
+                    return parent
         usable = self._reserve or [node for node in self._nodes.values() if node.member in self._depth]
 
         def cost(node: Node) -> tuple[object, ...]:
@@ -313,11 +319,13 @@ class _Chains:
         heap = self._open.get(place, [])
         near = place[0] in {"kind", "host"}
         skipped: list[_Offer] = []
-        found = None
-        while heap and found is None and len(skipped) < _SCANNED:
+        chosen = None
+        while heap and chosen is None and len(skipped) < _SCANNED:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
+            # The heap is not changed when a member takes a child (that would be a search); stale entries are found
+            # here.
             if rank != now:  # it, or its host, has taken a child since
                 heapq.heappop(heap)
                 if now is not None:
@@ -326,7 +334,7 @@ class _Chains:
             if child.member in node.complainers or (must_be_ahead and -minus_have < child.num_have):
                 skipped.append(heapq.heappop(heap))
                 continue
-            found = node
+            chosen = node
         for item in skipped:
             heapq.heappush(heap, item)
-        return found
+        return chosen

@@ -1,7 +1,7 @@
-"""Which ranges are read, in what order, and where each of their bytes goes.
+"""Plan of a load: the ranges that are read, their order, and the place of each of their bytes.
 
 In: the rows wanted of a `TensorTable`, boxes, chunk and gap bounds. Out: a frozen `LoadPlan`.
-Not here: who reads (`engine`), what a box is in bytes (`layout`).
+Not here: the reading (`engine`), what a box is in bytes (`layout`).
 
     rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
 """
@@ -77,7 +77,7 @@ class LoadPlan:
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
-        """Per read: whether its segments, in order, are exactly its bytes (it can be read straight into slabs)."""
+        """Return per read whether its segments, in order, are exactly its bytes: it can be read straight into slabs."""
         seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
         return np.asarray(sums == self.read_nbytes)
@@ -144,6 +144,7 @@ def plan_load(
     if chunk_bytes < 1 or align_bytes < 1 or chunk_bytes % align_bytes:
         raise PlanError(f"chunk_bytes {chunk_bytes} must be a positive multiple of align_bytes {align_bytes}")
     order = np.lexsort((table.offset, table.file_index))
+    # Safetensors rows usually are: then the table is not copied.
     in_order = bool((order == np.arange(len(order))).all())
     rows = table if in_order else table.take(order.tolist())
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
@@ -194,6 +195,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         & (offset[1:] == offset[:-1] + size[:-1])
         & (offset[1:] % ALIGN_IN_SLAB == offset[:-1] % ALIGN_IN_SLAB)
     )
+    # Neighbours in the file are neighbours in the slab, at the same distances, so that one read fills many rows.
     run_start = np.maximum.accumulate(np.where(joins, 0, np.arange(len(full))))
     tile = (offset - offset[run_start]) // SLAB_BYTES
     starts = ~joins
@@ -217,7 +219,7 @@ def _pieces(
     room_bytes: int,
     max_gap_bytes: int,
 ) -> _Pieces:
-    """One piece a slab of whole rows; runs or rectangles for boxed rows; sorted by (file, offset)."""
+    """Return one piece for a slab of whole rows; runs or rectangles for boxed rows; sorted by (file, offset)."""
     whole = np.flatnonzero((row_slab >= 0) & ~boxed & (row_offset == 0))
     columns: list[tuple[I64, ...]] = [
         (
@@ -231,6 +233,7 @@ def _pieces(
         )
     ]
     for i, box in runs.items():
+        # Rows of no bytes have no slab, and nothing to read.
         if row_slab[i] >= 0:
             columns.append(_box_pieces(rows, i, int(row_slab[i]), box, room_bytes, max_gap_bytes))
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
@@ -241,7 +244,7 @@ def _pieces(
 def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
-    """Rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
+    """Return rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
@@ -278,6 +281,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
     breaks[1:] = (
         (pieces.file[1:] != pieces.file[:-1])
         | (start[1:] - stop[:-1] > max_gap_bytes)
+        # Overlapping pieces (two boxes of one tensor) are read apart: a segment's bytes are then of a single read.
         | (start[1:] < stop[:-1])
         | tall[1:]
         | tall[:-1]
@@ -285,6 +289,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
     head = np.flatnonzero(breaks)
     tail = np.append(head[1:], len(start))[: len(head)] - 1
     file = pieces.file[head]
+    # The file's end bounds the aligned range, but never cuts a row: a file that is too short fails in the read.
     end = np.maximum(file_nbytes[file], stop[tail])
     return _Spans(
         of_piece=np.cumsum(breaks) - 1,
@@ -317,6 +322,7 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
     seg_stop = np.minimum(stop[piece], read_stop[chunk])
     used = np.bincount(chunk, minlength=len(read_start))
     keep = used > 0  # a chunk that holds only gap is not read
+    # Stable: within a read the segments stay in file order, which `covered` relies on.
     order = np.argsort(chunk, kind="stable")
     return {
         "read_file": spans.file[span][keep],

@@ -1,4 +1,4 @@
-"""Layouts of both sides of a sync, from names and shapes alone: for models that nobody holds yet.
+"""Layouts of both sides of a sync, from names and shapes alone: for models that no rank holds yet.
 
 In: tensors by name and shape, how each side splits them. Out: `Layout`s, as ranks would declare and record them.
 Not here: layouts of live models (`sync.shards`, `sync.recording.record`).
@@ -38,7 +38,7 @@ Cut = tuple[int | None, int, int]
 
 
 class Shape(NamedTuple):
-    """One tensor of a model."""
+    """A tensor of a model, and how it may be split."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,10 +49,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
-    """By the names that checkpoints of transformers have; a tensor of another name is whole on each rank."""
-    found = _EXPERT.search(name)
+    """Return a tensor's shape by the names that transformers uses; a tensor of another name is whole on each rank."""
+    expert = _EXPERT.search(name)
     dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
-    return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(found[1]) if found else -1)
+    return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(expert[1]) if expert else -1)
 
 
 def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
@@ -93,6 +93,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     yield shape_of("lm_head.weight", (vocab, hidden))
 
 
+# 70,000 tensors have a few hundred forms: each is made once, and equal ones are one object.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
     """Return the part-th of `of` along a dim, as torch's chunk cuts it; None where that is nothing."""
@@ -107,25 +108,26 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
     return Form(dtype=dtype, shape=shape, box=Box(start=start, stop=stop), tag=tag)
 
 
-def _rows(one: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
+def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
     """Yield what a rank has of a tensor: its part, or the part quantised with its scales."""
-    tagged = fp8 and _PROJECTION.search(one.name) is not None
-    form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", one.shape, *cut)
+    tagged = fp8 and _PROJECTION.search(tensor.name) is not None
+    form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
     if form is None:
         return
-    yield one.name, form
+    yield tensor.name, form
     if tagged:
-        scales = tuple(-(-n // _BLOCK) for n in one.shape)
+        scales = tuple(-(-n // _BLOCK) for n in tensor.shape)
         scale = _form(DType.F32, FP8, scales, *cut)
         if scale is not None:
-            yield f"{one.name}_scale_inv", scale
+            yield f"{tensor.name}_scale_inv", scale
 
 
 def _layout(member: str, rows: Sequence[tuple[str, Form]]) -> Layout:
-    """These rows, one after the other in one region."""
+    """Return the layout of these rows, one after the other in one region."""
     forms = {form: i for i, form in enumerate({form: None for _, form in rows})}
     sizes = np.array([form.span_bytes for form in forms], np.int64)
     index = np.array([forms[form] for _, form in rows], np.int64)
+    # Padded as an allocator does: the runs of neighbours must not join here where those of a live model would not.
     aligned = -(-sizes[index] // _ALIGN_BYTES) * _ALIGN_BYTES
     return Layout(
         member=member,
@@ -147,13 +149,13 @@ def _side(
     has: Callable[[int, int, int], bool],
 ) -> list[Layout]:
     experts: dict[int, list[Shape]] = defaultdict(list)
-    for one in model:
-        experts[one.expert].append(one)
+    for tensor in model:
+        experts[tensor.expert].append(tensor)
     dense, num_experts = experts.pop(-1, []), len(experts)
     layouts = []
     for rank in range(num_ranks):
-        mine = [one for e, some in experts.items() if has(rank, e, num_experts) for one in some]
-        rows = [row for one in (*dense, *mine) for row in _rows(one, cut_of(rank, one), fp8)]
+        mine = [tensor for e, some in experts.items() if has(rank, e, num_experts) for tensor in some]
+        rows = [row for tensor in (*dense, *mine) for row in _rows(tensor, cut_of(rank, tensor), fp8)]
         layouts.append(_layout(f"{word}-{rank}", rows))
     return layouts
 
@@ -175,11 +177,12 @@ def trainer_layouts(
         raise PlanError(f"{num_ranks} ranks are not {groups} equal groups")
     per_group = num_ranks // groups
 
-    def cut_of(rank: int, one: Shape) -> Cut:
-        of = min(shards, num_ranks) if one.expert < 0 else per_group
+    def cut_of(rank: int, tensor: Shape) -> Cut:
+        of = min(shards, num_ranks) if tensor.expert < 0 else per_group
         return 0, rank % of, of
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
+        # Multiplied before divided: experts that do not divide by the groups are spread as evenly as they can be.
         return expert * groups // num_experts == rank // per_group
 
     return _side("trainer", model, num_ranks, fp8, cut_of, has)
@@ -188,13 +191,13 @@ def trainer_layouts(
 def receiver_layouts(
     model: Iterable[Shape], num_ranks: int, *, tp: int = 8, whole_experts: bool = False, fp8: bool = False
 ) -> list[Layout]:
-    """Tensor parallel in groups of `tp`, experts over the groups; or each expert whole, over all ranks."""
+    """Return layouts tensor parallel in groups of `tp`, experts over the groups; or each expert whole, over ranks."""
     tp = min(tp, num_ranks)
     if num_ranks % tp:
         raise PlanError(f"{num_ranks} ranks are not groups of {tp}")
 
-    def cut_of(rank: int, one: Shape) -> Cut:
-        return (0, 0, 1) if one.expert >= 0 and whole_experts else (one.dim, rank % tp, tp)
+    def cut_of(rank: int, tensor: Shape) -> Cut:
+        return (0, 0, 1) if tensor.expert >= 0 and whole_experts else (tensor.dim, rank % tp, tp)
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
         if whole_experts:

@@ -1,4 +1,4 @@
-"""What a simulation predicts, as a value; and the meter that every simulation reads its links with.
+"""Result of a simulation, as a value, and the meter by which every simulation records its links.
 
 In: rates of flows over intervals. Out: a frozen `Prediction`: seconds, the limit, the bottleneck, loads, a timeline.
 Not here: the simulations (`simulate_sync`, `simulate_fetch`), how flows share links (`flow`), the picture (`picture`).
@@ -21,7 +21,7 @@ NUM_BINS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one stage of the busiest member took: seconds at work, which others may overlap."""
+    """The seconds that one stage of the busiest member was at work; stages may overlap."""
 
     name: str
     member: str
@@ -44,7 +44,7 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stage of one lane of the timeline."""
+    """A stage in one row of the timeline."""
 
     lane: str
     stage: str
@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One simulated run. Equal inputs and seeds give equal predictions."""
+    """The result of one simulated run. Equal inputs and seeds give equal predictions."""
 
     kind: str
     what: str
@@ -73,7 +73,7 @@ class Prediction:
     failed: tuple[str, ...] = ()
     """Members that died, and what came of it."""
     assumed: tuple[str, ...] = ()
-    """Figures that nobody measured."""
+    """Figures without a measurement."""
 
     @property
     def of_limit(self) -> float:
@@ -81,12 +81,12 @@ class Prediction:
         return self.limit_s / self.predicted_s if self.predicted_s else 1.0
 
     def off_by(self, measured_s: float) -> float:
-        """How wrong it was: 0.1 is a tenth too long, -0.1 a tenth too short."""
+        """Return the relative error: 0.1 is a tenth too long, -0.1 a tenth too short."""
         return self.predicted_s / measured_s - 1.0
 
 
 def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the figures used that are assumed, with what is said of them."""
+    """Return those of the figures used that are assumed, with the note on each."""
     return tuple(f"{name}: {where}" for name, where in rates.source if name in used and "assumed" in where)
 
 
@@ -101,7 +101,7 @@ class Meter:
         self._starts = [start for start, _ in links.classes.values()]
 
     def add(self, start_s: float, stop_s: float, flows: I64, moved: F64) -> None:
-        """Flows over these links moved these bytes between two moments."""
+        """Record that flows over these links moved these bytes between two moments."""
         if stop_s <= start_s or not len(flows):
             return
         carried = np.bincount(
@@ -109,6 +109,7 @@ class Meter:
         )
         self.nbytes += carried
         self._steps.append((start_s, stop_s))
+        # Without the last link, which is padding; kept by kind, since a simulation has thousands of steps and links.
         self._carried.append(np.add.reduceat(carried[:-1], self._starts))
 
     def limit_s(self, nominal: F64) -> float:
@@ -116,11 +117,11 @@ class Meter:
         return float((self.nbytes / nominal).max(initial=0.0))
 
     def loads(self, total_s: float) -> tuple[LinkLoad, ...]:
-        """Per kind of link that carried something."""
+        """Return the load of each kind of link that carried something."""
         edges = np.linspace(0.0, total_s, NUM_BINS + 1)
         steps = np.array(self._steps).reshape(-1, 2)
         carried = np.array(self._carried).reshape(-1, len(self._starts))
-        found = []
+        kinds = []
         for kind, (name, (start, stop)) in enumerate(self._links.classes.items()):
             mine, capacity = self.nbytes[start:stop], self._links.capacity[start:stop]
             used = mine > 0
@@ -129,7 +130,7 @@ class Meter:
             most = int(mine.argmax())
             room = capacity[used].sum() * total_s / NUM_BINS
             load = _binned(steps, carried[:, kind], edges) / room if np.isfinite(room) else np.zeros(NUM_BINS)
-            found.append(
+            kinds.append(
                 LinkLoad(
                     name=name,
                     most_bytes=round(mine[most]),
@@ -139,20 +140,22 @@ class Meter:
                     load=tuple(np.round(load, 4).tolist()),
                 )
             )
-        return tuple(found)
+        return tuple(kinds)
 
 
 def _binned(steps: F64, carried: F64, edges: F64) -> F64:
     """Return bytes carried in each bin, each step's spread evenly over it."""
+    # Interpolating the running sum spreads each step over the bins that it crosses, and loses no byte.
     at = np.concatenate(([0.0], np.cumsum(carried)))
     times = np.concatenate((steps[:1, 0], steps[:, 1]))
     return np.diff(np.interp(edges, times, at))
 
 
 def bottleneck(stages: Sequence[Stage], loads: Sequence[LinkLoad], total_s: float, otherwise: str) -> str:
-    """The stage or kind of link that was at work the longest; where none was for half of the time, the waiting."""
-    ends = [(one.busy_s, f"{one.name} of {one.member}") for one in stages]
-    ends += [(one.busiest_s, f"the busiest link: {one.name}, {one.most_bytes / GB:.2f} GB") for one in loads]
+    """Return the stage or kind of link that was at work the longest; if none was for half of the time, the waiting."""
+    ends = [(stage.busy_s, f"{stage.name} of {stage.member}") for stage in stages]
+    ends += [(load.busiest_s, f"the busiest link: {load.name}, {load.most_bytes / GB:.2f} GB") for load in loads]
     busy_s, name = max(ends, default=(0.0, otherwise))
+    # Under a half no stage explains the time: then waiting does, and naming a stage would mislead.
     share = busy_s / total_s if total_s else 0.0
     return f"{name} ({share:.0%} of the time)" if share >= 0.5 else f"{otherwise}; most at work: {name} ({share:.0%})"

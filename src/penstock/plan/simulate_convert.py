@@ -1,7 +1,7 @@
-"""How long a conversion takes: the project's own placement over workers of a described cluster.
+"""Simulation of a conversion: the project's own placement over workers of a described cluster.
 
 In: tasks' bytes in and out, a cluster, rates. Out: a `Prediction`.
-Not here: which tasks there are (`tasks`), who runs which (`placement`), running them (`jobs`).
+Not here: the tasks (`tasks`), their assignment (`placement`), running them (`jobs`).
 
     worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage): a task at a time each
 
@@ -27,7 +27,7 @@ from penstock.types import GB, I64
 STAGES = ("fetch", "place", "compute", "send")
 _LAST = len(STAGES) - 1
 SILENCE_S = 30.0
-"""Until a worker that says nothing is taken for dead. Source: `config.Settings.stall_s`."""
+"""Seconds until a silent worker is taken for dead. Source: `config.Settings.stall_s`."""
 _DRAWN = frozenset({"GPU 0", "GPU 1"})
 _MAX_SPANS = 2000
 """Workers in the picture, and parts of it."""
@@ -35,7 +35,7 @@ _MAX_SPANS = 2000
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One worker: when each stage is free, seconds each was at work, the tasks it has in order."""
+    """A worker: when each stage is free, seconds each was at work, the tasks it has in order."""
 
     pace: tuple[float, float, float, float]
     """Seconds a byte: of input fetched, placed and computed, of output sent."""
@@ -56,11 +56,11 @@ def simulate_convert(
         in_bytes, out_bytes: of each task, as `tasks.Tasks` has them.
         cluster: where a storage rate is 0, storage is no bound of its own; its PCIe and the transform's rate are.
         rates: of the transform.
-        seed: of who is slow, and who dies when.
+        seed: chooses the slow workers, and those that die and when.
         depth: see `Placement`.
 
     Raises:
-        PlanError: columns of different lengths; everybody died before the end.
+        PlanError: columns of different lengths; all workers died before the end.
     """
     cluster.check()
     rates.check()
@@ -92,16 +92,16 @@ class _Run:
 
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
         """Return the seconds that each stage takes for a byte, per worker."""
-        one = self.cluster
-        shares = [one.node_storage_gb_per_s / one.gpus_per_node, one.storage_gb_per_s / one.num_gpus]
+        cluster = self.cluster
+        shares = [cluster.node_storage_gb_per_s / cluster.gpus_per_node, cluster.storage_gb_per_s / cluster.num_gpus]
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
         if self.rates.worker_gb_per_s:
             storage_s = max(storage_s, 1 / self.rates.worker_gb_per_s / GB)
-        pcie_s, compute_s = 1 / one.pcie_gb_per_s / GB, 1 / self.rates.quantise_gb_per_s / GB
+        pcie_s, compute_s = 1 / cluster.pcie_gb_per_s / GB, 1 / self.rates.quantise_gb_per_s / GB
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 
     def go(self) -> None:
-        """Until the last task ended."""
+        """Run until the last task has ended."""
         self._deaths()
         for name in self.workers:
             self.placement.join(name, 0.0)
@@ -111,18 +111,19 @@ class _Run:
             if not self.events:
                 raise PlanError("every worker died before the end")
             self.now, kind, name, task = heapq.heappop(self.events)
-            one = self.workers.get(name)
-            if one is None:
+            worker = self.workers.get(name)
+            if worker is None:
                 continue
             if kind < 0:
                 self._lost(name)
-            elif self.now <= one.dies and one.queue and one.queue[0][0] == task:
-                self._ended(name, one, task)
+            # An event may be of a task that was revoked since: only the one in front of the queue can end.
+            elif self.now <= worker.dies and worker.queue and worker.queue[0][0] == task:
+                self._ended(name, worker, task)
         at = np.array(self.which, np.int64)
         self.ends = np.array([self.when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
-        """Deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
+        """Draw deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
         whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
         chance = np.random.default_rng((self.seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)
@@ -135,36 +136,36 @@ class _Run:
         self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s; its tasks are run elsewhere")
         self.placement.lost(name)
         del self.workers[name]
-        for other, one in list(self.workers.items()):
-            if not one.queue:
+        for other, worker in list(self.workers.items()):
+            if not worker.queue:
                 self._feed(other)
 
     def _feed(self, name: str) -> None:
         """Give a worker what the placement gives it."""
-        one = self.workers[name]
-        if self.now > one.dies:
+        worker = self.workers[name]
+        if self.now > worker.dies:
             return
-        given = self.placement.next(name, self.now)
-        self._revoke(given.revoked)
-        is_idle = not one.queue
-        one.queue.extend((task, self.now) for task in given.tasks)
-        if is_idle and one.queue:
-            self._begin(name, one)
+        assignment = self.placement.next(name, self.now)
+        self._revoke(assignment.revoked)
+        is_idle = not worker.queue
+        worker.queue.extend((task, self.now) for task in assignment.tasks)
+        if is_idle and worker.queue:
+            self._begin(name, worker)
 
     def _revoke(self, revoked: Iterable[tuple[str, int]]) -> None:
-        """Workers that need not run these."""
+        """Take these tasks from workers that need not run them."""
         for name, task in revoked:
-            one = self.workers[name]
-            is_first = bool(one.queue) and one.queue[0][0] == task
-            one.queue = deque(entry for entry in one.queue if entry[0] != task)
-            if is_first and one.queue:
-                self._begin(name, one)
+            worker = self.workers[name]
+            is_first = bool(worker.queue) and worker.queue[0][0] == task
+            worker.queue = deque(entry for entry in worker.queue if entry[0] != task)
+            if is_first and worker.queue:
+                self._begin(name, worker)
 
-    def _begin(self, name: str, one: _Worker) -> None:
-        """A task is the first of a worker's queue: when it ends. Earlier stages had it while others were before it."""
-        task, at = one.queue[0]
-        nbytes, free, busy, is_drawn = self.in_bytes[task], one.free, one.busy, name in _DRAWN
-        for stage, pace in enumerate(one.pace):
+    def _begin(self, name: str, worker: _Worker) -> None:
+        """Record when the first task of a worker's queue ends. Earlier stages had it while others were before it."""
+        task, at = worker.queue[0]
+        nbytes, free, busy, is_drawn = self.in_bytes[task], worker.free, worker.busy, name in _DRAWN
+        for stage, pace in enumerate(worker.pace):
             if stage == _LAST:
                 nbytes = self.out_bytes[task]
             took = pace * nbytes
@@ -174,23 +175,24 @@ class _Run:
             if is_drawn and took and len(self.spans) < _MAX_SPANS:
                 self.spans.append(Span(lane=f"{name} {STAGES[stage]}", stage=STAGES[stage], start_s=start, stop_s=at))
         self.num_begun += 1
+        # The counter breaks ties in the order of the begins, so that equal seeds give equal runs.
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
 
-    def _ended(self, name: str, one: _Worker, task: int) -> None:
-        one.queue.popleft()
-        one.ended = self.now
+    def _ended(self, name: str, worker: _Worker, task: int) -> None:
+        worker.queue.popleft()
+        worker.ended = self.now
         done = self.placement.done(name, task, self.now)
         self._revoke(done.revoked)
         if done.first:
             self.which.append(task)
             self.when.append(self.now)
-        if one.queue:
-            self._begin(name, one)
+        if worker.queue:
+            self._begin(name, worker)
         self._feed(name)
 
     def prediction(self) -> Prediction:
         """Return what came of it."""
-        one, count, total_s = self.cluster, len(self.workers), self.now
+        cluster, count, total_s = self.cluster, len(self.workers), self.now
         names = list(self.workers)
         busy = np.array([each.busy for each in self.workers.values()])
         most = busy.argmax(axis=0)
@@ -204,18 +206,18 @@ class _Run:
             for i, stage in enumerate(STAGES)
         )
         ended = np.array([each.ended for each in self.workers.values()])
-        nominal = self._paces(np.ones(one.num_gpus))[0]
-        taken, given = self.ends[1].sum(), self.ends[2].sum()
-        sums = (taken * nominal[0], taken * nominal[1], given * nominal[3])
+        nominal = self._paces(np.ones(cluster.num_gpus))[0]
+        in_bytes, out_bytes = self.ends[1].sum(), self.ends[2].sum()
+        sums = (in_bytes * nominal[0], in_bytes * nominal[1], out_bytes * nominal[3])
         placement = self.placement
         return Prediction(
             kind="convert",
-            what=f"{len(self.in_bytes)} tasks, {one.num_gpus} workers; {placement.num_stolen} stolen, "
+            what=f"{len(self.in_bytes)} tasks, {cluster.num_gpus} workers; {placement.num_stolen} stolen, "
             f"{placement.num_twice} run twice",
             predicted_s=total_s,
-            limit_s=float(max(sums)) / one.num_gpus,
+            limit_s=float(max(sums)) / cluster.num_gpus,
             bottleneck=bottleneck(stages, (), total_s, "waiting for tasks"),
-            moved_bytes=int(taken + given),
+            moved_bytes=int(in_bytes + out_bytes),
             num_receivers=count,
             first_s=float(ended.min()),
             median_s=float(np.median(ended)),
@@ -231,10 +233,11 @@ class _Run:
         )
 
     def _load(self, name: str, row: int, stage: int) -> LinkLoad:
-        """Return bytes of one stage over time, each task's when it ended, beside what all workers could carry."""
+        """Return the bytes of one stage over time, each task's when it ended, and the share of what all could carry."""
         workers = list(self.workers.values())
         rates = [1 / each.pace[stage] if each.pace[stage] else np.inf for each in workers]
         carried = np.histogram(self.ends[0], NUM_BINS, (0.0, self.now), weights=self.ends[row])[0]
+        # Above 1 only by the binning: a task counts whole in the bin in which it ended.
         load = np.minimum(carried / (sum(rates) * self.now / NUM_BINS), 1.0)
         busiest = max(range(len(workers)), key=lambda i: workers[i].busy[stage])
         busy_s = workers[busiest].busy[stage]

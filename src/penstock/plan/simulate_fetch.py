@@ -1,12 +1,12 @@
-"""How long a fleet takes to fill: the project's relay over a described cluster, as streams that follow each other.
+"""Simulation of a fetch: the project's relay over a described cluster, as streams that follow each other.
 
 In: a weight set's bytes, who is whole, a cluster, rates. Out: a `Prediction`.
-Not here: who takes from whom (`relay`), who shares a link how (`flow`).
+Not here: the choice of upstreams (`relay`), the sharing of links (`flow`).
 
 A member is a stream from its parent. It begins a hop after its parent did, is never nearer than a hop behind it, and
 catches up when its links let it: chunks are small beside a line, so the line flows like water.
 
-    holder ==> a ==> b          nobody whole: a ring; each reads its part of storage, the rest comes round
+    holder ==> a ==> b          no holder: a ring; each reads its part of storage, the rest comes round
                  ==> c (far)
 """
 
@@ -25,9 +25,9 @@ from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bott
 from penstock.types import GB, I64
 
 PATIENCE_S = 0.5
-"""A member that fell silent holds its readers back for so long. Source: `fetch.upstream.PATIENCE_S`."""
+"""Seconds that a silent member holds its readers back. Source: `fetch.upstream.PATIENCE_S`."""
 _STEPS = 4000
-"""Moments a copy is looked at: what begins or ends within one part of so many is taken together."""
+"""Moments at which a copy is looked at: events within one of this many parts are taken together."""
 _ROUNDS = 16
 _NEAR_ENOUGH = 1e-6
 _UNBOUND = np.finfo(np.float64).max
@@ -35,7 +35,7 @@ _UNBOUND = np.finfo(np.float64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Who wants what: GPU g of every node has part `g % parts` of the weights, and exchanges with those of its part."""
+    """The members and their wants: GPU g of every node has part `g % parts`, and exchanges with those of its part."""
 
     nbytes: int
     """Of all parts together."""
@@ -49,13 +49,13 @@ def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 
     """Fill every GPU of the cluster.
 
     Args:
-        fleet: what they want and who has it.
+        fleet: the weights, their parts and the holders at the start.
         cluster: all of its GPUs take part.
         rates: of the stages.
-        seed: of the order in which members came, who is slow, and who dies when.
+        seed: chooses the order in which members came, the slow ones, and those that die and when.
 
     Raises:
-        PlanError: no replica fits, or nobody has the weights and there is no storage.
+        PlanError: no replica fits, or there is neither a holder nor storage.
     """
     cluster.check()
     rates.check()
@@ -95,6 +95,7 @@ class _Run:
         self.relinked: list[str] = []
         self._plan_relay()
         slowest = min(cluster.nic_gb_per_s, cluster.nvlink_gb_per_s) * GB
+        # Of the slowest link, so that the steps are fine enough wherever the bottleneck is.
         copy_s = self.line / slowest
         self.quantum = copy_s / _STEPS
         self.deaths = self._deaths(copy_s, seed)
@@ -108,13 +109,14 @@ class _Run:
         return sorted(zip(chance.uniform(0.0, copy_s, len(who)).tolist(), who.tolist(), strict=True))
 
     def _plan_relay(self) -> None:
-        """Ask the project's relay, for each part the same question."""
+        """Ask the project's relay, the same question for each part."""
         parts, per_node = self.fleet.parts, self.cluster.gpus_per_node
         for part in range(parts):
             mine = self.gpu[part::parts]
             mine = mine[~self.dead[mine]]
             chunks = np.minimum(self.have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
             whole = self.have[mine] >= self.line
+            # One chunk less than whole until it is whole: rounding must not make it a holder in the relay's eyes.
             chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
             columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), self.parent[mine].tolist())
             nodes = [
@@ -136,7 +138,7 @@ class _Run:
         self._measure()
 
     def _measure(self) -> None:
-        """Depths, and what a hop takes over each link."""
+        """Compute depths, and what a hop takes over each link."""
         self.streams = np.flatnonzero((self.parent >= 0) & ~self.is_holder & ~self.dead)
         parent = self.parent[self.streams]
         links = self._links.between(parent, self.streams)
@@ -147,12 +149,13 @@ class _Run:
         self.hop = np.zeros(len(self.gpu))
         self.hop[self.streams] = self.rates.hop_s + wire_s + digest_s
         at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
+        # Not in a ring, where following the parents has no end.
         while self.fleet.holders and (at >= 0).any():
             at = np.where(at >= 0, self.parent[at], -1)
             self.depth += at >= 0
 
     def go(self) -> None:
-        """Until everyone alive has all."""
+        """Run until every member that is alive has everything."""
         if self.fleet.holders:
             self._flow()
         else:
@@ -176,6 +179,8 @@ class _Run:
             until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
             until = min(until, deaths[0][0]) if deaths else until
             assert np.isfinite(until), "a fetch that does not end"
+            # A quantum more, so that events close together are one step: their number, not the cluster's size, bounds
+            # the run.
             until = max(until, now) + self.quantum
             self._move(now, until, ready, rate)
             now = until
@@ -187,7 +192,7 @@ class _Run:
                 self._plan_relay()
 
     def _begin(self, now: float) -> None:
-        """Streams whose parents have begun begin a hop later, each by its parent's own beginning."""
+        """Start streams whose parents have begun a hop ago, each by its parent's own beginning."""
         waiting = self.streams[~np.isfinite(self.start[self.streams])]
         while len(waiting):
             parent = self.parent[waiting]
@@ -199,7 +204,7 @@ class _Run:
             waiting = waiting[~known]
 
     def _rates(self, ready: I64) -> F64:
-        """What each stream gets now: its links' share, and no more than its parent where it has caught up with it."""
+        """Return each stream's rate now: its links' share, and its parent's rate where it has caught up with it."""
         if not len(ready):
             return np.zeros(0)
         links, parent = self.links[ready], self.parent[ready]
@@ -208,10 +213,12 @@ class _Run:
         place[ready] = np.arange(len(ready))
         bound = np.full(len(ready), _UNBOUND)
         rate = np.zeros(len(ready))
+        # A bound on one stream frees its links for others, which may then catch up: repeated until nothing changes.
         for _ in range(_ROUNDS):
             rate = fair_rates(links, self._links.capacity, bound)
             theirs = np.where(place[parent] >= 0, rate[place[parent]], 0.0)
             behind = self.have[parent] - self.have[ready]
+            # Behind by a hop's worth of bytes is as near as a stream gets; a byte is added for rounding.
             near = follows & (behind <= theirs * self.hop[ready] * (1 + _NEAR_ENOUGH) + 1.0)
             limit = np.where(near, self._least_above(rate, near, place[parent]), _UNBOUND)
             if np.array_equal(limit, bound) or np.allclose(limit, bound, rtol=_NEAR_ENOUGH):
@@ -223,7 +230,7 @@ class _Run:
 
     @staticmethod
     def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
-        """Per stream the least rate of those above it, as far up as each follows the next."""
+        """Return per stream the least rate of those above it, as far up as each follows the next."""
         own = np.append(rate, 0.0)
         above = np.append(np.where(near, parent, -1), -1)
         least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))
@@ -233,7 +240,7 @@ class _Run:
         return least[:-1]
 
     def _caught_up_s(self, ready: I64, rate: F64) -> float:
-        """When the first stream that is faster than its parent has caught up with it."""
+        """Return when the first stream that is faster than its parent has caught up with it."""
         parent = self.parent[ready]
         theirs = self.rate_of[parent]
         gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
@@ -246,11 +253,12 @@ class _Run:
         over = (moved >= left * (1 - 1e-12)) & (rate > 0)
         self.meter.add(now, until, self.links[ready], moved)
         self.have[ready] += moved
+        # Exactly: with the sum's rounding error the stream would never count as whole.
         self.have[ready[over]] = self.line
         self.done[ready[over]] = now + left[over] / rate[over]
 
     def _die(self, who: int, now: float) -> None:
-        """It gives and takes no more; those below it find others once they have lost patience."""
+        """Stop a member; those below it find others once they have lost patience."""
         if self.dead[who]:
             return
         below = int((self.parent == who).sum())
@@ -261,10 +269,10 @@ class _Run:
         self._measure()
 
     def _ring(self) -> None:
-        """Storage is read once, each a part by its speed; then as fast as the slowest link round the ring."""
+        """Read storage once, each member a part by its speed; then go as fast as the slowest link round the ring."""
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
-            raise PlanError("nobody has the weights, and the cluster has no storage")
+            raise PlanError("no member has the weights, and the cluster has no storage")
         read = fair_rates(self._links.from_storage(self.gpu), self._links.capacity)
         of_part = np.bincount(self.gpu % self.fleet.parts, weights=read)[self.gpu % self.fleet.parts]
         self.from_storage = self.line * read / of_part
@@ -325,7 +333,7 @@ class _Run:
         )
 
     def _timeline(self, alive: np.ndarray, last: int) -> tuple[Span, ...]:
-        """Return the way of the last member: whom it read, whom those read."""
+        """Return the chain of the last member: its upstream, that one's upstream, and so on."""
         spans: list[Span] = []
         at = last
         while at >= 0 and not self.is_holder[at] and len(spans) < 64:

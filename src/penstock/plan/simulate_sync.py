@@ -1,10 +1,10 @@
-"""How long a sync takes: a `SyncPlan` over a described cluster, read by read.
+"""Simulation of a sync: a `SyncPlan` over a described cluster, read by read.
 
 In: the plan, what each source transforms in which bucket, a cluster, rates. Out: a `Prediction`.
-Not here: the plan (`sync`), its reads (`sync_work`), who shares a link how (`flow`).
+Not here: the plan (`sync`), its reads (`sync_work`), the sharing of links (`flow`).
 
-    source:    transform b0 | b1 | b2 ...                  one after the other; digests of what is asked, in turn
-    receiver:  part, maps -> post -> wire -> digest, compare -> told   windows in order, two at a time, below a
+    source:    transform b0 | b1 | b2 ...                  one after the other; requested digests, in turn
+    receiver:  part, maps -> post -> wire -> digest, compare -> done   windows in order, two at a time, below a
                                                            watermark, as `sync.receive.transfer` does; reads side by
                                                            side, but what Python does for them one after the other
 """
@@ -34,7 +34,7 @@ ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
 """Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version."""
 
 _STEPS = 4000
-"""Moments a run is looked at, at least: reads that begin or end within one part of so many are taken together."""
+"""Least number of steps: reads that begin or end within one of this many parts of a run are taken together."""
 
 
 def simulate_sync(
@@ -60,7 +60,7 @@ def simulate_sync(
         reads_of_one: reads of one source under way.
         staged: the flip at the end counts: a copy of all bytes on the device.
         one_node: receivers take the next GPUs, be they of the sources' node.
-        seed: of who is slow and who fails.
+        seed: chooses the slow members and those that fail.
     """
     rates.check()
     per_node = 1 if one_node else cluster.gpus_per_node
@@ -116,12 +116,12 @@ _USED = (
 
 
 def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) -> tuple[F64, F64]:
-    """[num_sources, num_buckets] when a bucket is transformed and digested; and what that takes each source."""
+    """Return [num_sources, num_buckets] when a bucket is transformed and digested; and the seconds of each source."""
     shape = len(plan.sources), max(plan.num_buckets, 1)
-    given, asked = np.zeros(shape), np.zeros(shape)
-    np.add.at(given, (work.source, work.bucket), work.nbytes)
-    np.add.at(asked, (work.source, work.bucket), 1)
-    took = given / rates.digest_gb_per_s / GB + asked * rates.step_s
+    nbytes, num_reads = np.zeros(shape), np.zeros(shape)
+    np.add.at(nbytes, (work.source, work.bucket), work.nbytes)
+    np.add.at(num_reads, (work.source, work.bucket), 1)
+    took = nbytes / rates.digest_gb_per_s / GB + num_reads * rates.step_s
     if transformed is not None:
         took += transformed / rates.quantise_gb_per_s / GB + (transformed > 0) * rates.step_s
     ready = ANSWERS_BEFORE * rates.answer_s + np.cumsum(took, axis=1)
@@ -129,20 +129,20 @@ def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) ->
 
 
 def _answered(work: Work, rates: Rates) -> F64:
-    """[num_reads] when its digests are there, of sources that are ready: asked for many reads at once, before these."""
+    """Return [num_reads] when digests arrive from sources that are ready: requested for many reads at once."""
     pair = work.source * (int(work.receiver.max(initial=0)) + 1) + work.receiver
     order = np.argsort(pair, kind="stable")
     begin = np.cumsum(work.nbytes[order]) - work.nbytes[order]
     turn = np.zeros(len(order), np.int64)
     turn[order] = (begin - begin[np.searchsorted(pair[order], pair[order])]) // ASK_BYTES
     # Each source answers in turn: the first question of every receiver, then the second ...
-    asked, which = np.unique(np.stack((work.source, turn, work.receiver)), axis=1, return_inverse=True)
+    questions, which = np.unique(np.stack((work.source, turn, work.receiver)), axis=1, return_inverse=True)
     which = which.reshape(-1)
     took = np.bincount(which, weights=work.nbytes) / rates.digest_gb_per_s / GB + rates.step_s
     done = np.cumsum(took)
-    done -= (done - took)[np.searchsorted(asked[0], asked[0])]
-    found: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
-    return found
+    done -= (done - took)[np.searchsorted(questions[0], questions[0])]
+    answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
+    return answered_s
 
 
 class _Run:
@@ -169,9 +169,10 @@ class _Run:
         self.done = np.zeros(num_receivers)
         self.nbytes_of = np.bincount(work.receiver, weights=work.nbytes, minlength=num_receivers)
         self.moved = 0.0
+        # (Indexing a numpy array by one number costs several times the list's.)
         # Plain lists: they are read one number at a time.
         self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
-        self._nbytes, self._lap = work.nbytes.tolist(), work.window.tolist()
+        self._nbytes, self._window = work.nbytes.tolist(), work.window.tolist()
         near = links.near(work.source, first + work.receiver)
         # Over NVLink short runs cost nothing each: a kernel copies those of a group.
         gathers = -(-work.short_bytes // GROUP_BYTES)
@@ -184,14 +185,14 @@ class _Run:
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
         windows = int(work.window[-1]) + 1 if count else 0
         self._left = np.bincount(work.window, minlength=windows).tolist()
-        self._lap_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
-        self._lap_stop = [self._lap[stop - 1] + 1 if stop else 0 for stop in self._lap_stop]
-        self._whole = [self._lap[start] if start < count else windows for start in self.first[:-1].tolist()]
+        self._window_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
+        self._window_stop = [self._window[stop - 1] + 1 if stop else 0 for stop in self._window_stop]
+        self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._next = self.first[:-1].tolist()
         self._stop = self.first[1:].tolist()
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
-        self._held = [0] * num_receivers
+        self._unverified = [0] * num_receivers
         self._host_free, self._device_free = [0.0] * num_receivers, [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
         self._new: list[int] = []
@@ -213,9 +214,11 @@ class _Run:
             rates = fair_rates(self._flow_links[active], links.capacity) if len(active) else left
             ends = now + left / rates if len(active) else left
             first = min(float(ends.min(initial=np.inf)), self._events[0][0] if self._events else np.inf)
+            # Beyond the first event by a quantum: thousands of reads that end together are one step.
             until = first + quantum
             moved = np.minimum(rates * (until - now), left)
             over = ends <= until
+            # Exactly, and not by the product of rate and time, which leaves a rounding error under way.
             moved[over] = left[over]
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
@@ -238,28 +241,33 @@ class _Run:
         while self._next[r] < self._stop[r] and self._flying[r] < READS_AT_ONCE:
             read = self._next[r]
             pair = r, self._source[read]
-            room = self._watermark - self._held[r]
-            late = self._lap[read] >= self._whole[r] + AHEAD_WINDOWS or (self._held[r] and self._nbytes[read] > room)
+            room = self._watermark - self._unverified[r]
+            # A read larger than the watermark alone may go when nothing else is under way, or it never would.
+            late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
+                self._unverified[r] and self._nbytes[read] > room
+            )
             if late or self._of_one.get(pair, 0) >= self._reads_of_one:
                 return
             self._next[r] += 1
             self._flying[r] += 1
             self._of_one[pair] = self._of_one.get(pair, 0) + 1
-            self._held[r] += self._nbytes[read]
+            self._unverified[r] += self._nbytes[read]
             self.asked[read] = at
-            told = at if self.answered is not None else max(at, self._ready[read]) + self.rates.answer_s
-            heapq.heappush(self._events, (told, read, 0))
+            may_post_s = at if self.answered is not None else max(at, self._ready[read]) + self.rates.answer_s
+            heapq.heappush(self._events, (may_post_s, read, 0))
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified."""
+        """Handle an event. 0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified."""
         r = self._receiver[read]
         if what == 0:
             self.posted[read] = start = max(self._host_free[r], at)
+            # Python posts one read at a time: reads share the wire, not the host.
             self._host_free[r] = start + self._cost_s[read]
             heapq.heappush(self._events, (self._host_free[r], read, 1))
         elif what == 1:
             self._new.append(read)
         elif what == 2:
+            # The host starts a kernel a slab, so a long read costs it more than a short one.
             slabs = self._nbytes[read] // SLAB_BYTES
             self._host_free[r] = max(self._host_free[r], at) + self.rates.step_s + slabs * self.rates.slab_s
             took = self._nbytes[read] / self.rates.digest_gb_per_s / GB
@@ -269,22 +277,22 @@ class _Run:
             self._check(r, read, at)
 
     def _land(self, read: int, at: float) -> None:
-        """Its bytes are there: they are digested once those before them are, and compared with what the source says."""
+        """Note that a read's bytes are there: digested after those before them, compared with the source's."""
         r = self._receiver[read]
         self.landed[read] = at
         self._flying[r] -= 1
         self._of_one[r, self._source[read]] -= 1
-        told = at if self.answered is None else float(self.answered[read])
-        heapq.heappush(self._events, (max(at, told), read, 2))
+        digests_s = at if self.answered is None else float(self.answered[read])
+        heapq.heappush(self._events, (max(at, digests_s), read, 2))
         self._ask(r, at)
 
     def _check(self, r: int, read: int, at: float) -> None:
-        """A read is verified; perhaps its window is whole, and another one may begin."""
+        """Note that a read is verified; if its window is whole, another one may begin."""
         self.verified[read] = at
         self.done[r] = max(self.done[r], at)
-        self._held[r] -= self._nbytes[read]
-        self._left[self._lap[read]] -= 1
-        while self._whole[r] < self._lap_stop[r] and not self._left[self._whole[r]]:
+        self._unverified[r] -= self._nbytes[read]
+        self._left[self._window[read]] -= 1
+        while self._whole[r] < self._window_stop[r] and not self._left[self._whole[r]]:
             self._whole[r] += 1
         self._ask(r, at)
 
@@ -295,7 +303,7 @@ def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stag
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
     digest_s = reads * run.rates.step_s + run.nbytes_of / run.rates.digest_gb_per_s / GB
-    found = []
+    stages = []
     for name, times, members in (
         ("transform and digest", source_s, plan.sources),
         ("posting reads", post_s, plan.receivers),
@@ -305,17 +313,17 @@ def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stag
         if len(times) and times.max() > 0:
             most = int(times.argmax())
             detail = f"{reads[most]} reads" if members is plan.receivers else ""
-            found.append(Stage(name=name, member=members[most], busy_s=float(times[most]), detail=detail))
-    return tuple(found)
+            stages.append(Stage(name=name, member=members[most], busy_s=float(times[most]), detail=detail))
+    return tuple(stages)
 
 
 def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
-    """The source's buckets and the receiver's windows: the source that gives most, and the receiver that was last."""
+    """Return the buckets of the source that gives most, and the windows of the receiver that was last."""
     if not len(run.done) or not len(run.work.receiver):
         return ()
     last = int((run.done + flip_s).argmax())
-    given = np.bincount(run.work.source, weights=run.work.nbytes, minlength=len(plan.sources))
-    most = int(given.argmax())
+    given_bytes = np.bincount(run.work.source, weights=run.work.nbytes, minlength=len(plan.sources))
+    most = int(given_bytes.argmax())
     starts = np.concatenate(([0.0], ready[most, :-1]))
     spans = [
         Span(lane=plan.sources[most], stage="transform", start_s=float(a), stop_s=float(b))
@@ -341,19 +349,19 @@ def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span,
 
 
 def _failures(run: _Run, plan: SyncPlan, cluster: Cluster, total_s: float, seed: int) -> tuple[str, ...]:
-    """Who dies meanwhile, by the seed, and how many receivers stay on the version before for it."""
+    """Return the members that die meanwhile, by the seed, and how many receivers stay on the version before."""
     chance = np.random.default_rng((seed, 1))
     sides = len(plan.sources) + len(plan.receivers)
     count = int(chance.poisson(cluster.failures_per_gpu_hour * sides * total_s / 3600))
-    found = []
-    for who in chance.choice(sides, min(count, sides), replace=False).tolist():
+    texts = []
+    for member in chance.choice(sides, min(count, sides), replace=False).tolist():
         at = float(chance.uniform(0.0, total_s))
-        if who >= len(plan.sources):
-            found.append(f"{plan.receivers[who - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
+        if member >= len(plan.sources):
+            texts.append(f"{plan.receivers[member - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
             continue
-        short = np.unique(run.work.receiver[(run.work.source == who) & (run.landed > at)])
-        found.append(
-            f"{plan.sources[who]} dies at {at:.3f} s; {len(short)} receivers stay on the version before until another "
-            "source, or a receiver that has it, gives the rest"
+        short = np.unique(run.work.receiver[(run.work.source == member) & (run.landed > at)])
+        texts.append(
+            f"{plan.sources[member]} dies at {at:.3f} s; {len(short)} receivers stay on the version before until "
+            "another source, or a receiver that has it, gives the rest"
         )
-    return tuple(found)
+    return tuple(texts)

@@ -1,10 +1,10 @@
-"""The plan of a sync: which bytes each receiver takes from whom, in what order. A value, made once, used every step.
+"""The plan of a sync: the bytes that each receiver takes of each source, in order. Made once, used every step.
 
 In: publishers' holdings and receivers' wants, as layouts. Out: a frozen `SyncPlan`, and each receiver's `Part` of it.
 Not here: reading (`transport`), versions and fences (`sync`), what layouts are recorded from.
 
     layouts -> match: kinds of tensors -> intersect: pieces, proven -> strips
-            -> balance: whose -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
+            -> balance: sources -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.types import I64, Box
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Part:
-    """What one receiver does. Segments are in bucket order; in a bucket those of one source are neighbours.
+    """The reads of one receiver. Segments are in bucket order; in a bucket those of one source are neighbours.
 
     Segment i: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of source `source[i]`'s memory to `dst[i]` of ours,
     `src_pitch[i]` apart there and `dst_pitch[i]` here. Segments of one part do not overlap if its wanted rows do not.
@@ -59,6 +59,7 @@ class Part:
             raise PlanError(f"{self.receiver}: a part of uneven columns, or of {len(self.sources)} sources")
         if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
             raise PlanError(f"{self.receiver}: buckets that are not its {num} segments in order")
+        # Every column is checked against the memories: the part may come from another process, and reads are one-sided.
         wrong = (self.source < 0) | (self.source >= len(self.sources)) | (self.num_rows < 1) | (self.run_bytes < 1)
         sizes = np.append(np.array(src_nbytes, np.int64), 0)[np.where(wrong, -1, self.source)]
         ends = ((self.src, self.src_pitch, sizes), (self.dst, self.dst_pitch, np.full(num, dst_nbytes)))
@@ -74,7 +75,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """Return the bytes it takes."""
         return int((self.run_bytes * self.num_rows).sum())
 
     def link_bytes(self) -> I64:
@@ -95,7 +96,7 @@ class Part:
         return [*edges, len(self.bucket_first) - 1] if len(self.bucket_first) > 1 else [0]
 
     def runs(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """Segments `[start, stop)` as `src`, `dst` and `nbytes` of runs contiguous at both ends."""
+        """Return segments `[start, stop)` as `src`, `dst` and `nbytes` of runs contiguous at both ends."""
         rows = self.num_rows[start:stop]
         at = np.repeat(np.arange(start, stop), rows)
         turn = spread(np.zeros(len(rows), np.int64), rows)
@@ -120,7 +121,7 @@ class SyncPlan:
     sources: tuple[str, ...]
     receivers: tuple[str, ...]
     unwanted: tuple[str, ...]
-    """Tensors held that nobody wants."""
+    """Tensors that are held and wanted by no receiver."""
     want_first: I64
     """Per receiver its first wanted row; rows are in bucket order."""
     want_row: I64
@@ -178,8 +179,9 @@ class SyncPlan:
         strip = spread(self.strip_first[pattern], counts)
         slot = self._slots(receiver, strip)
         team = self.strip_team[strip]
-        held = self.pair_row[self.want_pair[want] + self.strip_pair[strip]] + slot - self.team_first[team]
+        held_row = self.pair_row[self.want_pair[want] + self.strip_pair[strip]] + slot - self.team_first[team]
         source = self.team_source[slot]
+        # By bucket first, since a bucket is read when its source has made it; then by source, for long reads.
         bucket = self.want_bucket[want]
         # Each receiver begins with another source, so that not all fall upon the first.
         begin = receiver * len(self.sources) // len(self.receivers)
@@ -192,7 +194,7 @@ class SyncPlan:
             bucket_first=np.searchsorted(bucket[order], np.arange(self.num_buckets + 1)),
             row=self.want_row[want],
             source=source[order],
-            src=self.row_offset[held[order]] + self.strip_src[strip],
+            src=self.row_offset[held_row[order]] + self.strip_src[strip],
             dst=self.want_offset[want] + self.strip_dst[strip],
             run_bytes=self.strip_run[strip],
             num_rows=self.strip_rows[strip],
@@ -201,7 +203,7 @@ class SyncPlan:
         )
 
     def _slots(self, receiver: int, strip: I64) -> I64:
-        """Who gives each of a receiver's strips: its place among all ranks of all teams."""
+        """Return the source of each of a receiver's strips, as its place among all ranks of all teams."""
         order = np.argsort(self.strip_team[strip], kind="stable")
         team = self.strip_team[strip][order]
         nbytes = (self.strip_run * self.strip_rows)[strip][order]
@@ -211,18 +213,19 @@ class SyncPlan:
         share_bytes = self.share_bytes[shares]
         begin = (self.share_start[shares] - (np.cumsum(share_bytes) - share_bytes))[share]
         slot = np.empty(len(strip), np.int64)
+        # By the strip's middle: a strip across a cut is not split, and goes to the rank that has more of it.
         slot[order] = np.searchsorted(self.line_stop, begin + before + nbytes // 2, side="right")
         return slot
 
     def link_bytes(self) -> I64:
-        """[num_receivers, num_sources] bytes from each to each."""
+        """Return [num_receivers, num_sources]: the bytes from each source to each receiver."""
         links = [self.part(r).link_bytes() for r in range(len(self.receivers))]
         return np.array(links, np.int64).reshape(len(self.receivers), len(self.sources))
 
     def explain(self, limit: int = MAX_LISTED) -> str:
         """Return the plan in words: totals, the busiest ends, then the first `limit` receivers."""
         links = self.link_bytes()
-        taken, given = links.sum(axis=1), links.sum(axis=0)
+        taken, sent = links.sum(axis=1), links.sum(axis=0)
         lines = [
             f"{self.num_tensors} tensors, {len(self.sources)} sources -> {len(self.receivers)} receivers, "
             f"{self.nbytes} bytes in {self.num_buckets} buckets",
@@ -231,7 +234,7 @@ class SyncPlan:
         if self.unwanted:
             some = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
             lines.append(f"held, wanted by nobody: {len(self.unwanted)} ({some})")
-        for word, members, moved in (("gives", self.sources, given), ("takes", self.receivers, taken)):
+        for word, members, moved in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
             if len(moved):
                 most = int(moved.argmax())
                 lines.append(f"{members[most]} {word} most, {moved[most]} bytes; mean {int(moved.mean())}")
@@ -243,13 +246,13 @@ class SyncPlan:
 
 
 def plan_key(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int = BUCKET_BYTES) -> str:
-    """Digest of everything a plan depends on, members and addresses among it: 32 hex digits."""
-    told = (bucket_bytes, [one.digest() for one in holdings], [one.digest() for one in wants])
-    return str(blake3(encode(told)).hexdigest(length=16))
+    """Return a digest of everything a plan depends on, members and addresses among it: 32 hex digits."""
+    inputs = (bucket_bytes, [layout.digest() for layout in holdings], [layout.digest() for layout in wants])
+    return str(blake3(encode(inputs)).hexdigest(length=16))
 
 
 def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
-    """Who gives what to whom: each wanted element exactly once, proven; the same layouts give the same plan.
+    """Plan a sync: each wanted element from exactly one source, proven; the same layouts give the same plan.
 
     Args:
         holdings: one a publishing rank.
@@ -257,49 +260,50 @@ def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_byt
         bucket_bytes: most a receiver takes in one bucket, but for a larger tensor.
 
     Raises:
-        PlanError: a layout is not sound; names, dtypes, shapes or tags of the sides differ (lists them); or elements
-            are wanted that nobody holds (lists them).
+        PlanError: a layout is not sound; names, dtypes, shapes or tags of the sides differ (lists them); or no rank
+            holds some wanted elements (lists them).
 
     Cost: linear in rows; a trillion parameters in 70,000 tensors, 256 ranks to 128, take about a second.
     """
-    found = match(holdings, wants)
-    pieces, holes = intersect(found.forms, found.held, found.wanted)
+    matched = match(holdings, wants)
+    pieces, holes = intersect(matched.forms, matched.held, matched.wanted)
     if holes:
-        raise _uncovered(found, holes)
-    boxes = Boxes.of([form.box for form in found.forms])
-    prove_coverage(boxes[found.wanted.values], pieces.want, pieces.boxes)
-    laid = strips(found.forms, found.held.values[pieces.held], found.wanted.values[pieces.want], pieces.boxes)
-    return _assembled(found, pieces, laid, holdings, wants, bucket_bytes)
+        raise _uncovered(matched, holes)
+    boxes = Boxes.of([form.box for form in matched.forms])
+    # Proven again on the pieces as they are used: a byte read twice or not at all would be a silent wrong weight.
+    prove_coverage(boxes[matched.wanted.values], pieces.want, pieces.boxes)
+    laid = strips(matched.forms, matched.held.values[pieces.held], matched.wanted.values[pieces.want], pieces.boxes)
+    return _assembled(matched, pieces, laid, holdings, wants, bucket_bytes)
 
 
 def _assembled(
-    found: Match, pieces: Pieces, laid: Strips, holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int
+    matched: Match, pieces: Pieces, laid: Strips, holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int
 ) -> SyncPlan:
     """Return the plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
     pattern = pieces.want[laid.piece]
-    first = np.searchsorted(pattern, np.arange(len(found.wanted.values) + 1))
-    team = found.held_team[pieces.held[laid.piece]]
+    first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
+    team = matched.held_team[pieces.held[laid.piece]]
     nbytes = laid.run_bytes * laid.num_rows
-    lines = _lines(found, len(wants), first, team, nbytes)
-    rows, bucket = _in_buckets(found, pattern, nbytes, bucket_bytes)
-    want_first = np.searchsorted(found.want_rank[rows], np.arange(len(wants) + 1))
-    kind = np.repeat(np.arange(len(found.wanted.first) - 1), found.wanted.counts)
+    lines = _lines(matched, len(wants), first, team, nbytes)
+    rows, bucket = _in_buckets(matched, pattern, nbytes, bucket_bytes)
+    want_first = np.searchsorted(matched.want_rank[rows], np.arange(len(wants) + 1))
+    kind = np.repeat(np.arange(len(matched.wanted.first) - 1), matched.wanted.counts)
     return SyncPlan(
         key=plan_key(holdings, wants, bucket_bytes),
         bucket_bytes=bucket_bytes,
         num_buckets=int(bucket.max(initial=-1)) + 1,
-        num_tensors=len(found.names),
-        sources=tuple(one.member for one in holdings),
-        receivers=tuple(one.member for one in wants),
-        unwanted=found.unwanted,
+        num_tensors=len(matched.names),
+        sources=tuple(layout.member for layout in holdings),
+        receivers=tuple(layout.member for layout in wants),
+        unwanted=matched.unwanted,
         want_first=want_first,
-        want_row=rows - want_first[found.want_rank[rows]],
-        want_pattern=found.want_form[rows],
-        want_offset=found.want_offset[rows],
-        want_pair=found.pair_first[found.want_tensor[rows]],
+        want_row=rows - want_first[matched.want_rank[rows]],
+        want_pattern=matched.want_form[rows],
+        want_offset=matched.want_offset[rows],
+        want_pair=matched.pair_first[matched.want_tensor[rows]],
         want_bucket=bucket,
         strip_first=first,
-        strip_pair=pieces.held[laid.piece] - found.held.first[kind[pattern]],
+        strip_pair=pieces.held[laid.piece] - matched.held.first[kind[pattern]],
         strip_team=team,
         strip_src=laid.src,
         strip_dst=laid.dst,
@@ -307,10 +311,10 @@ def _assembled(
         strip_rows=laid.num_rows,
         strip_src_pitch=laid.src_pitch,
         strip_dst_pitch=laid.dst_pitch,
-        pair_row=found.pair_row,
-        row_offset=found.row_offset,
-        team_first=found.team.first,
-        team_source=found.team.values,
+        pair_row=matched.pair_row,
+        row_offset=matched.row_offset,
+        team_first=matched.team.first,
+        team_source=matched.team.values,
         share_first=lines.first,
         share_team=lines.team,
         share_start=lines.start,
@@ -319,38 +323,38 @@ def _assembled(
     )
 
 
-def _lines(found: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> Lines:
-    """Shares and cuts; a receiver's rows of one pattern ask for the same of the same teams, so they are counted."""
+def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> Lines:
+    """Return shares and cuts; a receiver's rows of one pattern want the same of the same teams, so they are counted."""
     num_patterns = max(len(first) - 1, 1)
-    asked, times = np.unique(found.want_rank * num_patterns + found.want_form, return_counts=True)
-    counts = np.diff(first)[asked % num_patterns]
-    strip = spread(first[asked % num_patterns], counts)
-    receiver = np.repeat(asked // num_patterns, counts)
-    return draw_lines(num_receivers, receiver, team[strip], nbytes[strip] * np.repeat(times, counts), found.team)
+    demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
+    counts = np.diff(first)[demands % num_patterns]
+    strip = spread(first[demands % num_patterns], counts)
+    receiver = np.repeat(demands // num_patterns, counts)
+    return draw_lines(num_receivers, receiver, team[strip], nbytes[strip] * np.repeat(times, counts), matched.team)
 
 
-def _in_buckets(found: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> tuple[I64, I64]:
-    """Wanted rows by receiver, then layer; and the bucket of each."""
-    order, layer = layer_order(found.names)
+def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> tuple[I64, I64]:
+    """Return wanted rows by receiver, then layer; and the bucket of each."""
+    order, layer = layer_order(matched.names)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    at = place[found.want_tensor]
-    rows = np.lexsort((at, found.want_rank))
-    pattern_bytes = np.zeros(len(found.wanted.values), np.int64)
+    at = place[matched.want_tensor]
+    rows = np.lexsort((at, matched.want_rank))
+    pattern_bytes = np.zeros(len(matched.wanted.values), np.int64)
     np.add.at(pattern_bytes, pattern, nbytes)
-    bucket = buckets(layer, found.want_rank[rows], at[rows], pattern_bytes[found.want_form[rows]], bucket_bytes)
+    bucket = buckets(layer, matched.want_rank[rows], at[rows], pattern_bytes[matched.want_form[rows]], bucket_bytes)
     return rows, bucket[at[rows]]
 
 
-def _uncovered(found: Match, holes: dict[int, Box]) -> PlanError:
-    """Return which tensors are wanted where nobody has them."""
-    kinds = np.searchsorted(found.wanted.first, np.array(sorted(holes), np.int64), side="right") - 1
+def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
+    """Return the error that lists the tensors with wanted elements that no rank holds."""
+    kinds = np.searchsorted(matched.wanted.first, np.array(sorted(holes), np.int64), side="right") - 1
     lines = []
     for want, kind in zip(sorted(holes), kinds.tolist(), strict=True):
-        alike = np.flatnonzero(found.kind == kind)
+        alike = np.flatnonzero(matched.kind == kind)
         more = f" and {len(alike) - 1} tensors like it" if len(alike) > 1 else ""
-        form = found.forms[int(found.wanted.values[want])]
+        form = matched.forms[int(matched.wanted.values[want])]
         where = f"nobody holds {show(holes[want])}, wanted in {show(form.box)}"
-        lines.append(f"{found.names[int(alike[0])]}{more}: of {form.spec} {where}")
+        lines.append(f"{matched.names[int(alike[0])]}{more}: of {form.spec} {where}")
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     return PlanError("elements are wanted that nobody holds:\n  " + "\n  ".join(listed))

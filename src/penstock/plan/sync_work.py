@@ -1,4 +1,4 @@
-"""The reads of a sync as its receivers make them, as columns: what a simulation runs.
+"""The reads of a sync as its receivers make them, as columns, for a simulation.
 
 In: a `SyncPlan`, rates, a watermark. Out: `Work`: reads in the order in which they are posted, and what each costs.
 Not here: when they run, over which links (`simulate_sync`).
@@ -29,7 +29,7 @@ READS_AT_ONCE = 16
 READS_OF_ONE = 4
 """Steps under way of one source: two or more, so that its link is not idle while one is posted."""
 AHEAD_WINDOWS = 2
-"""Laps under way: the one being verified, and the next."""
+"""Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
 """Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
 
@@ -46,18 +46,18 @@ class Work:
     """The last it has something of."""
     nbytes: I64
     far_s: F64
-    """What its runs cost beside posting it, where each is asked for by itself: beyond the node."""
+    """The cost of its runs, other than posting it, where each is requested by itself: beyond the node."""
     num_copies: I64
     """Within the node: copies of their own, which long runs are."""
     short_bytes: I64
-    """Within the node: what a kernel of the reader copies."""
+    """Within the node: the bytes that a kernel of the reader copies."""
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
-        """Return the steps that each receiver's take cuts its part to. Cost: that of all parts."""
+        """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
         names = ("window", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
-        found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
-        found["far_s"] = [np.zeros(0)]
+        collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
+        collected["far_s"] = [np.zeros(0)]
         num_windows = 0
         for r in range(len(plan.receivers)):
             part = plan.part(r)
@@ -68,12 +68,12 @@ class Work:
             columns["window"] += num_windows
             num_windows = int(columns["window"][-1]) + 1
             for name, column in columns.items():
-                found[name].append(column)
-        return cls(**{name: np.concatenate(columns) for name, columns in found.items()})
+                collected[name].append(column)
+        return cls(**{name: np.concatenate(columns) for name, columns in collected.items()})
 
 
 def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
-    """Of each step of a part, in the order they are posted, the columns of `Work`."""
+    """Return the columns of `Work` for each step of a part, in the order in which they are posted."""
     edges = np.array(part.windows(watermark_bytes // AHEAD_WINDOWS), np.int64)
     bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
     window = np.searchsorted(edges, bucket, side="right") - 1
@@ -94,9 +94,11 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     def share(column: np.ndarray) -> np.ndarray:
         """Return what each piece has of a strip's bytes or copies."""
         each = np.repeat(column[order], cuts)
+        # As differences of rounded sums, so that the pieces add up to the whole exactly.
         return each * (turn + 1) // of - each * turn // of
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
+    # A piece of a strip with a long run is at least part of one copy; rounding down would make it free.
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
     stop = np.cumsum(amounts["nbytes"])
@@ -108,22 +110,24 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     last = np.append(head[1:], len(window)) - 1
     pair = window[head] * (int(source.max()) + 1) + source[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
+    # The first read of every source, then the second of each: so receivers post, that no link is left idle.
     turns = np.lexsort((number, window[head]))
-    found = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
-    return found | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
+    columns = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
+    return columns | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """[num_sources, num_buckets] bytes of BF16 that each source reads for the tensors it holds under a tag."""
+    """Return [num_sources, num_buckets]: bytes of BF16 that each source reads for the tensors it holds under a tag."""
     bucket_of: dict[str, int] = {}
     for r, want in enumerate(wants):
         rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
         named = zip(plan.want_row[rows].tolist(), plan.want_bucket[rows].tolist(), strict=True)
         bucket_of.update((want.names[row], bucket) for row, bucket in named)
-    found = np.zeros((len(holdings), plan.num_buckets), np.int64)
+    nbytes = np.zeros((len(holdings), plan.num_buckets), np.int64)
     for s, holding in enumerate(holdings):
         elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
         bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
         wanted = bucket >= 0
-        np.add.at(found[s], bucket[wanted], 2 * elements[holding.form[wanted]])
-    return found
+        # Two bytes an element: a quantised tensor is made from its BF16 original.
+        np.add.at(nbytes[s], bucket[wanted], 2 * elements[holding.form[wanted]])
+    return nbytes

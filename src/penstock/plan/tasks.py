@@ -1,7 +1,7 @@
-"""What a conversion is made of: which rows of which tensors make which bytes of the output, in tasks.
+"""The parts of a conversion: recipes that say which rows of which tensors make which output bytes, and tasks.
 
 In: what an operation says from shapes. Out: recipes, `Tasks` as columns, the output's tensors in files.
-Not here: what an operation computes (`jobs`), how recipes are cut (`cuts`), who runs a task (`placement`).
+Not here: what an operation computes (`jobs`), the cutting of recipes (`cuts`), the assignment of tasks (`placement`).
 
     recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
                                                          small recipes batched; those that need a tensor whole go first
@@ -35,12 +35,12 @@ class Spec:
 
     @property
     def path(self) -> str:
-        """Its name among all outputs."""
+        """Return its name among all outputs."""
         return f"{self.group}/{self.name}" if self.group else self.name
 
     @property
     def nbytes(self) -> int:
-        """Packed row-major. PlanError where elements do not fill whole bytes."""
+        """Return its bytes, packed row-major. PlanError where elements do not fill whole bytes."""
         return _nbytes(self.shape, self.dtype, self.name)
 
 
@@ -53,7 +53,7 @@ def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """What a recipe needs of a source's tensor.
+    """The box of a source's tensor that a recipe needs.
 
     For rows `[a, b)` of the recipe: the box's rows `[a - at, b - at)`, as far as it has them; where `at` is None, all.
     """
@@ -71,7 +71,7 @@ class Input:
         return first * row_bits // 8, last * row_bits // 8
 
     def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
-        """`byte_range` out to the ends of the tensor's leaves, where there are any: `leaf_bytes` above 0."""
+        """Return `byte_range` out to the ends of the tensor's leaves, where there are any: `leaf_bytes` above 0."""
         first, last = self.byte_range(start, stop)
         if not leaf_bytes or first == last:
             return first, last
@@ -90,7 +90,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a recipe gives: rows `[a, b)` of it are rows `[a / per, b / per)`, rounded outwards, of this tensor.
+    """A tensor that a recipe gives: rows `[a, b)` of the recipe are its rows `[a / per, b / per)`, rounded outwards.
 
     `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full. 0: all of it,
     of a recipe that is not cut.
@@ -120,10 +120,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Outputs that are made together, and what of.
+    """Outputs that are made together, and the inputs that they are made of.
 
-    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once. `copies`: of one
-    tensor as it is, so that bytes of a dtype that nothing can be computed with go through unseen.
+    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once. `copies`: the
+    output is its one input unchanged, so that bytes of a dtype without arithmetic pass without being looked at.
     """
 
     outputs: tuple[Output, ...]
@@ -134,19 +134,19 @@ class Recipe:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Of all that it reads and gives."""
-        return (*(one.spec for one in self.inputs), *(out.spec for out in self.outputs))
+        """Return the specs of all that it reads and gives."""
+        return (*(part.spec for part in self.inputs), *(out.spec for out in self.outputs))
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
         """Return bytes that are read for these rows, and that they give."""
-        taken = (one.byte_range(start, stop) for one in self.inputs)
-        given = (out.byte_range(start, stop) for out in self.outputs)
-        return sum(last - first for first, last in taken), sum(last - first for first, last in given)
+        read = (part.byte_range(start, stop) for part in self.inputs)
+        written = (out.byte_range(start, stop) for out in self.outputs)
+        return sum(last - first for first, last in read), sum(last - first for first, last in written)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
-    """Task t is entries `first[t]:first[t + 1]`: rows `[start, stop)` of a recipe each."""
+    """Tasks as columns: task t is entries `first[t]:first[t + 1]`, rows `[start, stop)` of a recipe each."""
 
     first: I64
     recipe: I64
@@ -161,7 +161,7 @@ class Tasks:
 
     @property
     def cost(self) -> I64:
-        """Bytes in and out, of each task."""
+        """Return the bytes in and out of each task."""
         return self.in_bytes + self.out_bytes
 
     def in_order(self, order: I64) -> Tasks:
@@ -179,7 +179,7 @@ class Tasks:
         )
 
     def entries(self, task: int) -> Iterator[tuple[int, int, int]]:
-        """Recipe, start and stop of each entry of a task."""
+        """Yield recipe, start and stop of each entry of a task."""
         at = slice(int(self.first[task]), int(self.first[task + 1]))
         yield from zip(self.recipe[at].tolist(), self.start[at].tolist(), self.stop[at].tolist(), strict=True)
 
@@ -233,6 +233,7 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
     bodies = []
     for index, rows in enumerate(files):
         at = 0
+        # Every width divides the wider ones, so offsets stay aligned; by number then, for one order on every host.
         for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
             file_index[i], offset[i] = index, at
             at += sizes[i]

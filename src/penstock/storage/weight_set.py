@@ -64,7 +64,8 @@ _REMOTE_THREADS = 16
 the 100 shards of a large checkpoint in a few round trips. Reason: below the 32 connections a load itself opens."""
 _FEW_FILES = 8
 """Up to this many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as
-long again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow NFS."""
+long again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow
+NFS."""
 
 _LOCAL_THREADS = 4
 """Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
