@@ -167,7 +167,7 @@ class Keeper:
         nbytes = needed_bytes([*found.manifest.tensors.nbytes.tolist(), 0])  # whatever their order
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         kept = ResidentModel(fleet, revision, nbytes, uri, storage_options)
-        self.tiers.put(kept.block, kept.fill, again=self._moves_idle, tenant=kept)
+        self.tiers.put(kept.block, kept.fill, again=self._moves_idle, user=kept)
         self._kept[kept.shown.key] = kept
         self.member.report_now()
         assert kept.report is not None
@@ -192,7 +192,7 @@ class Keeper:
         kept = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
         if any(one.block == kept.block for one in self._kept.values()):
             raise ConfigError(f"{model!r} is kept already, of this very conversion")
-        self.tiers.put(kept.block, kept.fill, again=False, tenant=kept)
+        self.tiers.put(kept.block, kept.fill, again=False, user=kept)
         self._kept[kept.shown.key] = kept
         self.member.report_now()
 

@@ -130,7 +130,7 @@ class ResidentModel:
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Follow a move to another tier: serve the weights from memory, or drop them; see `Tenant.moved`."""
+        """Follow a move to another tier: serve the weights from memory, or drop them; see `BlockUser.moved`."""
         weights, member = self.shown, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)

@@ -31,7 +31,7 @@ WARM_STEPS = 16
 
 
 class Arena:
-    """Made by `allocate`. Tensors are placed one after the other; nothing is given back before the whole is.
+    """A region made by `allocate`. Tensors are placed one after the other; it is freed only as a whole.
 
     Attributes:
         address, nbytes, device: the region; `device` is `"cpu"` or `"cuda:N"`.
@@ -40,16 +40,20 @@ class Arena:
     """
 
     def __init__(self, device: str, address: int, nbytes: int, owner: Mapping | torch.Tensor) -> None:
-        self.device, self.address, self.nbytes = device, address, nbytes
-        self._owner, self._used_bytes, self._lock = owner, 0, threading.Lock()
+        self.device = device
+        self.address = address
+        self.nbytes = nbytes
+        self._owner = owner
+        self._used_bytes = 0
+        self._lock = threading.Lock()
 
     @classmethod
     def allocate(cls, nbytes: int, device: str | torch.device = "cpu") -> Arena:
-        """An arena of `nbytes`, untouched.
+        """Allocate an arena of `nbytes`, untouched.
 
         Raises:
             ConfigError: no arenas on this kind of device.
-            DestinationError: the host cannot map so much; no file descriptor is left.
+            DestinationError: the host cannot map that much; no file descriptor is left.
             DeviceOutOfMemory: the device has no room.
         """
         name = str(device)
@@ -64,6 +68,7 @@ class Arena:
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
         _check_room(nbytes)
+        # Sealed at its registration: until then the workers of a conversion write to it by its path.
         mapped = create("penstock-arena", nbytes, sealed=False)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -75,6 +80,7 @@ class Arena:
 
         device = torch.device(name)
         try:
+            # At least one tensor's bytes: torch gives an empty allocation no address, and peers register this one.
             region = torch.empty(max(nbytes, ALIGN_BYTES), dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
@@ -86,13 +92,14 @@ class Arena:
     def path(self) -> str:
         """Return a host arena's path, for processes of this user that write to it, until it is registered."""
         assert isinstance(self._owner, Mapping)
+        # By /proc: the memfd has no path of its own, and this one ends with the process.
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
     def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
         """Begin to make a host arena's pages present, from its start on, before they are written; returns at once.
 
         Args:
-            is_over: asked often by the threads, which keep the memory alive until it says yes or they are done.
+            is_over: called often by the threads, which keep the memory alive until it returns True or they are done.
             num_threads: how many; more than two wait for each other.
         """
         if self.device != "cpu":
@@ -100,6 +107,7 @@ class Arena:
         step = STEP_BYTES * WARM_STEPS
 
         def work(first: int, owner: object) -> None:
+            # In turns and not by halves: bytes come from the start on, and both threads should be ahead of them.
             for at in range(first * step, self.nbytes, num_threads * step):
                 populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
 
@@ -108,11 +116,11 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """Left for `place`."""
+        """Return the bytes left for `place`."""
         return self.nbytes - self._used_bytes
 
     def place(self, nbytes: Iterable[int]) -> list[int]:
-        """Offsets for runs of these lengths, in this order, each aligned to `ALIGN_BYTES`.
+        """Return offsets for runs of these lengths, in this order, each aligned to `ALIGN_BYTES`.
 
         Raises:
             BudgetTooSmall: they do not fit; nothing was placed. `needed_bytes` says what would do.
@@ -131,7 +139,8 @@ class Arena:
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ConfigError(f"bytes [{offset}, {offset + nbytes}) of an arena of {self.nbytes}")
-        # Not kept: torch's hold on the mapping is not seen by the garbage collector, so a circle would be for ever.
+        # Made anew each time: the garbage collector cannot see torch's reference to the mapping, so a tensor kept here
+        # would be a cycle that is never freed.
         whole = torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, Mapping) else self._owner
         return whole[offset : offset + nbytes]
 
@@ -152,7 +161,7 @@ def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
 
 
 def _check_room(nbytes: int) -> None:
-    """DestinationError if the host has less memory free: shared memory that runs out ends in SIGBUS."""
+    """Raise DestinationError if the host has less memory free: shared memory that runs out ends in SIGBUS."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             room = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

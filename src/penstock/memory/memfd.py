@@ -1,7 +1,7 @@
 """Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
 
-In: a length, or whose memfd it is said to be. Out: a file descriptor, of memory that can neither shrink nor be written
-to by whoever opens it later. Not here: what the bytes are (`arena`, `transport.generation_table`).
+In: a length, or the process and number of a memfd. Out: a file descriptor, of memory that can neither shrink nor be
+written to through a later opening. Not here: what the bytes are (`arena`, `transport.generation_table`).
 
 A reader opens `/proc/PID/fd/N`: the kernel lets in who may trace that process (the same user), nothing is left behind
 when both are gone, and no path comes from a peer. What is opened is looked at before it is opened, for opening a
@@ -32,7 +32,7 @@ _shared: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary
 
 
 class Mapping(mmap.mmap):
-    """The one writable mapping of a memfd of ours, made by `create`. Views of it keep it and the memfd alive.
+    """The writable mapping of a memfd of this process, made by `create`. Views keep it and the memfd alive.
 
     Attributes:
         fd: the memfd, open for as long as the mapping lives.
@@ -57,7 +57,7 @@ class Mapping(mmap.mmap):
         self.let_go()
 
     def seal(self) -> None:
-        """Nobody else writes to it from now on: processes of the host may map it. Idempotent."""
+        """Forbid writing to all others, so that processes of the host may map it. Idempotent."""
         if _is_sealed(self.fd):
             return
         try:
@@ -68,7 +68,7 @@ class Mapping(mmap.mmap):
 
 
 def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
-    """A memfd of `nbytes` (at least one page) and no others, mapped; no pages are touched.
+    """Create a memfd of `nbytes` (at least one page), mapped; no pages are touched.
 
     Args:
         sealed: see `Mapping.seal`; until then processes of the same user can write to it, and none reads it.
@@ -84,9 +84,11 @@ def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
     except OSError as error:
         raise DestinationError(f"cannot create shared memory: {error}") from error
     try:
+        # memfds are made with 0777: without this any user who reaches the /proc entry could open it.
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = Mapping(fd, max(nbytes, mmap.PAGESIZE))
+        # No F_SEAL_WRITE: the kernel refuses it while a writable mapping exists, and ours is to stay.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         mapped.fd, mapped.inode, mapped.nbytes = fd, os.fstat(fd).st_ino, len(mapped)
         if sealed:
@@ -95,13 +97,15 @@ def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
         os.close(fd)
         raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+    # A finalizer, so that the descriptor is closed once, whether by `close` or with the last reference.
     mapped.let_go = weakref.finalize(mapped, os.close, fd)
     _shared[mapped.address] = mapped
     return mapped
 
 
 def shared_at(address: int, nbytes: int) -> Mapping | None:
-    """The mapping of ours that these bytes lie in, if they do."""
+    """Return the mapping of this process that these bytes lie in, if they do."""
+    # A copy: another thread may create or drop a mapping while this one looks.
     for mapped in list(_shared.values()):
         if mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
             return mapped
@@ -109,10 +113,10 @@ def shared_at(address: int, nbytes: int) -> Mapping | None:
 
 
 def open_peer(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
-    """Another process's sealed memfd, opened read-only; the caller closes it.
+    """Open another process's sealed memfd read-only; the caller closes it.
 
     Args:
-        pid, fd: whose it is, and its number there.
+        pid, fd: the process, and the number of the memfd in it.
         min_nbytes: bytes it must have.
         uri: how errors call the peer.
 
@@ -132,16 +136,19 @@ def open_peer(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
     except OSError as error:
         raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
     try:
-        found = os.fstat(seen)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink:
+        state = os.fstat(seen)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
+            # No links: a memfd has no name. A file of the user that has one is not what a peer can have meant.
             raise PeerLost(f"{what} is no shared memory of this user", uri=uri)
         try:
+            # Through the descriptor that was looked at: opened by the peer's path again, it could be another file by
+            # now.
             opened = os.open(f"/proc/self/fd/{seen:d}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
     finally:
         os.close(seen)
-    if not _is_sealed(opened) or found.st_size < min_nbytes:
+    if not _is_sealed(opened) or state.st_size < min_nbytes:
         os.close(opened)
         raise PeerLost(f"{what} is not sealed memory of {min_nbytes} bytes", uri=uri)
     return opened

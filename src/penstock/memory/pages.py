@@ -1,7 +1,7 @@
 """Pages of host memory made present before their first use, many in one call, outside the GIL.
 
 In: addresses. Out: pages there, zeroed.
-Not here: whose they are (`staging`, `arena`).
+Not here: their owners (`staging`, `arena`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _MADV_POPULATE_WRITE = 23
 """Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
-"""Zeroing so much takes about 0.1 ms; each call holds the address space's lock, which others need to allocate."""
+"""Zeroing this much takes about 0.1 ms; each call holds the address space's lock, which others need to allocate."""
 
 _SHARE_BYTES = 4 * STEP_BYTES
-"""Of one thread at a time, where several do it."""
+"""Share of one thread at a time, where several populate."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,13 +32,14 @@ def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = 
     for at in range(address, address + nbytes, STEP_BYTES):
         if is_over is not None and is_over():
             return
+        # The answer is ignored: pages that stay absent are made by their first use, and only later.
         _libc.madvise(
             ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
         )
 
 
 def populate_by(pool: ThreadPoolExecutor, address: int, nbytes: int) -> None:
-    """`populate` by all threads of a pool.
+    """Do as `populate` by all threads of a pool.
 
     Cost: where one thread takes 0.55 s a GB, twelve take 0.12. Source: benchmarks/results/h200x2_202611/convert.md.
     """

@@ -1,4 +1,4 @@
-"""Live parameters moved into arenas, one a device, so that a whole model is one registration.
+"""Move of live parameters into arenas, one a device, so that a whole model is one registration.
 
 In: a module or tensors by name. Out: the arenas; the tensors are the same objects with the same values, elsewhere.
 Not here: the arena itself (`arena`), filling it from storage (`loader.into`).
@@ -53,7 +53,7 @@ def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tu
 
 
 def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool) -> Arena:
-    """Each group shares a storage; the part of it that the group covers is moved as one run."""
+    """Move tensors by storage: each group shares one, and the part of it that the group covers is moved as one run."""
     spans = [_span(group) for group in groups]
     arena = Arena.allocate(needed_bytes(stop - start for start, stop in spans), device)
     offsets = arena.place(stop - start for start, stop in spans)
@@ -64,17 +64,20 @@ def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool) ->
                 storage = torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage())
                 run.copy_(storage[start:stop])
             for tensor in group:
+                # By bytes, since tensors of different dtypes may share a storage.
                 first = run[tensor.storage_offset() * tensor.element_size() - start :]
                 whole = first[: first.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+                # `.data` swaps the memory under the same object: optimizers and hooks hold the object, not the address.
                 tensor.data = whole.as_strided(tensor.shape, tensor.stride())
     return arena
 
 
 def _span(group: list[torch.Tensor]) -> tuple[int, int]:
-    """Bytes `[start, stop)` of their storage that these tensors cover, the start at a multiple of 16."""
+    """Return bytes `[start, stop)` of their storage that these tensors cover, the start at a multiple of 16."""
     starts, stops = [], []
     for tensor in group:
         reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
         starts.append(int(tensor.storage_offset()) * tensor.element_size())
         stops.append(starts[-1] + (int(reach + 1) * tensor.element_size() if tensor.numel() else 0))
+    # 16: the alignment within the storage stays as it was for the vector loads of kernels.
     return min(starts) // 16 * 16, max(stops)

@@ -1,6 +1,6 @@
 """The staging pool: page-aligned buffers of one size, pinned on request, bounded by `memory_bytes`.
 
-In: a budget. Out: `StagingBuffer`s, each owned by whoever acquired it until released.
+In: a budget. Out: `StagingBuffer`s, each owned by the caller that acquired it until released.
 Not here: device memory (`arena`), what the bytes are (`engine`).
 
 Buffers are touched and registered by the thread that first needs them, so set-up is spread over the reading
@@ -22,7 +22,7 @@ from penstock.memory.pages import populate
 
 
 class Registrar(Protocol):
-    """Makes host memory reachable by a device's copy engine (page-locks it)."""
+    """A device's way to reach host memory by its copy engine: page-locking."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin `nbytes` from `address`. Raises DestinationError when the device refuses."""
@@ -49,6 +49,7 @@ class StagingBuffer:
         """Touch every page and pin it, once."""
         if self.is_ready:
             return
+        # Before pinning: the driver would fault the pages one by one, under its own lock.
         populate(self.address, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
@@ -62,7 +63,7 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """`memory_bytes // buffer_bytes` buffers, handed out one at a time.
+    """A pool of `memory_bytes // buffer_bytes` buffers, handed out one at a time.
 
     Args:
         memory_bytes: bound of the pool, in bytes.
@@ -80,6 +81,7 @@ class StagingPool:
         *,
         registrar: Registrar | None = None,
     ) -> None:
+        # Whole pages: pinning works on pages, and direct I/O needs buffers that begin at one.
         size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_buffers = memory_bytes // size
         if num_buffers < 2:
@@ -97,6 +99,7 @@ class StagingPool:
             self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not copy-on-write what a device writes to
         self._registrar = registrar
         self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
+        # The first buffers on top: a small load then touches the start of the memory only.
         self._free = self._all[::-1]
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
@@ -107,7 +110,7 @@ class StagingPool:
         self.peak_bytes = 0
 
     def warm(self, num_threads: int) -> None:
-        """Begin to touch and pin every buffer with so many threads; returns at once. Costs no Python per page.
+        """Begin to touch and pin every buffer with `num_threads` threads; return at once. Costs no Python per page.
 
         A buffer being warmed counts as in use. `close` waits for the threads.
         """
@@ -136,15 +139,15 @@ class StagingPool:
             try:
                 cold.prepare(self._registrar)
             except DestinationError:
-                return  # whoever acquires the buffer next meets the same error, and is there to hear it
+                return  # the next `acquire` of this buffer meets the same error, and has a caller to raise it to
             finally:
                 self.release(cold)
 
     def acquire(self, *, stall_s: float) -> StagingBuffer:
-        """A buffer of your own until `release`.
+        """Wait for a buffer; it is the caller's until `release`.
 
         Raises:
-            SourceStalled: nothing was released for `stall_s` seconds: whoever drains the pool is stuck.
+            SourceStalled: nothing was released for `stall_s` seconds: the thread that drains the pool is stuck.
             Cancelled: the pool was cancelled while waiting.
             DestinationError: the buffer could not be pinned.
         """
@@ -156,6 +159,7 @@ class StagingPool:
                     raise SourceStalled(
                         f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s"
                     )
+                # Someone released or took one: the pool moves, so the deadline begins anew.
                 if self._in_use != before:
                     deadline = time.monotonic() + stall_s
             if self._cancelled:
@@ -164,7 +168,7 @@ class StagingPool:
         return self._prepared(buffer)
 
     def _take(self) -> StagingBuffer:
-        """A free buffer; the lock is held."""
+        """Return a free buffer; the lock is held."""
         buffer = self._free.pop()
         self._in_use += 1
         self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
@@ -179,13 +183,14 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """A buffer if one is free now, else None. Raises as `acquire`.
+        """Return a buffer if one is free now, else None. Raises as `acquire`.
 
-        Nor a cold one while the pool is being warmed: to prepare it would take the caller milliseconds.
+        While the pool is being warmed it returns no cold one: to prepare it would take the caller milliseconds.
         """
         with self._lock:
             if not self._free or self._cancelled:
                 return None
+            # The one on top is the warmest: what was released last lies there.
             if self._num_warming and not self._free[-1].is_ready:
                 return None
             buffer = self._take()
@@ -201,7 +206,7 @@ class StagingPool:
 
     @property
     def num_in_use(self) -> int:
-        """Buffers acquired and not released."""
+        """Return the number of buffers acquired and not released."""
         with self._lock:
             return self._in_use
 
@@ -213,6 +218,7 @@ class StagingPool:
 
     def close(self) -> None:
         """Unpin and free. Every buffer must have been released. Idempotent."""
+        # A warmer may be in the driver with a buffer; freed memory must not be pinned after.
         for thread in self._warmers:
             thread.join()
         for buffer in self._all:

@@ -29,7 +29,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Return its length."""
         return self.stop - self.start
 
 
@@ -38,11 +38,11 @@ class Room(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the block."""
+        """Return the bytes of the block."""
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Begin to take bytes from host memory, which must stay as it is until `settle` returns."""
+        """Begin to take bytes from host memory, which must stay unchanged until `settle` returns."""
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -58,7 +58,7 @@ class Room(Protocol):
         ...
 
     def close(self) -> None:
-        """Free it; nobody looks at it any more. Idempotent."""
+        """Free it; nothing may use it any more. Idempotent."""
         ...
 
 
@@ -67,7 +67,7 @@ class HostRoom(Protocol):
     """A room whose bytes are in this process's memory: what moves to or from it needs no buffer between."""
 
     def views(self) -> Sequence[memoryview]:
-        """All of its bytes, in order; each but the last is a multiple of `PIECE_BYTES` long."""
+        """Return all of its bytes, in order; each view but the last is a multiple of `PIECE_BYTES` long."""
         ...
 
 
@@ -76,12 +76,12 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """`gpu`, `host`, `disk`."""
+        """Return `gpu`, `host` or `disk`."""
         ...
 
     @property
     def unit_bytes(self) -> int:
-        """A room takes a multiple of this."""
+        """Return the unit: a room takes a multiple of it."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class Tier(Protocol):
         ...
 
     def open_room(self, nbytes: int) -> Room:
-        """Room for a block.
+        """Return room for a block.
 
         Raises:
             DiskFull, DeviceOutOfMemory, DestinationError: there is none, whatever the budget says.
@@ -107,7 +107,7 @@ class Tier(Protocol):
 
 
 def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
-    """Copy all bytes from one room to another; `moved` is told of each piece.
+    """Copy all bytes from one room to another; call `moved` with the length of each piece.
 
     Raises:
         PenstockError: of either room; nothing runs any more, and `dst` holds nothing of use.
@@ -127,12 +127,13 @@ def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -
             src.read(at, piece)
             src.settle()
             dst.write(at, piece)
+            # Settled before the next read: the piece of memory in between is used again.
             dst.settle()
             moved(len(piece))
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """The views cut to pieces, each with its offset."""
+    """Yield the views cut to pieces, each with its offset."""
     base = 0
     for view in views:
         for at in range(0, len(view), PIECE_BYTES):
@@ -146,18 +147,19 @@ def _each(
     num_threads: int,
     moved: Callable[[int], None],
 ) -> None:
-    def one(piece: tuple[int, memoryview]) -> None:
+    def move_piece(piece: tuple[int, memoryview]) -> None:
         step(*piece)
         moved(len(piece[1]))
 
     if num_threads == 1:
         for piece in pieces:
-            one(piece)
+            move_piece(piece)
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-tier") as pool:
-        for begun in [pool.submit(one, piece) for piece in pieces]:
+        for begun in [pool.submit(move_piece, piece) for piece in pieces]:
             try:
                 begun.result()
             except BaseException:
+                # Pieces that run are waited for when the block is left: they still use both rooms.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

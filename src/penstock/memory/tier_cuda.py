@@ -15,7 +15,7 @@ from penstock.errors import DestinationError, SourceStalled
 from penstock.memory.arena import Arena
 
 _POLL_S = 0.0002
-"""Between looks at an event: a piece of 16 MiB takes 0.3 ms over PCIe 5."""
+"""Pause between looks at an event: a piece of 16 MiB takes 0.3 ms over PCIe 5."""
 
 
 class CudaRoom:
@@ -29,7 +29,7 @@ class CudaRoom:
         self.nbytes, self._tier = nbytes, tier
         self.arena: Arena | None = Arena.allocate(nbytes, tier.device)
         self._bytes: torch.Tensor | None = self.arena.bytes_at(0, nbytes)
-        # What torch had here before may be used still by kernels that are queued.
+        # Torch may have given us memory that queued kernels still use: its allocator orders reuse by stream only.
         tier.stream.wait_stream(torch.cuda.current_stream(tier.device))
         self._begun: deque[torch.cuda.Event] = deque()
 
@@ -45,6 +45,7 @@ class CudaRoom:
         assert self._bytes is not None
         ours, theirs = self._bytes[offset : offset + len(data)], torch.frombuffer(data, dtype=torch.uint8)
         event = torch.cuda.Event()
+        # A stream of its own: on the current one a copy would wait for the kernels of the model that runs.
         with torch.cuda.stream(self._tier.stream):
             if to_device:
                 ours.copy_(theirs, non_blocking=True)
@@ -57,6 +58,7 @@ class CudaRoom:
         """See `Room.settle`."""
         while self._begun:
             event, deadline = self._begun.popleft(), time.monotonic() + self._tier.stall_s
+            # Polled, not synchronised: cudaEventSynchronize has no deadline, and a lost device never answers.
             while not _is_done(event):
                 if time.monotonic() > deadline:
                     raise SourceStalled(f"no copy of {self._tier.device} ended in {self._tier.stall_s} s")

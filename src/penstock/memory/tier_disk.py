@@ -1,6 +1,6 @@
 """The tier of a local disk: a nameless file a block, its bytes digested on the way out and compared on the way back.
 
-In: a directory. Out: rooms that leave nothing behind, whatever becomes of the process.
+In: a directory. Out: rooms that leave nothing behind, however the process ends.
 Not here: which blocks lie there (`memory.tiers`); the cache of remote objects, which outlives a process
 (`storage.cache`).
 """
@@ -23,7 +23,7 @@ from penstock.storage.page_cache import address_of, reserve
 from penstock.types import U64
 
 _PAGE_BYTES = 4096
-"""What direct I/O asks of addresses, offsets and lengths; see `files`."""
+"""Alignment that direct I/O needs of addresses, offsets and lengths; see `files`."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -52,6 +52,7 @@ class SpillRoom:
 
     def _open_direct(self) -> None:
         try:
+            # By /proc: the file has no name to open it by a second time.
             self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
         except OSError as error:
             self.why = f"direct I/O refused at open ({error.strerror})"
@@ -66,11 +67,12 @@ class SpillRoom:
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write the whole pages past the page cache; bytes written."""
+        """Write the whole pages past the page cache; return the bytes written."""
         whole = len(data) // _PAGE_BYTES * _PAGE_BYTES
         if self.why or not whole or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
             return 0
         try:
+            # Rounded down: after a short write the rest begins at a page again, or goes through the page cache.
             return os.pwrite(self._direct_fd, data[:whole], offset) // _PAGE_BYTES * _PAGE_BYTES
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -94,7 +96,9 @@ class SpillRoom:
     def settle(self) -> None:
         """See `Room.settle`. What went through the page cache does not stay there."""
         with typed(self._directory):
+            # First, since the kernel drops only pages that are written out.
             os.fdatasync(self._fd)
+            # The block was moved here to free memory: its copy in the page cache would keep it taken.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

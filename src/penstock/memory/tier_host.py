@@ -16,11 +16,11 @@ from penstock.memory.staging import Registrar, StagingBuffer, StagingPool
 from penstock.types import MIB
 
 POOL_BUFFER_BYTES = 64 * MIB
-"""Of the pinned pool: few enough calls to pin 60 GB (900), and a model's last buffer wastes little."""
+"""Buffer size of the pinned pool: 900 calls pin 60 GB, and the last buffer of a model wastes little."""
 
 
 WARM_THREADS = 4
-"""That pin the pool in the background."""
+"""Threads that pin the pool in the background."""
 
 
 class _ViewedRoom:
@@ -44,15 +44,15 @@ class _ViewedRoom:
             np.frombuffer(into, np.uint8, run, at)[:] = mine
 
     def _runs(self, offset: int, nbytes: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
-        """Our bytes `[offset, offset + nbytes)` view by view, each with its place among them and its length."""
-        found, base, stop = [], 0, offset + nbytes
+        """Return the bytes `[offset, offset + nbytes)` view by view, each with its place among them and its length."""
+        runs, base, stop = [], 0, offset + nbytes
         for view in self.views():
             first, last = max(base, offset), min(base + len(view), stop)
             if first < last:
                 mine = np.frombuffer(view, np.uint8, last - first, first - base)
-                found.append((mine, first - offset, last - first))
+                runs.append((mine, first - offset, last - first))
             base += len(view)
-        return found
+        return runs
 
     def settle(self) -> None:
         """See `Room.settle`."""
@@ -75,7 +75,7 @@ class HeapRoom(_ViewedRoom):
 
 
 class HeapTier:
-    """The reference: plain memory, under whatever name."""
+    """The reference tier: plain memory, under any name."""
 
     num_threads = 1
 
@@ -94,14 +94,15 @@ class HeapTier:
 
 
 class ArenaRoom(_ViewedRoom):
-    """An arena of the host, which other processes can map. Its memory lives as long as anybody looks at it.
+    """An arena of the host, which other processes can map. Its memory lives as long as any view of it.
 
-    Its pages are made present from its opening on: bytes that come meet them there.
+    Its pages are made present from its opening on, so that arriving bytes need no page faults.
     """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self.arena: Arena | None = Arena.allocate(nbytes)
+        # By asking the room: its close stops the threads, which would otherwise keep the memory.
         self.arena.warm(lambda: self.arena is None)
 
     def views(self) -> Sequence[memoryview]:
@@ -140,7 +141,7 @@ class PoolRoom(_ViewedRoom):
     def views(self) -> Sequence[memoryview]:
         """See `HostRoom.views`."""
         step = POOL_BUFFER_BYTES
-        return [one.view[: min(step, self.nbytes - i * step)] for i, one in enumerate(self._buffers)]
+        return [buffer.view[: min(step, self.nbytes - i * step)] for i, buffer in enumerate(self._buffers)]
 
     def close(self) -> None:
         """See `Room.close`."""
@@ -155,7 +156,7 @@ class PoolTier:
     Args:
         memory_bytes: of all rooms; pages are made present and pinned from now on, in the background.
         registrar: pins; None: pageable.
-        stall_s: how long a buffer that is still being pinned is waited for.
+        stall_s: how long to wait for a buffer that is still being pinned.
 
     Raises:
         BudgetTooSmall: fewer than two buffers.

@@ -3,8 +3,8 @@
 In: tiers with budgets; entries, each with a way to fill it anew. Out: places, pinned; what moved.
 Not here: names of blocks, prefetching (`tiers`); what a tier is (`tier`).
 
-One move at a time (`turn`), for they share links; filling from a source runs beside them. An entry that is moved or
-filled is `busy`: nobody else pins or moves it meanwhile.
+One move at a time (`turn`), since moves share links; filling from a source runs in parallel. An entry that is moved or
+filled is `busy`: no other thread pins or moves it meanwhile.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from penstock.memory.tier_stats import LinkStats
 log = logging.getLogger("penstock.memory")
 
 SOURCE = "source"
-"""Where a block is that is in no tier: it can be read anew."""
+"""The place of a block that is in no tier: it can be read anew."""
 
 Fill = Callable[[Room], None]
 """Write all of a block's bytes into a room, from its source; has deadlines of its own."""
 
 
-class Tenant(Protocol):
+class BlockUser(Protocol):
     """A user of a block that does not pin it."""
 
     def vacate(self) -> bool:
-        """The block is about to leave its room: let nobody use it from now on. False: somebody does, and it stays."""
+        """Stop using the block, which is about to leave its room. Return False if it is in use: then it stays."""
         ...
 
     def moved(self, tier: str, room: Room | None) -> None:
@@ -45,11 +45,11 @@ class Tenant(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A tier, and how much of it is ours."""
+    """A tier and its budget."""
 
     tier: Tier
     budget_bytes: int | None = None
-    """None: what there is."""
+    """None: no bound but the memory there is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class Entry:
     block: Block
     fill: Fill
     again: bool
-    tenant: Tenant | None
+    user: BlockUser | None
     at: int
     used: int = 0
     busy: bool = True
@@ -77,22 +77,24 @@ class Entry:
 
 
 class Moves:
-    """See the module.
+    """The blocks' entries and the moves between tiers; see the module.
 
     Attributes:
         names: of the tiers, fastest first, and `source`.
         source: its index.
-        state: held to look at entries and counts.
+        state: the lock and condition over entries and counts.
     """
 
     def __init__(self, levels: Sequence[Level], stall_s: float) -> None:
         self.levels, self.source, self._stall_s = tuple(levels), len(levels), stall_s
-        self.names = [*(one.tier.name for one in levels), SOURCE]
+        self.names = [*(level.tier.name for level in levels), SOURCE]
         self.entries: dict[Block, Entry] = {}
         self.used_bytes, self.peak_bytes = [0] * len(levels), [0] * len(levels)
         self.links: dict[tuple[str, str], LinkStats] = {}
         self.hits = self.misses = 0
         self.clock = itertools.count(1)
+        # Two locks: `state` for a moment, to look and count; the mover's for whole moves, so that looking never waits
+        # for one.
         self.state, self._mover = threading.Condition(), threading.Lock()
         self._progress = time.monotonic()
         self._is_left = False
@@ -100,7 +102,7 @@ class Moves:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The right to move. SourceStalled: another's move gets nowhere."""
+        """Hold the right to move for a `with` block. SourceStalled: another thread's move makes no progress."""
         while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
             if time.monotonic() - self._progress > self._stall_s:
                 raise SourceStalled(f"another move between these tiers made no progress for {self._stall_s} s")
@@ -132,9 +134,8 @@ class Moves:
         """
         while True:
             with self.state:
-                while (
-                    entry.busy and not entry.gone and not is_new
-                ):  # whoever moves or fills it has deadlines of its own
+                # No deadline here: the thread that moves or fills it has its own, and clears `busy` in any case.
+                while entry.busy and not entry.gone and not is_new:
                     self.state.wait(1.0)
                 if entry.gone:
                     raise NotFound(f"{entry.block} is not in these tiers")
@@ -148,6 +149,7 @@ class Moves:
                 raise ConfigError(f"{entry.block} is in its source only", hint="name a tier to bring it to")
             with self.turn():
                 with self.state:
+                    # Looked at again: another thread may have moved it while this one waited for its turn.
                     if not is_new and (entry.busy or entry.gone or entry.at <= to):
                         continue
                     entry.busy, self.misses = True, self.misses + 1
@@ -159,6 +161,7 @@ class Moves:
                     self._failed(entry, is_new)
                     raise
             try:
+                # Outside the turn: a source may take minutes, and moves of other blocks need not wait for it.
                 self._fill(entry, to, place)
             except BaseException:
                 self._failed(entry, is_new)
@@ -179,7 +182,7 @@ class Moves:
             self._leave(entry)
 
     def _leave(self, entry: Entry) -> None:
-        """Free its places that nobody uses and that it is not in."""
+        """Free the places of an entry that are not its current one and have no users."""
         with self.state:
             left = [i for i, place in entry.places.items() if i != entry.at and not place.pins]
             left = [] if entry.busy else left
@@ -187,7 +190,7 @@ class Moves:
         self._close(rooms)
 
     def release(self, entry: Entry, *indices: int) -> None:
-        """Free these places of it, or all."""
+        """Free these places of an entry, or all."""
         with self.state:
             rooms = [(i, entry.places.pop(i)) for i in indices or tuple(entry.places)]
         self._close(rooms)
@@ -198,11 +201,12 @@ class Moves:
             with self.state:
                 self.used_bytes[index] -= place.charge
             self._is_left = True
+        # Inside a turn the memory may be reused by the next room; the turn's end trims what was not.
         if not self._mover.locked():
             self._trim()
 
     def _open(self, entry: Entry, to: int) -> Place:
-        """A place for it in `to`, pinned and counted; the turn is ours."""
+        """Return a new place in `to`, pinned and counted; the caller holds the turn."""
         tier = self.levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
         self._make_room(to, charge)
@@ -214,7 +218,7 @@ class Moves:
         return place
 
     def _shift(self, entry: Entry, to: int, place: Place) -> bool:
-        """Move its bytes to an opened place. False: they were lost on the way, and come from the source.
+        """Move its bytes to an opened place. Return False if they were lost on the way: they come from the source then.
 
         Raises:
             PenstockError: it is where it was, and the place is closed.
@@ -250,6 +254,7 @@ class Moves:
 
     def _arrived(self, entry: Entry, to: int, begun: float | None = None) -> None:
         """Set the tier of a block to `to`, and free its old place unless a reader has it."""
+        # Before the old place is freed: the user must have let go of it, or it would read freed memory.
         self._tell(entry, to)
         with self.state:
             if begun is not None:
@@ -261,11 +266,11 @@ class Moves:
         self._leave(entry)
 
     def _tell(self, entry: Entry, at: int) -> None:
-        if entry.tenant is not None:
-            entry.tenant.moved(self.names[at], entry.places[at].room if at in entry.places else None)
+        if entry.user is not None:
+            entry.user.moved(self.names[at], entry.places[at].room if at in entry.places else None)
 
     def idle(self, entry: Entry) -> None:
-        """Others may pin it, or move it."""
+        """Let others pin or move the entry."""
         with self.state:
             entry.busy = False
             self.state.notify_all()
@@ -273,7 +278,7 @@ class Moves:
     # -- down
 
     def _make_room(self, at: int, charge: int) -> None:
-        """Push out what was used least recently until `charge` fits; the turn is ours. BudgetTooSmall: it cannot."""
+        """Push out what was used least recently until `charge` fits (BudgetTooSmall if it cannot); the turn is held."""
         level, used = self.levels[at], self.used_bytes
         if level.budget_bytes is None:
             return
@@ -281,7 +286,9 @@ class Moves:
             if used[at] + charge <= level.budget_bytes:
                 return
             idle = [entry for entry in self.entries.values() if entry.at == at and self._may_leave(entry)]
+            # By a counter and not by a clock: uses in one tick would have no order.
             idle.sort(key=lambda entry: entry.used)
+            # Computed first: pushing blocks out in vain, before finding that it does not fit, would cost their reload.
             least = used[at] + charge - sum(entry.places[at].charge for entry in idle)
         if least <= level.budget_bytes:
             for entry in idle:
@@ -302,7 +309,7 @@ class Moves:
         return is_free and (entry.again or entry.at + 1 < self.source)
 
     def demote(self, entry: Entry) -> bool:
-        """Move it down to the next tier that has room; the turn is ours. False: it is in use.
+        """Move it down to the next tier that has room; the caller holds the turn. Return False if it is in use.
 
         Raises:
             BudgetTooSmall: there is nowhere to go. PenstockError: of the move; it is where it was.
@@ -311,7 +318,8 @@ class Moves:
             if entry.busy or entry.gone or entry.at == self.source or entry.places[entry.at].pins:
                 return False
             entry.busy = True
-        if entry.tenant is not None and not entry.tenant.vacate():
+        # Asked without the state's lock: the user takes locks of its own, and calls back.
+        if entry.user is not None and not entry.user.vacate():
             self.idle(entry)
             return False
         try:
@@ -327,7 +335,7 @@ class Moves:
         raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes)
 
     def _sink(self, entry: Entry, to: int) -> bool:
-        """Move it down to `to`. False: there is no room, or it must not be forgotten."""
+        """Move it down to `to`. Return False if there is no room, or if it must not be forgotten."""
         if to == self.source:
             if entry.again:
                 self._arrived(entry, to)
@@ -347,7 +355,7 @@ class Moves:
         return True
 
     def discard(self, entry: Entry) -> None:
-        """Let go of its bytes in every tier: it is in its source; the turn is ours. SourceBusy: it is in use."""
+        """Drop its bytes in every tier; they are damaged. The caller holds the turn. SourceBusy: it is in use."""
         with self.state:
             if entry.busy or any(place.pins for place in entry.places.values()):
                 raise SourceBusy(f"{entry.block} is in use in {self.names[entry.at]}")
@@ -355,7 +363,7 @@ class Moves:
         self._arrived(entry, self.source)
 
     def remove(self, entry: Entry) -> None:
-        """Hold it no more; the turn is ours. SourceBusy: it is in use."""
+        """Remove the block; the caller holds the turn. SourceBusy: it is in use."""
         with self.state:
             if entry.busy or any(place.pins for place in entry.places.values()):
                 raise SourceBusy(f"{entry.block} is in use in {self.names[entry.at]}")
@@ -363,7 +371,7 @@ class Moves:
         self.release(entry)
 
     def forget(self, entry: Entry) -> None:
-        """Nobody finds it any more."""
+        """Remove the entry, so that no lookup finds it any more."""
         with self.state:
             entry.gone = True
             if self.entries.get(entry.block) is entry:

@@ -31,22 +31,22 @@ class LinkStats:
 
     @property
     def gb_per_s(self) -> float:
-        """0 where nothing took time."""
+        """Return the rate in GB/s; 0 where nothing took time."""
         return self.nbytes / GB / self.seconds if self.seconds else 0.0
 
     def plus(self, nbytes: int, seconds: float) -> LinkStats:
-        """With one more move."""
+        """Return the same with one more move."""
         return LinkStats(num_moves=self.num_moves + 1, nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersStats:
-    """All of them."""
+    """Statistics of all tiers and links."""
 
     tiers: Mapping[str, TierStats]
     """By name, fastest first."""
     links: Mapping[tuple[str, str], LinkStats]
     """From tier, to tier; `source` is one."""
     hits: int
-    """Blocks that were there when they were asked for."""
+    """Requests for blocks that were there."""
     misses: int

@@ -6,7 +6,7 @@ Not here: how blocks move (`tier_moves`), the tiers themselves (`tier`), who use
     source --fill--> gpu <--move--> host <--move--> disk --forget--> source
                       '-- pin: here, and not elsewhere, until the `with` block ends
 
-A block moves: it is in one tier at a time, and twice only while somebody reads it where it was. The source is never
+A block moves: it is in one tier at a time, and in two only while a reader still uses the old place. The source is never
 written to.
 """
 
@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from penstock.closing import Closing
 from penstock.errors import ConfigError, NotFound, SourceBusy
 from penstock.memory.tier import Block, Room
-from penstock.memory.tier_moves import SOURCE, Entry, Fill, Level, Moves, Tenant
+from penstock.memory.tier_moves import SOURCE, BlockUser, Entry, Fill, Level, Moves
 from penstock.memory.tier_stats import TiersStats, TierStats
 
-__all__ = ["SOURCE", "Block", "Fill", "Level", "Tenant", "Tiers"]
+__all__ = ["SOURCE", "Block", "BlockUser", "Fill", "Level", "Tiers"]
 
 
 class Tiers(Closing):
-    """See the module. Any thread calls any method; a context manager whose end frees every room.
+    """Blocks in tiers with budgets. Any thread calls any method; a context manager whose end frees every room.
 
     Args:
         levels: fastest first.
@@ -39,7 +39,7 @@ class Tiers(Closing):
         self._pool = ThreadPoolExecutor(num_prefetching, thread_name_prefix="penstock-prefetch")
 
     def put(
-        self, block: Block, fill: Fill, *, tier: str | None = None, again: bool = True, tenant: Tenant | None = None
+        self, block: Block, fill: Fill, *, tier: str | None = None, again: bool = True, user: BlockUser | None = None
     ) -> None:
         """Take a block in: make room for it, and have it filled.
 
@@ -50,10 +50,10 @@ class Tiers(Closing):
 
         Raises:
             ConfigError: it is there already.
-            BudgetTooSmall: no room can be made; says the least that would do. Whatever `fill` raises.
+            BudgetTooSmall: no room can be made; says the least that would do. Any error that `fill` raises.
         """
         moves, to = self._moves, self._index(tier)
-        entry = Entry(block, fill, again, tenant, moves.source)
+        entry = Entry(block, fill, again, user, moves.source)
         with moves.state:
             if block in moves.entries:
                 raise ConfigError(f"{block} was put in these tiers already")
@@ -102,7 +102,7 @@ class Tiers(Closing):
         """Move it down to the next tier that has room.
 
         Raises:
-            SourceBusy: it is pinned, its tenant needs it, or it is in its source already.
+            SourceBusy: it is pinned, its user needs it, or it is in its source already.
             BudgetTooSmall: there is nowhere to go.
         """
         entry = self._entry(block)
@@ -111,25 +111,25 @@ class Tiers(Closing):
                 raise SourceBusy(f"{block} is in {self._moves.names[entry.at]}, in use")
 
     def discard(self, block: Block) -> None:
-        """Let go of its bytes wherever they are, for they are damaged: it is only in its source from now on.
+        """Drop its bytes in every tier, since they are damaged: it is only in its source from now on.
 
-        Its tenant is not asked. SourceBusy: it is pinned, or moves; NotFound: it is not there.
+        Its user has no veto. SourceBusy: it is pinned, or moves; NotFound: it is not there.
         """
         entry = self._entry(block)
         with self._moves.turn():
             self._moves.discard(entry)
 
     def drop(self, block: Block) -> None:
-        """Hold it no more. SourceBusy: it is pinned; NotFound: it is not there."""
+        """Remove a block. SourceBusy: it is pinned; NotFound: it is not there."""
         entry = self._entry(block)
         with self._moves.turn():
             self._moves.remove(entry)
 
     def where(self, blocks: Iterable[Block]) -> list[str | None]:
-        """The tier that each of these is in, or `source`; None: not known here. What a worker has, it asks of this."""
+        """Return the tier that each of these is in, or `source`; None: not known here."""
         with self._moves.state:
-            found = [self._moves.entries.get(block) for block in blocks]
-            return [None if entry is None else self._moves.names[entry.at] for entry in found]
+            entries = [self._moves.entries.get(block) for block in blocks]
+            return [None if entry is None else self._moves.names[entry.at] for entry in entries]
 
     def stats(self) -> TiersStats:
         """Return the blocks in each tier now, and the moves so far."""
@@ -148,7 +148,7 @@ class Tiers(Closing):
             return TiersStats(tiers=tiers, links=dict(moves.links), hits=moves.hits, misses=moves.misses)
 
     def close(self) -> None:
-        """Free every room; nobody uses one any more. Prefetches that have not begun are cancelled. Idempotent."""
+        """Free every room; none may be in use. Prefetches that have not begun are cancelled. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
         with self._moves.state:
             entries = list(self._moves.entries.values())

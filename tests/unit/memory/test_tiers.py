@@ -363,7 +363,7 @@ class Guest:
 def test_a_tenant_is_asked_and_told() -> None:
     guest, source = Guest(), Source()
     with make(100, 100) as tiers:
-        tiers.put(block(0), source.of(block(0)), tenant=guest)
+        tiers.put(block(0), source.of(block(0)), user=guest)
         guest.stays = True
         with pytest.raises(SourceBusy):
             tiers.demote(block(0))
