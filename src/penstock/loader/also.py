@@ -12,7 +12,7 @@ _classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
 
 
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
-    """`error` as an instance of its own class and of `others`; itself if it is all of them already."""
+    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already."""
     ours = type(error)
     missing = tuple(other for other in others if not issubclass(ours, other))
     if not missing:
@@ -20,10 +20,12 @@ def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
     key = (ours, *missing)
     if key not in _classes:
         body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
+        # Kept, so that two errors of one kind are of one class.
         _classes[key] = type(ours.__name__, key, body)
-    found = _classes[key].__new__(_classes[key])
+    instance = _classes[key].__new__(_classes[key])
+    # Not by calling the class: a foreign base may want other arguments, or none.
     PenstockError.__init__(
-        found,
+        instance,
         error.message,
         mutated=error.mutated,
         uri=error.uri,
@@ -31,5 +33,5 @@ def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
         byte_range=error.byte_range,
         hint=error.hint,
     )
-    found.__dict__.update(error.__dict__)
-    return found
+    instance.__dict__.update(error.__dict__)
+    return instance

@@ -29,10 +29,10 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import Box, TensorTable
 
 STATUS_BYTES = 512
-"""Room for the status word behind each payload; keeps payloads aligned to what copy engines like."""
+"""Room for the status word behind each payload; keeps payloads aligned for copy engines."""
 
 ROUND_BYTES = 32 << 20
-"""What a rank contributes to a round on CUDA: large enough that NCCL's fixed cost and Python's are small beside it."""
+"""Bytes that a rank contributes to a round on CUDA: large enough that the fixed costs of NCCL and Python are small."""
 
 ROUNDS_IN_FLIGHT = 2
 """On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
@@ -54,13 +54,14 @@ def exchange(
     """
     wire = Wire(group, session.options.device, session.settings.stall_s)
     session.intake.local_world_size = wire.world_size
-    with wire.telling():
+    with wire.reports_failure():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     wire.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
     per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.chunk_bytes)
     turns = np.arange(plan.num_reads) // per_round % wire.world_size
+    # Runs of chunks and not every r-th chunk: a rank then reads stretches of a file.
     mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
     session.phases.enter("move")
@@ -69,8 +70,8 @@ def exchange(
     _Rounds(run, place, wire, per_round, failed).carry_out()
     run.ticket.wait(stall_s=session.settings.stall_s)
     region = dict(zip(table.names, boxes, strict=True))
-    for names, made in session.batches(plan, run.slabs(), place.take):
-        yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, made, strict=True)]
+    for names, tensors in session.batches(plan, run.slabs(), place.take):
+        yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, tensors, strict=True)]
 
 
 def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
@@ -97,12 +98,12 @@ class Wire(GroupCollectives):
     """The group's collectives, and what its ranks tell each other before they read."""
 
     poll_s = 1e-3
-    """Half of what a round takes. Each look takes the GIL from the thread that reads."""
+    """Seconds between looks, half of what a round takes. Each look takes the GIL from the thread that reads."""
     is_its_own = False
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """An error before the ranks agreed is told to the others, who are waiting to agree, then raised."""
+    def reports_failure(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block, since they wait to agree; then raise it."""
         try:
             yield
         except PenstockError:
@@ -116,15 +117,16 @@ class Wire(GroupCollectives):
             PlanError: they did not; on every rank.
             PeerLost: a rank failed before it had a plan; on every other rank.
         """
+        # One digest of the whole plan: the ranks need not send their plans, only find out whether they differ.
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
         digest.update("\n".join(plan.table.names).encode())
-        found = self.gather_words(digest.digest())
-        lost = [rank for rank, one in enumerate(found) if not any(one)]
+        digests = self.gather_words(digest.digest())
+        lost = [rank for rank, word in enumerate(digests) if not any(word)]
         if lost:
             raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see those ranks' errors")
-        odd = [rank for rank, one in enumerate(found) if one != found[0]]
+        odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
         if odd:
             raise PlanError(f"ranks {odd} see other weights or options than rank 0", hint="give all ranks the same")
 
@@ -141,11 +143,12 @@ class _Rounds:
         self._pieces = _pieces(self._plan, per_round)
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
+        # On the CPU a round is waited for anyway: a second one in flight would only take memory.
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(wire, self._width) for _ in range(depth)]
 
     def carry_out(self) -> None:
-        """Every round; then raise what any rank met."""
+        """Run every round; then raise what any rank met."""
         per_turn = self._wire.world_size * self._per_round
         num_rounds = -(-self._plan.num_reads // per_turn)
         for k in range(num_rounds + len(self._slots)):
@@ -169,6 +172,7 @@ class _Rounds:
                 self._run.wait_reads(self._reads(k, wire.rank))
         except (PenstockError, RuntimeError) as error:
             self._failed = error
+        # A rank that failed goes on with the rounds: leaving a collective would hang the others in it.
         slot.send[-1] = self._failed is not None
         if self._failed is None:
             self._copy(slot.send, self._turn(k, wire.rank), pack=True)
@@ -210,7 +214,7 @@ class _Rounds:
         return self._pieces[turn] if turn < len(self._pieces) else []
 
     def _copy(self, payload: torch.Tensor, pieces: Sequence[Segment], *, pack: bool) -> None:
-        """Between a payload and the slabs."""
+        """Copy between a payload and the slabs."""
         at = 0
         for _, slab, dst, nbytes, _, _ in pieces:
             piece = self._slab(slab)[dst : dst + nbytes]

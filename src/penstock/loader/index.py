@@ -1,4 +1,4 @@
-"""What an index into a tensor needs to be read, and what is left to apply to what was read.
+"""Reduction of an index to the box that must be read, and the index to apply to that box.
 
 In: an index as `x[index]` takes it, the shape it applies to. Out: the bounding `Box`, and the index to apply to it.
 Not here: reading (`safe_open`), which index forms a framework allows (torch decides its own; numpy's are below).
@@ -53,6 +53,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
         if isinstance(entry, slice):
             first, last, step = entry.indices(size)
             count = len(range(first, last, step)) if step > 0 else 0
+            # To the last element that is selected, not to the slice's stop: [0:8:3] needs no byte after row 6.
             start[dim], stop[dim] = (first, first + (count - 1) * step + 1) if count else (0, 0)
             rest.append(slice(None, None, step))
         else:
@@ -75,11 +76,12 @@ def is_basic(index: Any) -> bool:
 def _is_basic(entry: Any) -> bool:
     if entry is None or isinstance(entry, slice | EllipsisType):
         return True
+    # A bool is an int to Python and a mask to torch and numpy, which adds a dim.
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
 
 
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """`index` by the rules of safetensors' numpy framework, as one int or slice a dim.
+    """Return `index` by the rules of safetensors' numpy framework, as one int or slice a dim.
 
     Integers (and what has `__index__`, booleans too), slices of positive step, one `...`, a tuple of these, an empty
     list (which selects nothing). Negative, reversed and overlong slices mean what they mean to numpy.
@@ -97,13 +99,13 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     num_given = sum(not isinstance(entry, EllipsisType) for entry in entries)
     if num_given > len(shape):
         raise IndexRefused(f"{num_given} indices for a tensor of {len(shape)} dims")
-    found: list[int | slice] = []
+    bounds: list[int | slice] = []
     for position, entry in enumerate(entries):
         if isinstance(entry, EllipsisType):
-            found.extend([slice(None)] * (len(shape) - num_given))
+            bounds.extend([slice(None)] * (len(shape) - num_given))
         else:
-            found.append(_numpy_entry(entry, shape[len(found)], position))
-    return tuple(found)
+            bounds.append(_numpy_entry(entry, shape[len(bounds)], position))
+    return tuple(bounds)
 
 
 def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:

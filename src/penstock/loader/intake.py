@@ -1,6 +1,6 @@
-"""How the bytes of one load come in: reads under way at once, their size, the staging they pass through, the ring.
+"""Input side of one load: the number and size of reads under way, the staging they pass through, the ring.
 
-In: settings, the device, whether the sources are remote. Out: a `StagingPool` and a `Uring`, each made when asked for.
+In: settings, the device, whether the sources are remote. Out: a `StagingPool` and a `Uring`, each made on request.
 Not here: what is read (`session`), the reading (`engine`), the pool itself (`memory.staging`).
 """
 
@@ -39,7 +39,7 @@ MAX_DIRECT_READS = 16
 Source: benchmarks/results/h200x1_202611/load.md, row c."""
 
 GROUP_CHUNKS = 2
-"""So many times smaller are the chunks then: what all ranks stage should stay in the processor's cache, or every byte
+"""Divisor of the chunk size in that case: what all ranks stage should stay in the processor's cache, or every byte
 crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
 
 SPARE_BUFFERS = 8
@@ -72,31 +72,34 @@ class Intake:
 
     @property
     def num_reads(self) -> int:
-        """Reads under way at once, by threads or by the ring's workers."""
+        """Return the reads under way at once, by threads or by the ring's workers."""
         if self._settings.fetch_threads:
             return self._settings.fetch_threads
         if self.is_remote:
             return REMOTE_FETCH_THREADS
         cores = len(os.sched_getaffinity(0))
         if self._device.type == "cpu":
+            # Two to four threads bring a mapped file in fastest. Source: benchmarks/results/cpu2_202611/files.md.
             return min(4, max(2, cores))
         if self.local_world_size > 1:
             return max(2, min(MAX_GROUP_READS, cores * 3 // 4 // self.local_world_size))
+        # A quarter of the cores is left to the thread that places chunks, and to the program itself.
         return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
 
     @property
     def num_direct_reads(self) -> int:
-        """The same for what is not in the page cache."""
+        """Return the same for bytes that are not in the page cache."""
         if self._settings.fetch_threads or self.is_remote or self._device.type == "cpu" or self.local_world_size > 1:
             return self.num_reads
         return max(self.num_reads, min(MAX_DIRECT_READS, len(os.sched_getaffinity(0))))
 
     @property
     def chunk_bytes(self) -> int:
-        """Largest read and size of a staging buffer. BudgetTooSmall when `memory_bytes` cannot hold four."""
+        """Return the largest read, which a staging buffer holds. BudgetTooSmall if `memory_bytes` cannot hold four."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self.local_world_size > 1 and self._device.type == "cuda":
             wanted //= GROUP_CHUNKS
+        # At least four buffers: with fewer, reading and copying wait for each other.
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
@@ -106,12 +109,12 @@ class Intake:
 
     @property
     def pool(self) -> StagingPool | None:
-        """The staging, where there is any."""
+        """Return the staging, where there is any."""
         return self._pool
 
     @property
     def peak_bytes(self) -> int:
-        """Most staging in use at once, of a closed pool too."""
+        """Return the most staging in use at once, of a closed pool too."""
         return self._peak_bytes if self._pool is None else self._pool.peak_bytes
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
@@ -152,11 +155,12 @@ class Intake:
         if wait:
             pool.close()
         else:
+            # Not a daemon: the process must not end while the driver unpins.
             threading.Thread(target=pool.close, name="penstock-unpin").start()
 
 
 def _local_nbytes(uri: Uris) -> int:
-    """Bytes of the safetensors files a local path names, roughly and cheaply; 0 where that takes more than a look."""
+    """Return the bytes of the safetensors files of a local path, roughly; 0 where that takes more than a look."""
     uris = texts_of(uri)
     if len(uris) != 1 or is_remote(uris[0]):
         return 0

@@ -17,7 +17,7 @@ import torch
 from penstock.arguments import require_type
 from penstock.engine.choose_place import place_on
 from penstock.errors import PenstockError, PlanError, SourceChanged, SourceTruncated
-from penstock.loader.load import deferred_interrupts, open_session, telling
+from penstock.loader.load import deferred_interrupts, open_session, reports_failure
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport
 from penstock.loader.session import Options, Session
@@ -92,13 +92,14 @@ def _load_into(
     rename: Rename,
     arena: bool,
 ) -> LoadReport:
-    """`load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
+    """Run `load_into`; a function of its own so that its locals end where a signal is only noted."""
     with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
-        with telling(group, options, session.settings.stall_s):
+        with reports_failure(group, options, session.settings.stall_s):
             table = session.table()
             rows, filled = match_targets(table, targets, rename, strict)
             if arena:
+                # After the match: a target that does not fit must not have been moved.
                 rehome(target)
                 rows, filled = match_targets(table, targets_of(target), rename, strict)
         table = table.take(rows)
@@ -151,6 +152,7 @@ def match_targets(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             faults.append(f"{name}: {dtype} {list(shape)} does not fit {wanted}: {tensor.dtype} {list(tensor.shape)}")
             continue
+        # By address: a module lists a tied weight under both names, and two reads into one place would race.
         if (place := _place_of(tensor)) in places and tensor.numel():
             continue  # tied to a target that is filled already
         places.add(place)
@@ -159,10 +161,10 @@ def match_targets(
     if strict:
         missing = [n for n, t in targets.items() if n not in used and t.numel() and _place_of(t) not in places]
         absent.extend(f"{name}: the weight set has no tensor for it" for name in missing)
-    if said := [*faults, *absent]:
-        more = f" (and {len(said) - 10} more)" if len(said) > 10 else ""
-        hint = "tensors are filled as they are: nothing is cast or reshaped" if faults else "or pass strict=False"
-        raise PlanError(f"{len(said)} tensors do not fit: {'; '.join(said[:10])}{more}", hint=hint)
+    if misfits := [*faults, *absent]:
+        more = f" (and {len(misfits) - 10} more)" if len(misfits) > 10 else ""
+        hint = "tensors are filled unchanged: nothing is cast or reshaped" if faults else "or pass strict=False"
+        raise PlanError(f"{len(misfits)} tensors do not fit: {'; '.join(misfits[:10])}{more}", hint=hint)
     return rows, filled
 
 
@@ -172,21 +174,21 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
     plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
-    held = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
+    filled_by_slab = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
     # A target that is not contiguous is filled through a slab of its own and copied when that is complete.
     flat = [
         (tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
         .reshape(-1)
         .view(torch.uint8)
-        for tensor in held
+        for tensor in filled_by_slab
     ]
     place = place_on(session.options.device, plan.slab_nbytes.tolist(), flat)
     checker = session.checker(plan, place)
-    with _telling(session):
+    with _marks_target(session):
         run = session.begin(plan, place, checker=checker)
         session.phases.enter("move")
         for slab in run.slabs():
-            target = held[slab]
+            target = filled_by_slab[slab]
             if not target.is_contiguous():
                 target.copy_(flat[slab].view(target.dtype).view(target.shape))
         with session.progress() as progress:
@@ -198,18 +200,18 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
     from penstock.loader.group import exchange
 
     nbytes = 0
-    with _telling(session):
+    with _marks_target(session):
         targets = iter(filled)
-        for _, made in exchange(session, group, table, [None] * len(table)):
-            for tensor in made:
+        for _, tensors in exchange(session, group, table, [None] * len(table)):
+            for tensor in tensors:
                 next(targets).copy_(tensor)
                 nbytes += tensor.nbytes
         return session.finish(num_tensors=len(table), nbytes=nbytes)
 
 
 @contextmanager
-def _telling(session: Session) -> Iterator[None]:
-    """An error from inside says that the target was touched, if any byte can have reached it."""
+def _marks_target(session: Session) -> Iterator[None]:
+    """Mark an error from the block as one after which the target was touched, if any byte can have reached it."""
     try:
         yield
     except PenstockError as error:

@@ -1,4 +1,4 @@
-"""The verb `manifest`: write the digests of a weight set beside it, so that every later load is verified.
+"""The verb `manifest`: write the digests of a weight set next to it, so that every later load is verified.
 
 In: a URI, a private key perhaps. Out: the sidecar, its detached signature, a report.
 Not here: digests, encoding and signatures (`storage.weight_set`), comparing (`verify`).
@@ -24,7 +24,7 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestReport(Summarised):
-    """What `manifest` read and wrote."""
+    """Outcome of `manifest`: what it read and wrote."""
 
     uri: str
     revision: str
@@ -57,7 +57,7 @@ def manifest(
 
     Args:
         uri: a file, directory, index or prefix; see `load`.
-        out: where to write; None: beside the weights.
+        out: where to write; None: next to the weights.
         sign: path of an Ed25519 private key in PEM; a detached signature is written beside the manifest.
         storage_options: see `load`; of reading and of writing.
         progress: see `load`.
@@ -98,12 +98,14 @@ def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Map
         return
     path = Path(local_path(uri))
     with typed(path):
+        # In the same directory: a rename is atomic only within a file system.
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            # mkstemp makes it 0600: other users who may read the weights must be able to verify them.
             Path(partial).chmod(0o644)
             Path(partial).replace(path)
         finally:

@@ -71,7 +71,7 @@ class Mappings:
 
 
 class _MappedSource:
-    """A mapped file as a source whose bytes are already where they go: reading is bringing them in."""
+    """A mapped file as a source whose bytes are already in place: a read only brings their pages in."""
 
     def __init__(self, mapped: MappedFile, is_ready: bool) -> None:
         self._mapped, self._is_ready = mapped, is_ready
@@ -84,4 +84,4 @@ class _MappedSource:
         return "mmap"
 
     def close(self) -> None:
-        """`Mappings` closes the file."""
+        """Do nothing: `Mappings` closes the file."""

@@ -21,9 +21,10 @@ _was_enabled = False
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No automatic collection inside the block; nests, and several threads may be inside at once."""
+    """Stop automatic collection inside the block; nests, and several threads may be inside at once."""
     global _depth, _was_enabled
     with _lock:
+        # Only the outermost block looks: an inner one would find collection disabled, and leave it so.
         if _depth == 0:
             _was_enabled = gc.isenabled()
             gc.disable()
@@ -47,11 +48,12 @@ _interval_s = 0.0
 
 @contextmanager
 def quick_handover() -> Iterator[None]:
-    """The GIL changes hands at `HANDOVER_S` inside the block; nests, and several threads may be inside at once."""
+    """Set the GIL's switch interval to `HANDOVER_S` inside the block; nests, and several threads may be inside."""
     global _num_quick, _interval_s
     with _lock:
         if _num_quick == 0:
             _interval_s = sys.getswitchinterval()
+            # Never longer than it was: the program may have set it shorter.
             sys.setswitchinterval(min(HANDOVER_S, _interval_s))
         _num_quick += 1
     try:

@@ -51,11 +51,12 @@ class Progress:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody looks."""
+        """Return whether anything is drawn or called."""
         return self._draws or self._call is not None
 
     def __enter__(self) -> Progress:
         if self._draws:
+            # Imported on first use: a load without a bar need not pay for it.
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TransferSpeedColumn
             from rich.progress import Progress as Bar
@@ -99,7 +100,7 @@ class Progress:
 def looked_at(wanted: ProgressOption, label: str, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
     """Draw what `look` says is done, and of how much, from a thread while the block runs; at its end once more.
 
-    Raises: what the caller's function raises, at the end of the block. Cost: no thread where nobody looks.
+    Raises: what the caller's function raises, at the end of the block. Cost: no thread without progress.
     """
     with Progress(wanted, label) as progress:
         if not progress.enabled:
@@ -125,7 +126,8 @@ class Counter:
     """Bytes that are done; threads add to it, one at a time."""
 
     def __init__(self, total: int = 0) -> None:
-        self.done, self.total = 0, total
+        self.done = 0
+        self.total = total
 
     def add(self, nbytes: int) -> None:
         """Count bytes."""

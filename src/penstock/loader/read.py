@@ -35,7 +35,7 @@ ENGINE_CUDA_BYTES = 96 * MIB
 
 
 class FileReader:
-    """Reads of `source` into fresh memory; any thread. Keeps its staging, at most `memory_bytes`, until `close`.
+    """Reads of `source` into fresh memory, from any thread. Keeps its staging, at most `memory_bytes`, until `close`.
 
     Args:
         source: the caller's to close, after the reader.
@@ -55,7 +55,7 @@ class FileReader:
         return self._intake.chunk_bytes
 
     def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The bytes `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
+        """Return `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
         run = torch.empty(nbytes, dtype=torch.uint8, device=device)
         is_host = device.type == "cpu"
         staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -110,7 +110,7 @@ class FileReader:
 
 
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
-    """The plan's reads one after the other, through one staging buffer where they cannot go straight to the slabs."""
+    """Make the plan's reads one after the other, through one staging buffer where they cannot go to the slabs."""
     slabs = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in plan.slab_nbytes.tolist()]
     is_host = device.type == "cpu"
     direct = plan.covered().tolist() if is_host else [False] * plan.num_reads

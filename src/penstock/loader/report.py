@@ -1,4 +1,4 @@
-"""What a load did: seconds by phase, bytes by path, peaks, verified or why not.
+"""Report of a load: seconds by phase, bytes by path, peaks, verified or why not.
 
 In: measurements of a session. Out: frozen values and a few lines for people.
 Not here: progress while it runs (`progress`).
@@ -61,7 +61,7 @@ class LoadReport(Summarised):
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def summary(self) -> str:
-        """Three lines for people."""
+        """Return three lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         by_path: dict[str, int] = {}
         for file in self.files:
@@ -78,7 +78,7 @@ class LoadReport(Summarised):
 
 @dataclass(slots=True)
 class Phases:
-    """A stopwatch whose laps sum to the whole."""
+    """A stopwatch whose phases sum to the whole."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
@@ -91,7 +91,7 @@ class Phases:
         self._name, self._since = name, now
 
     def stop(self) -> dict[str, float]:
-        """End the running phase; all phases by name."""
+        """End the running phase; return all phases by name."""
         self.enter(self._name)
         return dict(self.seconds)
 

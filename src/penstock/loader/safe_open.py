@@ -100,11 +100,11 @@ class safe_open:
             self._file = None  # slices taken before go on working; the last of them closes the file
 
     def keys(self) -> list[str]:
-        """Names of the tensors, sorted."""
+        """Return the names of the tensors, sorted."""
         return sorted(self._open().header.tensors.names)
 
     def offset_keys(self) -> list[str]:
-        """Names of the tensors, in the order of their bytes in the file."""
+        """Return the names of the tensors, in the order of their bytes in the file."""
         return list(self._open().table.names)
 
     def metadata(self) -> dict[str, str] | None:
@@ -126,7 +126,7 @@ class safe_open:
             return file.array(row, ()) if self._numpy else file.tensor(row, ())
 
     def get_slice(self, name: str) -> SafeSlice:
-        """A handle that gives parts of a tensor by index, reading only what they need. NotFound as `get_tensor`."""
+        """Return a handle that gives parts of a tensor by index, reading only those. NotFound as `get_tensor`."""
         with _as_safetensors_raises():
             file = self._open()
             return SafeSlice(file, file.row(name), is_numpy=self._numpy)
@@ -146,7 +146,7 @@ class safe_open:
 
 
 class SafeSlice:
-    """One tensor of an open file, to be indexed as a tensor is; lives on after the file's `with` block.
+    """A handle on one tensor of an open file, indexed as a tensor is; it outlives the file's `with` block.
 
     For `pt`, `s[index]` is `get_tensor(name)[index]`, for every index torch takes. For `np` an index is made of
     integers, slices of positive step and `...`. Ownership: the caller's; a view of the mapping on the CPU.
@@ -164,7 +164,7 @@ class SafeSlice:
         return str(self._file.table.dtypes[self._row])
 
     def __getitem__(self, index: Any) -> Any:
-        """The part that `index` selects.
+        """Return the part that `index` selects.
 
         Raises:
             IndexError: it does not fit the tensor. For `np` also any other form (`IndexRefused`).
@@ -179,7 +179,7 @@ class SafeSlice:
 def load_file(
     filename: str | os.PathLike[str], device: str | int | torch.device | None = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of one safetensors file, by name, in the order of the file; `safetensors.torch.load_file`'s call.
+    """Return every tensor of one safetensors file by name, in file order, as `safetensors.torch.load_file`.
 
     Raises:
         As `safe_open`.
@@ -187,8 +187,8 @@ def load_file(
     Ownership: the caller's. On the CPU, tensors of a local file are mapped and small neighbours share a mapping.
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
-        found: dict[str, torch.Tensor] = file.get_tensors()
-    return found
+        tensors: dict[str, torch.Tensor] = file.get_tensors()
+    return tensors
 
 
 class _File:
@@ -219,7 +219,7 @@ class _File:
                     self._mapping.close()
 
     def row(self, name: str) -> int:
-        """Row of a tensor. NotFound; TypeError if `name` is no string."""
+        """Return the row of a tensor. NotFound; TypeError if `name` is no string."""
         if not isinstance(name, str):
             raise TypeError(f"argument 'name': expected str, not {type(name).__name__}")
         try:
@@ -252,8 +252,8 @@ class _File:
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
         whole = box == Box.full(shape)
         slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
-        found = as_array(slab.numpy().data, dtype, box.shape)
-        return found[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
+        part = as_array(slab.numpy().data, dtype, box.shape)
+        return part[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor, in the order of the file; small neighbours share one piece of memory."""
@@ -263,16 +263,16 @@ class _File:
         for row, slab in enumerate(plan.row_slab.tolist()):
             rows.setdefault(slab, []).append(row)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        found: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
+        tensors: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
         for slab, members in rows.items():
             part = plan.table.take(members)
             offsets = plan.row_offset[members].tolist()
             buffer = slabs[slab] if slab >= 0 else nothing
-            found |= zip(part.names, as_tensors(buffer, part.dtypes, part.shapes, offsets), strict=True)
-        return found
+            tensors |= zip(part.names, as_tensors(buffer, part.dtypes, part.shapes, offsets), strict=True)
+        return tensors
 
     def _whole(self, row: int) -> torch.Tensor:
-        """A row's bytes. Up to one read there is nothing to plan, which would take ten times as long as the rest."""
+        """Return a row's bytes. Up to one read nothing is planned, which would take ten times as long as the rest."""
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
@@ -294,8 +294,8 @@ class _File:
             slabs = self._reader.read(plan, device)
         else:
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
-            held = plan.row_slab >= 0
-            starts[plan.row_slab[held]] = plan.table.offset[held] - plan.row_offset[held]
+            has_bytes = plan.row_slab >= 0
+            starts[plan.row_slab[has_bytes]] = plan.table.offset[has_bytes] - plan.row_offset[has_bytes]
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
@@ -329,7 +329,7 @@ def _as_safetensors_raises() -> Iterator[None]:
 
 
 def _compatible(error: PenstockError) -> PenstockError:
-    """`error` as a class that is its own and that of the error safetensors raises for the same fault."""
+    """Return `error` as a class that is its own and that of the error safetensors raises for the same fault."""
     others: list[type[Exception]] = []
     theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     if theirs is not None:

@@ -1,4 +1,4 @@
-"""One load from URI to tensors: open, plan, choose places and threads, run, report.
+"""The steps of one load from URI to tensors: open, plan, choose places and threads, run, report.
 
 In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `LoadReport`.
 Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), staging and ring (`intake`).
@@ -55,7 +55,7 @@ _DEVICES = 'use "cpu", "cuda" or "cuda:N"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a caller may ask of any load; see `penstock.load`."""
+    """The options that all loads share; see `penstock.load`."""
 
     device: torch.device
     names: Names = None
@@ -72,10 +72,10 @@ Batch = tuple[Sequence[str], list[torch.Tensor]]
 
 
 class Session(Closing):
-    """One load. A context manager; leaving it drains and frees everything but what was given away.
+    """A load under way. A context manager; leaving it drains and frees everything that was not given to the caller.
 
     Args:
-        uri, options, settings: what, how, within which bounds.
+        uri, options, settings: the weights, the caller's options, the bounds.
         in_group: others may bring the bytes: staging is made when a read needs it.
         local_world_size: processes that read on this host at the same time, as part of the same load.
 
@@ -90,6 +90,7 @@ class Session(Closing):
         self.phases = Phases()
         self.trace = open_trace(options.trace)
         self.intake = Intake(settings, options.device, local_world_size)
+        # Before the headers are read, so that both take their time together.
         if not in_group:
             self.intake.warm(uri)
         # Listings and headers of a remote place are read by a library, which may take as long as its deadlines.
@@ -112,7 +113,7 @@ class Session(Closing):
 
     @property
     def manifest(self) -> Manifest:
-        """Of the tensors asked for."""
+        """Return the manifest of the tensors that were requested."""
         return self.weights.manifest
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class Session(Closing):
         return self.intake.chunk_bytes
 
     def table(self) -> TensorTable:
-        """The tensors asked for in file order, the order of the plan. PlanError if torch cannot hold one of them."""
+        """Return the requested tensors in file order, the plan's. PlanError if torch cannot hold one of them."""
         table = self.manifest.tensors
         order = np.lexsort((table.offset, table.file_index))
         if not (order == np.arange(len(order))).all():
@@ -231,15 +232,15 @@ class Session(Closing):
         """Return what checks slabs of `place`, or None with `why` saying why not.
 
         Raises:
-            IntegrityError: `verify=True` was asked for and there is nothing to verify against.
+            IntegrityError: `verify=True` was given and there is nothing to verify against.
         """
-        manifest, asked = self.manifest, self.options.verify
-        if asked is False:
+        manifest, requested = self.manifest, self.options.verify
+        if requested is False:
             self.why = "verify=False"
             return None
         if manifest.leaves is None:
             self.why = self.weights.why_unverified or "no digests"
-            if asked:
+            if requested:
                 raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
             return None
         regions = len(plan.boxes) - plan.boxes.count(None)
@@ -262,7 +263,7 @@ class Session(Closing):
     # -- results
 
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
-        """Names and tensors of each slab's rows, with the empty rows before them; file order; owned by the caller.
+        """Yield names and tensors of each slab's rows, empty rows before them; file order; owned by the caller.
 
         Args:
             plan: of the slabs.
@@ -274,10 +275,11 @@ class Session(Closing):
         if plan.boxes.count(None) < len(plan.boxes):
             both = zip(table.shapes, plan.boxes, strict=True)
             shapes = [shape if box is None else box.shape for shape, box in both]
-        held = np.flatnonzero(plan.row_slab >= 0)
+        with_bytes = np.flatnonzero(plan.row_slab >= 0)
         first, last = np.zeros((2, len(plan.slab_nbytes)), np.int64)
-        last[plan.row_slab[held]] = held + 1
-        first[plan.row_slab[held[::-1]]] = held[::-1]
+        # numpy keeps the last of several writes to one index: forward gives a slab's last row, backward its first.
+        last[plan.row_slab[with_bytes]] = with_bytes + 1
+        first[plan.row_slab[with_bytes[::-1]]] = with_bytes[::-1]
         starts, stops = first.tolist(), last.tolist()
         offsets: list[int] = plan.row_offset.tolist()
         num_rows = len(table)
@@ -289,14 +291,15 @@ class Session(Closing):
             start, stop = starts[slab], stops[slab]
             if start > row:
                 yield empties(row, start)
-            at, found = slice(start, stop), memory(slab)
-            raw = torch.from_numpy(found) if isinstance(found, np.ndarray) else found
-            del found
+            at, flat = slice(start, stop), memory(slab)
+            raw = torch.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
+            del flat
             if stop - start == 1:
                 yield table.names[at], [as_tensor(raw, table.dtypes[start], shapes[start])]
             else:
                 # Rows of no bytes between these make empty tensors too.
                 yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
+            # No reference may stay while the caller has the batch: dropped tensors are to free their slab at once.
             del raw
             row = stop
         if row < num_rows:
@@ -311,7 +314,7 @@ class Session(Closing):
         return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:
-        """Why a file's bytes took no faster path; "" for the fastest."""
+        """Return why a file's bytes took no faster path; "" for the fastest."""
         if path in {"mmap", "direct"}:
             return ""
         if path == "page-cache" and self.intake.ring_refusal:
@@ -370,26 +373,26 @@ class Session(Closing):
 
 
 def _box(name: object, box: Box | None) -> Box | None:
-    """Return a region wanted as it is. ConfigError where it is no Box."""
+    """Return a region unchanged. ConfigError where it is no Box."""
     require_type(f"the box of {name!r}", box, (Box, type(None)), _BOXES)
     return box
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:
-    """`"cuda"` gets the current index.
+    """Return a device with its index: `"cuda"` gets the current one.
 
     Raises:
         ConfigError: torch does not know the device, or the device is not there.
     """
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{device!r} is not a device", hint=_DEVICES) from error
-    if found.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device {found} is not supported", hint=_DEVICES)
-    if found.type == "cuda":
-        if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
-            message = f"device {found} is not there: {torch.cuda.device_count()} CUDA devices"
+    if resolved.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {resolved} is not supported", hint=_DEVICES)
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count():
+            message = f"device {resolved} is not there: {torch.cuda.device_count()} CUDA devices"
             raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-    return found
+        resolved = torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+    return resolved

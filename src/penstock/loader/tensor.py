@@ -25,7 +25,7 @@ Bytes = memoryview | torch.Tensor
 """`[nbytes]` uint8, contiguous: a writable memoryview of format "B", or a tensor on any device."""
 
 _ALIKE = 4
-"""Fewer tensors than this are not worth looking whether they are alike."""
+"""Fewer tensors than this are not compared: finding them alike costs more than it saves."""
 
 _TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
@@ -98,7 +98,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape torch shows for a tensor of the format: its own, but F4 packs two elements of the last dim in one.
+    """Return the shape torch shows for a tensor of the format: its own, but F4 packs two elements in one.
 
     Raises:
         PlanError: F4 with an odd last dim, which torch cannot hold; nothing was read.
@@ -130,7 +130,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def as_bytes(buffer: Bytes) -> torch.Tensor:
-    """`buffer` as a `[nbytes]` uint8 tensor.
+    """Return `buffer` as a `[nbytes]` uint8 tensor.
 
     Ownership: a view; it keeps the buffer alive.
     """
@@ -154,7 +154,7 @@ def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor
 def as_tensors(
     buffer: Bytes, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Several tensors inside one buffer, each at its byte offset, as `as_tensor` gives one.
+    """Return several tensors inside one buffer, each at its byte offset, as `as_tensor` gives one.
 
     Cost: one `as_strided` each (1.2 us), where slice, view and reshape would take 4 us; 0.3 us each where all are alike
         and side by side, as experts are.
@@ -164,17 +164,18 @@ def as_tensors(
     raw = as_bytes(buffer)
     address = raw.data_ptr()
     typed: dict[torch.dtype, torch.Tensor] = {}
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for dtype, shape, offset in zip(dtypes, shapes, offsets, strict=True):
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         width = kind.itemsize
         num_elements = math.prod(extent)
         if num_elements == 0:
-            found.append(torch.empty(extent, dtype=kind, device=raw.device))
+            tensors.append(torch.empty(extent, dtype=kind, device=raw.device))
             continue
+        # Both: torch counts a view's offset in elements of its storage, and kernels load from the address.
         if (address + offset) % width or (raw.storage_offset() + offset) % width:
             piece = raw.narrow(0, offset, num_elements * width).clone()
-            found.append(piece.view(kind).view(extent))
+            tensors.append(piece.view(kind).view(extent))
             continue
         if kind not in typed:
             # Same address modulo the width as every tensor of this kind that may view it.
@@ -182,14 +183,14 @@ def as_tensors(
             typed[kind] = raw.narrow(0, skip, (raw.numel() - skip) // width * width).view(kind)
         base = typed[kind]
         place = (raw.storage_offset() + offset) // width
-        found.append(base.as_strided(extent, _strides(extent), place))
-    return found
+        tensors.append(base.as_strided(extent, _strides(extent), place))
+    return tensors
 
 
 def _alike(
     raw: torch.Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor] | None:
-    """`as_tensors` in one call of torch's; None unless all have one dtype and shape and lie side by side."""
+    """Return what `as_tensors` does by one call of torch; None unless all have one dtype and shape, side by side."""
     dtype, shape, count = dtypes[0], shapes[0], len(shapes)
     kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
     nbytes = math.prod(extent) * kind.itemsize

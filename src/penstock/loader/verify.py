@@ -1,4 +1,4 @@
-"""The verbs `inspect` and `verify`: what a weight set holds, and whether its bytes are those of its manifest.
+"""The verbs `inspect` and `verify`: content of a weight set, and comparison of its bytes with its manifest.
 
 In: a URI, optionally a public key. Out: frozen values.
 Not here: writing manifests (`storage.weight_set`), moving weights (`load`).
@@ -28,7 +28,7 @@ MAX_KEY_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport(Summarised):
-    """What a weight set holds, from its headers alone."""
+    """Content of a weight set, from its headers alone."""
 
     uri: str
     manifest: Manifest
@@ -110,7 +110,7 @@ def verify(
     Raises:
         ConfigError: the key cannot be read.
         IntegrityError: a leaf differs (the tensor and range are named), or the signature does not hold.
-        NotFound: a key was given and there is no manifest, or no signature beside it.
+        NotFound: a key was given and there is no manifest, or no signature of it.
         SourceError, FormatError: as `load`.
     """
     settings = Settings.read()
@@ -130,6 +130,7 @@ def verify(
         signed_revision = decode(raw, uri=sidecar_uri(place)).revision
     with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
         stated = weights.manifest
+        # Read twice, for its signature and to open the weights: it may have been replaced between the two.
         if signed_revision not in {None, stated.revision}:
             raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
         if stated.leaves is None:
@@ -143,9 +144,9 @@ def verify(
             )
         counter = Counter(stated.nbytes)
         with looked_at(progress, weights.uri, counter.look):
-            found = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
-    assert found.leaves is not None
-    wrong = np.flatnonzero(found.leaves != stated.leaves)
+            measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
+    assert measured.leaves is not None
+    wrong = np.flatnonzero(measured.leaves != stated.leaves)
     if len(wrong):
         raise _fault(stated, int(wrong[0]), len(wrong))
     return VerifyReport(
