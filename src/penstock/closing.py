@@ -1,4 +1,4 @@
-"""What is closed when a `with` block is left.
+"""Closing of objects at the end of a `with` block.
 
 In / Out: nothing. Not here: what closing means (each class), blocks that end otherwise than by `close`.
 """
@@ -13,7 +13,7 @@ class _Closes(Protocol):
 
 
 class Closing:
-    """A context manager, for whoever has a `close`."""
+    """A context manager, for classes that have a `close`."""
 
     def __enter__(self) -> Self:
         return self

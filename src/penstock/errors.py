@@ -96,10 +96,10 @@ def without_frames(error: PenstockError) -> PenstockError:
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
-        one = left.pop()
-        if one is not None and one not in seen:
-            seen.append(one.with_traceback(None))
-            left += [one.__cause__, one.__context__]
+        cause = left.pop()
+        if cause is not None and cause not in seen:
+            seen.append(cause.with_traceback(None))
+            left += [cause.__cause__, cause.__context__]
     return error
 
 
@@ -132,7 +132,7 @@ class SourceError(PenstockError):
 
 
 class NotFound(SourceError, FileNotFoundError):
-    """No such file, object, shard or tensor."""
+    """A file, object, shard or tensor does not exist."""
 
 
 class PermissionDenied(SourceError, PermissionError):
@@ -168,7 +168,7 @@ class SourceUnavailable(SourceError):
 
 
 class SourceStalled(SourceError):
-    """No byte arrived for `stall_s` seconds."""
+    """The source gave no byte for `stall_s` seconds."""
 
 
 class StaleDescriptor(SourceError):
@@ -210,7 +210,7 @@ class DeviceOutOfMemory(DestinationError):
 
 
 class DiskFull(DestinationError):
-    """No room left on the file system written to."""
+    """The file system that is written to has no room left."""
 
 
 class PeerLost(PenstockError):

@@ -1,7 +1,7 @@
-"""What of this process a forked child must let go of: locks, sockets, pages and transports that are its parent's.
+"""Release, in a forked child, of the locks, sockets, pages and transports that belong to its parent.
 
-In: how each lets go. Out: a set of those alive, in which each puts itself.
-Not here: what they let go of.
+In: a function that releases one object. Out: a set of the live objects, in which each puts itself.
+Not here: what they release.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:
-        for one in list(alive):
-            let_go(one)
+        # A copy: a release may drop the last reference to another member, and change the set.
+        for member in list(alive):
+            let_go(member)
 
     os.register_at_fork(after_in_child=forked)
     return alive

@@ -110,7 +110,7 @@ def raise_if_noted() -> None:
 
 
 def longest_wait_s(seconds: float) -> float:
-    """Return how long a wait of `seconds` may last before `raise_if_noted` is asked."""
+    """Return how long a wait of `seconds` may last between two calls of `raise_if_noted`."""
     return min(seconds, LOOK_S) if is_deferring() else seconds
 
 
@@ -159,7 +159,7 @@ def _send_again() -> None:
 
 
 def _forked() -> None:
-    """In a child of another thread nobody leaves the block that the parent's main thread is in."""
+    """End the block in a forked child of another thread: its parent's main thread, which is in it, does not exist."""
     if _is_deferring:
         _end()
 

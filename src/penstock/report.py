@@ -1,4 +1,4 @@
-"""What all reports have in common: a text for people, a dictionary for programs, a cell for notebooks.
+"""Base of all reports: a text for people, a dictionary for programs, a cell for notebooks.
 
 In: a frozen dataclass with a `summary`. Out: `str`, `to_dict`, `_repr_html_`.
 Not here: what is measured (each journey's `report`).

@@ -18,7 +18,7 @@ from penstock.types import I64
 
 
 def spread(first: I64, counts: I64) -> I64:
-    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
+    """Return `first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
     return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
@@ -34,7 +34,7 @@ class Segments:
     nbytes: I64
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Segments:
-        """Those rows."""
+        """Return those rows."""
         return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
@@ -50,11 +50,11 @@ class Segments:
             raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
 
     def joined(self, *, padding_bytes: int = 0) -> Segments:
-        """The same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one.
+        """Return the same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one.
 
         Args:
-            padding_bytes: neighbours may be so far apart, as far at both ends; what lies between is read too. Say so
-                only where that is nobody's: between tensors placed alike in two arenas, `memory.arena.ALIGN_BYTES - 1`.
+            padding_bytes: neighbours may be this far apart, equally at both ends; the bytes between are read too. Use
+                it only where they are padding: between tensors placed alike in two arenas, `arena.ALIGN_BYTES - 1`.
         """
         rows = np.flatnonzero(self.nbytes)
         rows = rows[np.argsort(self.dst[rows], kind="stable")]
@@ -63,13 +63,14 @@ class Segments:
         src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
         first = np.ones(len(rows), bool)
         gap = dst[1:] - dst[:-1] - nbytes[:-1]
+        # The same gap at both ends, or the bytes behind it would land in the wrong place.
         first[1:] = (src[1:] - src[:-1] - nbytes[:-1] != gap) | (gap < 0) | (gap > padding_bytes)
         heads = np.flatnonzero(first)
         lasts = np.append(heads[1:], len(rows)) - 1
         return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
 
     def cut(self, most_bytes: int) -> Segments:
-        """The same bytes in the same order, longer runs cut to so many, empty ones left out."""
+        """Return the same bytes in the same order, runs cut to at most `most_bytes`, empty ones left out."""
         counts = -(-self.nbytes // most_bytes)
         row = np.repeat(np.arange(len(counts)), counts)
         skipped = spread(np.zeros(len(counts), np.int64), counts) * most_bytes
@@ -99,7 +100,7 @@ class Rectangles:
         return len(self.src)
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Rectangles:
-        """Those rows."""
+        """Return those rows."""
         return Rectangles(**{name: getattr(self, name)[which] for name in _COLUMNS})
 
     @property
@@ -123,12 +124,12 @@ class Rectangles:
             raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
 
     def longest_runs(self) -> I64:
-        """Bytes of each one's runs, where both ends lie in one piece all of it."""
+        """Return the bytes of each rectangle's runs; all of it where it is in one piece at both ends."""
         whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
         return np.where(whole, self.nbytes, self.run_bytes)
 
     def segments(self) -> Segments:
-        """The same bytes, a run each; those in one piece at both ends are one run."""
+        """Return the same bytes, a segment a run; those in one piece at both ends are one run."""
         run = self.longest_runs()
         rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
@@ -137,21 +138,21 @@ class Rectangles:
         return Segments(src=src, dst=dst, nbytes=run[at])
 
     def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
-        """Long runs, joined, and those that are shorter, where they are so many: for copy engines, and for a kernel."""
+        """Return long runs, joined, for copy engines; and the shorter ones, if at least `many`, for a kernel."""
         short = self.longest_runs() < short_bytes
         if int(self.num_rows[short].sum()) < many:
             return self.segments().joined(), None
         return self[~short].segments().joined(), self[short]
 
     def addressed(self, dst_base: int, src_base: int, about_bytes: int) -> Iterator[Rectangles]:
-        """The same with addresses for offsets, so many bytes of them at a time."""
+        """Yield the same with addresses for offsets, about `about_bytes` of them at a time."""
         for which in gathered(self.nbytes, about_bytes):
             some = self[which]
             yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 
 def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
-    """Rows of these lengths taken together: about so many bytes of them, and at most so many, if that is not 0."""
+    """Yield rows of these lengths in batches of about `about_bytes`, and of at most `most_rows` rows if not 0."""
     if not len(nbytes):
         return
     is_edge = np.diff((np.cumsum(nbytes) - 1) // about_bytes) != 0

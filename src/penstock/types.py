@@ -160,7 +160,7 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file or object of a weight set."""
+    """A file or object of a weight set."""
 
     name: str
     """Relative to the manifest's own place; `/` separates."""

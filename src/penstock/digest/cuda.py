@@ -73,7 +73,7 @@ class LeafTable:
     tuning: Tuning
 
     def digest(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Digest every leaf as it is now.
+        """Digest every leaf from its current bytes.
 
         Args:
             out: [num_leaves] int64, or as many as the rows planned, on the table's device, contiguous; made if None.

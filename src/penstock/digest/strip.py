@@ -39,7 +39,7 @@ class Strips:
         return len(self.at)
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
-        """Those rows."""
+        """Return those rows."""
         columns = (self.at, self.run_bytes, self.num_rows, self.pitch)
         at, run_bytes, num_rows, pitch = (column[which] for column in columns)
         return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
@@ -60,7 +60,7 @@ class Strips:
         return packed
 
     def check(self, nbytes: int) -> None:
-        """Raise PlanError, naming the first offender, unless all lie in memory of so many bytes: a peer may ask."""
+        """Raise PlanError, naming the first offender, unless all lie in memory of `nbytes`: a peer may send them."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
             raise PlanError("strips of uneven columns")
@@ -73,12 +73,12 @@ class Strips:
         )
         if wrong.any():
             i = int(wrong.argmax())
-            said = f"{self.num_rows[i]} runs of {self.run_bytes[i]} from {self.at[i]}, {self.pitch[i]} apart"
-            raise PlanError(f"strip {i} lies outside of {nbytes} bytes: {said}")
+            extent = f"{self.num_rows[i]} runs of {self.run_bytes[i]} from {self.at[i]}, {self.pitch[i]} apart"
+            raise PlanError(f"strip {i} lies outside of {nbytes} bytes: {extent}")
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:
-    """Host memory as an array; whoever calls keeps it alive."""
+    """Return host memory as an array; the caller keeps it alive."""
     if not nbytes:
         return np.zeros(0, np.uint8)
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)

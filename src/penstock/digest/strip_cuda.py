@@ -42,7 +42,7 @@ class StripTable:
     scratch: torch.Tensor
 
     def digest(self) -> torch.Tensor:
-        """Digest every strip as it is now.
+        """Digest every strip from its current bytes.
 
         Returns:
             [num_strips] int64 on the device, the uint64 bits; overwritten by the next call.
@@ -98,14 +98,14 @@ def plan_strips(
 
 
 def _slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
-    """As many leaves as fit the scratch, and where each lies in it; and so on."""
+    """Return batches of leaves, each as many as fit the scratch, and where each leaf lies in it."""
     room = -(-nbytes // 16) * 16  # at a multiple of 16, where the kernels are fastest
     stop = np.cumsum(room)
-    found, begin = [], 0
+    batches, begin = [], 0
     while begin < len(rows):
         base = int(stop[begin] - room[begin])
         end = int(np.searchsorted(stop, base + scratch.numel(), side="right"))
         assert end > begin, "the scratch is smaller than a leaf"
-        found.append((rows[begin:end], scratch.data_ptr() + (stop - room)[begin:end] - base))
+        batches.append((rows[begin:end], scratch.data_ptr() + (stop - room)[begin:end] - base))
         begin = end
-    return found
+    return batches

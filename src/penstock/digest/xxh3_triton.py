@@ -66,8 +66,8 @@ def _avalanche(h: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _words(address: tl.tensor, at: tl.tensor, mask: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """uint64 words `at` from `address`: one load if the address is a multiple of 16, else two and a shift.
+def _load_u64(address: tl.tensor, at: tl.tensor, mask: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Load uint64 values `at` from `address`: one load if the address is a multiple of 16, else two and a shift.
 
     One load reads its bytes once: evicted first, they leave the L2 cache to the sums. Two loads share theirs in L1.
     """
@@ -91,7 +91,7 @@ def block_sums(
     ALIGNED: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
-    """What each 1024-byte block adds to the accumulators; one program a tile of TILE_BLOCKS blocks of one leaf.
+    """Compute what each 1024-byte block adds to the accumulators; a program is a tile of TILE_BLOCKS blocks of a leaf.
 
     table: int64; columns address, nbytes, first tile in this launch, each `columns` long; at `tiles` the leaf of each
         tile.
@@ -116,7 +116,7 @@ def block_sums(
     odd_sum = even_sum
     for stripe in tl.static_range(0, 16, RUN):
         inside = stripe + word[None, :] // 8 < num_stripes[:, None]
-        data = _words(address + stripe * 64, at, inside, ALIGNED)
+        data = _load_u64(address + stripe * 64, at, inside, ALIGNED)
         product = _low_times_high(data ^ tl.load(constants + KEYS_AT + stripe * 8 + word)[None, :])
         even, odd = tl.split(tl.reshape(tl.where(inside, data, 0), (TILE_BLOCKS, RUN, 4, 2)))
         even_product, odd_product = tl.split(tl.reshape(tl.where(inside, product, 0), (TILE_BLOCKS, RUN, 4, 2)))

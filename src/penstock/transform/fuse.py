@@ -46,7 +46,7 @@ _FLAT = (1, 4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """One tensor, or a shard of it that cuts no block: where it is and where its parts go."""
+    """A tensor, or a shard of it that cuts no block: its source and the places of its parts."""
 
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
@@ -57,7 +57,7 @@ class Job:
 
 
 class _Key(NamedTuple):
-    """What the matrices of a launch have in common."""
+    """The properties that the matrices of a launch have in common."""
 
     dtype: DType
     wide: bool
@@ -65,7 +65,7 @@ class _Key(NamedTuple):
     flat: bool
     """One row each."""
     measured: bool
-    """The largest magnitude of the whole is to be found first."""
+    """The largest magnitude of the whole must be measured first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +92,7 @@ class Fusion:
     """int32, one for each job that has its amax measured."""
 
     def run(self) -> None:
-        """Fill every output from its source as it is now.
+        """Fill every output from the current values of its source.
 
         Order: asynchronous on the current stream of the jobs' device; on the CPU done when it returns.
         Cost: on a device one launch for each kind of source (dtype, alignment), one more where whole tensors are
@@ -106,7 +106,9 @@ class Fusion:
         device = self.groups[0].table.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if self.form.scaling == "nv":
+                # Each run: the kernels take maxima into it, and a peak of the run before could be larger.
                 self.peaks.zero_()
+                # A launch of its own: every tile of a tensor must be measured before the first of its codes is rounded.
                 for group in (group for group in self.groups if group.key.measured):
                     _launch("measure_tiles", group, TILE_ROWS=_TILE[0], TILE_COLS=_TILE[1])
             for group in self.groups:
@@ -189,12 +191,12 @@ def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
     want = outputs(form, f"job {number}", dtype_of(job.source), shape, Box.full(shape))
     if form.global_suffix and len(job.outputs) == 2:
         want = want[:2]
-    found = [(tuple(out.shape), dtype_of(out)) for out in job.outputs]
-    if found != [(one.shape, one.dtype) for one in want]:
-        expected = ", ".join(f"{one.dtype} {list(one.shape)}" for one in want)
-        raise PlanError(f"job {number}: outputs {found} are not {expected}, which {form.tag} stores of {list(shape)}")
-    given = (*job.outputs, *(() if job.amax is None else (job.amax,)))
-    if any(one.device != device for one in (job.source, *given)):
+    actual = [(tuple(out.shape), dtype_of(out)) for out in job.outputs]
+    if actual != [(part.shape, part.dtype) for part in want]:
+        expected = ", ".join(f"{part.dtype} {list(part.shape)}" for part in want)
+        raise PlanError(f"job {number}: outputs {actual} are not {expected}, which {form.tag} stores of {list(shape)}")
+    others = (*job.outputs, *(() if job.amax is None else (job.amax,)))
+    if any(tensor.device != device for tensor in (job.source, *others)):
         raise PlanError(f"job {number}: its tensors are not all on {device}")
     if job.amax is not None and (job.amax.dtype is not torch.float32 or job.amax.numel() != 1):
         raise PlanError(f"job {number}: amax is one float32, not {job.amax.dtype} {list(job.amax.shape)}")
@@ -208,6 +210,7 @@ def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
     if not source.numel():
         return
     size = source.element_size()
+    # A cast cuts no block, so shape is of no matter: a single long row has no edges within it.
     if form.scaling == "none" and source.is_contiguous() and out.is_contiguous():
         yield source.data_ptr(), 0, 1, 1, source.numel(), out.data_ptr(), 0, 0, 0, 0
         return

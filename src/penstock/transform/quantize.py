@@ -17,7 +17,7 @@ up(amax) is floor(log2(amax)), and one more from 1.75 * 2^floor(log2(amax)) on: 
 beyond it the floor alone clamps. On normal weights clamping raises the RMS error by a tenth, from 0.0266 to 0.0293.
 
 A value is code * scale; in NVFP4 code * (scale / G). A block with a NaN or an infinity has a NaN for its scale (255 in
-E8M0) and NaN codes (0 in E2M1, which has none): whoever reads it sees NaN, never a number that is wrong. In NVFP4 that
+E8M0) and NaN codes (0 in E2M1, which has none): readers see NaN, never a number that is wrong. In NVFP4 that
 is the whole tensor.
 
 Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8` (x * (1 / scale), power of two rounded up); OCP Microscaling
@@ -106,11 +106,13 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     if form.scaling == "none":
         return (_cast(source, form.values),)
     rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
+    # FP32 whatever the source: the kernels compute in it, and the bits must be the same.
     # [..., blocks down, rows, blocks across, cols]; what is beyond the edge counts as zero.
     padded = functional.pad(source.float(), (0, -shape[-1] % max(cols, 1), 0, -shape[-2] % max(rows, 1)))
     if not padded.numel():
         return _empty(form, source, amax)
     blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
+    # By the bits: as integers a NaN is above infinity, so a single comparison finds both.
     peak = magnitude(blocks).amax(dim=(-3, -1))
     whole = None
     if form.scaling == "nv":
@@ -123,6 +125,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     codes = torch.where(bad, 0 if form.values is DType.F4 else E4M3_NAN, codes)
     codes = codes.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]].contiguous()
     if form.values is DType.F4:
+        # The first of two in the low bits, as compressed-tensors packs them.
         return codes[..., ::2] | (codes[..., 1::2] << 4), scales, *extra
     return codes.view(torch.float8_e4m3fn), scales, *extra
 
@@ -135,15 +138,17 @@ def magnitude(values: torch.Tensor) -> torch.Tensor:
 def _scales(
     form: Format, peak: torch.Tensor, whole: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """By which each block is multiplied, what is stored of it, and the tensor's own scale where there is one."""
+    """Return the factor of each block, its stored scale, and the tensor's own scale where there is one."""
     bad = peak >= INFINITY_BITS
     finite = torch.where(bad, 0, peak)
     nan = math.nan
     if whole is not None:
         top = torch.where(whole >= INFINITY_BITS, nan, whole_scale(whole.view(torch.float32))).reshape(1)
         scale = _e4m3((top * _over(finite.view(torch.float32), E2M1_MAX)).clamp(max=E4M3_MAX)).view(torch.uint8)
+        # At least the smallest code: a scale of zero would make the inverse infinite.
         scale = torch.where(bad, E4M3_NAN, scale.clamp(min=1)).view(torch.float8_e4m3fn)
         return top / scale.float(), scale, (top,)
+    # Exponents straight from the bits: log2 in floating point may round up to the next power of two.
     if form.scaling in ("mx", "mx_floor"):
         peak_bits = finite + MX_ROUND_UP_BITS if form.scaling == "mx" else finite
         exponent = ((peak_bits >> 23) - MX_ELEMENT_EXPONENT).clamp(min=0)
@@ -151,7 +156,9 @@ def _scales(
         scale = _over(finite.view(torch.float32).clamp(min=TINY), E4M3_MAX)
         if form.scaling == "amax":
             return scale.reciprocal(), torch.where(bad, nan, scale), ()
+        # Adding all mantissa bits carries into the exponent unless they are zero: the power of two is rounded up.
         exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
+    # Exact: the inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
     inverse = ((254 - exponent) << 23).view(torch.float32)
     if form.scales is DType.F32:
         return inverse, torch.where(bad, nan, (exponent << 23).view(torch.float32)), ()
@@ -159,22 +166,22 @@ def _scales(
 
 
 def whole_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Of NVFP4: what takes a tensor's largest magnitude to the largest code times the largest scale."""
+    """Return NVFP4's scale of a tensor: it takes the largest magnitude to the largest code times the largest scale."""
     return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divided, in every element: by a plain number torch multiplies with its inverse, which rounds twice."""
+    """Divide every element by a tensor: by a plain number torch multiplies with its inverse, which rounds twice."""
     return values / torch.full_like(values, divisor)
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Of numbers that are in its range: torch's versions differ in what they do beyond."""
+    """Round numbers that are within E4M3's range: torch's versions differ in what they do beyond."""
     return values.to(torch.float8_e4m3fn)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits in uint8; beyond 6 is 6."""
+    """Return codes of four bits in uint8; beyond 6 is 6."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for edge, closed in _E2M1_EDGES:
@@ -183,7 +190,7 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Through FP32 unless FP64 is wanted. FP8: beyond the range is the largest number; E4M3 has NaN for infinity.
+    """Cast through FP32, or FP64 if that is wanted. FP8: beyond the range is the largest number; E4M3: infinity is NaN.
 
     A NaN is the one NaN of torch.nan in that dtype: processors differ in which bits of it they keep.
     """
@@ -210,14 +217,14 @@ def nan_bits(dtype: DType) -> int:
 
 
 def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Outputs of a tensor without elements; what it has as a whole is that of zeros, or of the given."""
+    """Return outputs of a tensor without elements; its own scale is that of zeros, or of the given amax."""
     shape = tuple(source.shape)
     parts = outputs(form, "", dtype_of(source), shape, Box.full(shape))
-    made = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]
+    empty_parts = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]
     if form.global_suffix:
         whole = magnitude(source.new_zeros((), dtype=torch.float32) if amax is None else amax).amax()
-        made[-1] = _scales(form, whole, whole)[2][0]
-    return tuple(made)
+        empty_parts[-1] = _scales(form, whole, whole)[2][0]
+    return tuple(empty_parts)
 
 
 def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
@@ -238,9 +245,9 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     packed = form.values is DType.F4
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if packed else tuple(codes.shape)
     want = outputs(form, "", DType.F32, shape, Box.full(shape))
-    if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(one.shape, one.dtype) for one in want]:
-        found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise PlanError(f"{found} are not the tensors of {form.tag}")
+    if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(part.shape, part.dtype) for part in want]:
+        actual = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+        raise PlanError(f"{actual} are not the tensors of {form.tag}")
     return read_codes(codes, scales, form.block, dtype, whole=parts[2] if form.global_suffix else None, packed=packed)
 
 
@@ -280,6 +287,7 @@ def read_codes(
         return _cast(values * factor.reshape(()), dtype)
     rows, cols = block
     if factor.shape[-2] > 1 and rows != WHOLE:
+        # A shard begins in the midst of the scales, and perhaps of a block.
         count = torch.arange(first_row, first_row + values.shape[-2], device=factor.device)
         factor = factor[..., count // rows, :]
     if cols != WHOLE and factor.shape[-1] > 1:

@@ -53,8 +53,8 @@ def _matrix(table: tl.tensor, columns: tl.tensor, tiles: tl.tensor, TILE_COLS: t
 
 @triton.jit
 def _place(base: tl.tensor, at: tl.tensor, row_in: tl.tensor, col_in: tl.tensor, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers and mask; the compiler is told, what it does not see of addresses in a table: sixteen neighbours lie in
-    a row, all or none of them inside. It must be told of values made here: of arguments it forgets."""
+    """Return pointers and mask, with hints that the compiler cannot infer from addresses in a table: sixteen neighbours
+    lie in a row, all or none of them inside. The hints are on values made here: those on arguments are lost."""
     pointer, mask = base + at, row_in & col_in
     if WIDE:
         pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
@@ -71,7 +71,7 @@ def _floats(
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """FP32 (or FP64, as it is) of what lies there; 0 where masked. SOURCE is its dtype's name in the format."""
+    """Return the values there in FP32 (FP64 unchanged); 0 where masked. SOURCE is the dtype's name in the format."""
     if SOURCE == "BF16":
         pointer, mask = _place(address.to(tl.pointer_type(tl.uint16)), at, row_in, col_in, WIDE)
         values = (tl.load(pointer, mask=mask, other=0).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -246,12 +246,12 @@ def quantise_tiles(
         bad = (peak >= INFINITY_BITS)[:, None, :, None]
         down_at = tile_row * down + tl.arange(0, down)[:, None]
         across_at = tile_col * across + tl.arange(0, across)[None, :]
-        kept = (down_at < tl.cdiv(rows, BLOCK_ROWS)) & (across_at < tl.cdiv(cols, BLOCK_COLS))
+        is_inside = (down_at < tl.cdiv(rows, BLOCK_ROWS)) & (across_at < tl.cdiv(cols, BLOCK_COLS))
         scale_at = down_at * scales_pitch + across_at
         if BYTES:
-            tl.store(scales.to(tl.pointer_type(tl.uint8)) + scale_at, stored, mask=kept)
+            tl.store(scales.to(tl.pointer_type(tl.uint8)) + scale_at, stored, mask=is_inside)
         else:
-            tl.store(scales.to(tl.pointer_type(tl.int32)) + scale_at, stored, mask=kept)
+            tl.store(scales.to(tl.pointer_type(tl.int32)) + scale_at, stored, mask=is_inside)
         if SCALING == "nv":
             codes = tl.where(bad, 0, _e2m1(scaled)).to(tl.uint8)
             low, high = tl.split(tl.reshape(codes, (TILE_ROWS, TILE_COLS // 2, 2)))

@@ -1,7 +1,7 @@
-"""Which tensors of a model are quantised, and what its config.json then says, so that engines load the result.
+"""Selection of the tensors to quantise, and the entry in config.json with which engines load the result.
 
 In: names, dtypes and shapes; a format; patterns. Out: the names to quantise, why the others are kept, a dict.
-Not here: how (`geometry`, `quantize`).
+Not here: quantising (`geometry`, `quantize`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEEP = (
     "*visual*",
     "*vision*",
 )
-"""Patterns of names that are kept as they are. Source: what stays BF16 in the checkpoints of DeepSeek-V3 and V3.2
+"""Patterns of names that are kept unchanged. Source: what stays BF16 in the checkpoints of DeepSeek-V3 and V3.2
 (embeddings, norms, `mlp.gate`, `eh_proj`, `shared_head`, the indexer's `weights_proj`, `lm_head`) and Qwen3-FP8
 (`mlp.gate`, `lm_head`, norms); vision towers and convolutions by the recipes of llm-compressor. Embeddings are `wte`
 and `wpe` in GPT-2; heads are `output` in InternLM2 and Mistral's own files, `score` and `classifier` in transformers'
@@ -55,7 +55,7 @@ Tensor = tuple[str, DType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which tensors of a model are quantised, and why the others are not."""
+    """The tensors of a model that are quantised, and the reasons why the others are not."""
 
     names: tuple[str, ...]
     """Tensors to quantise, in the order given."""
@@ -67,20 +67,20 @@ class Selection:
     """Tensors among the kept ones that the source stores in this format already."""
 
     def modules_kept(self) -> tuple[str, ...]:
-        """Modules that are not quantised, which engines must be told: they take any linear layer for quantised.
+        """Return the modules that are not quantised; without the list engines take every linear layer for quantised.
 
         A stack of experts is a parameter of its module, which is named then. The output layer of a model with tied
         embeddings has no tensor: it is always listed, unless it is quantised.
         """
-        found = set()
+        modules = set()
         for name in self.kept.keys() - self.stored:
             if name.endswith(".weight"):
-                found.add(name.removesuffix(".weight"))
+                modules.add(name.removesuffix(".weight"))
             elif len(self.shapes[name]) > 2 and "." in name:
-                found.add(name.rpartition(".")[0])
+                modules.add(name.rpartition(".")[0])
         if not any(HEAD in name for name in (*self.names, *self.kept)):
-            found.add(HEAD)
-        return tuple(sorted(found))
+            modules.add(HEAD)
+        return tuple(sorted(modules))
 
 
 HEAD = "lm_head"
@@ -131,7 +131,7 @@ def reasons(
     keep: Sequence[str] = KEEP,
     only: Sequence[str] = ("*.weight",),
 ) -> dict[str, str]:
-    """Return for each tensor why it is kept as it is; an empty reason: it is quantised. Arguments as of `select`."""
+    """Return for each tensor why it is kept unchanged; an empty reason: it is quantised. Arguments as of `select`."""
     turned = _transposed(tensors)
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
@@ -139,6 +139,7 @@ def reasons(
             return "its name is none of those asked for"
         if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
             return f"its name is like {pattern}"
+        # Three dims are a stack of experts or a convolution, which engines quantise in ways of their own.
         if len(shape) != 2:
             return f"{len(shape)} dims, not 2"
         if _leaf(name) in turned:
@@ -155,12 +156,13 @@ def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
     modules of this last name: a square weight (GPT-2's `attn.c_proj`) tells nothing by itself.
     """
     shapes = {name: shape for name, _, shape in tensors}
-    found = set()
+    modules = set()
+    # Not by the model's class: only names and shapes are known here.
     for name, shape in shapes.items():
         bias = shapes.get(f"{name.removesuffix('.weight')}.bias", ())
         if name.endswith(".weight") and len(shape) == 2 and len(bias) == 1 and shape[0] != bias[0] == shape[1]:
-            found.add(_leaf(name))
-    return frozenset(found)
+            modules.add(_leaf(name))
+    return frozenset(modules)
 
 
 def _leaf(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Find the tensors that a checkpoint stores as codes and scales, whoever wrote them.
+"""Detection of the tensors that a checkpoint stores as codes and scales, whichever tool wrote them.
 
 In: names, dtypes and shapes; the `quantization_config` beside them. Out: which tensors are codes, which scales belong
 to each, in blocks of which shape; what cannot be read, with the reason.
@@ -8,8 +8,8 @@ Not here: values (`quantize`), operations on them (`jobs`).
     q_proj.weight_scale_inv BF16    [2, 4]         scales
     q_proj.input_scale      F32     [1]            companion: of activations, dropped with the codes
 
-The shape of the scales tells the shape of the blocks; the configuration is asked where several would fit. Whatever
-looks like a part of a quantised tensor and is none of a known layout is listed as unread: nobody takes it for weights.
+The shape of the scales tells the shape of the blocks; the configuration decides where several would fit. A
+tensor that looks like a part of a quantised one and fits no known layout is listed as unread, never taken for weights.
 
 Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer`; compressed-tensors 0.20, `compressors`;
 FBGEMM's `weight_scale` [rows, 1] as transformers 5.23 saves it (`fbgemm_fp8`).
@@ -34,11 +34,11 @@ Block = tuple[int, int]
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 FP8 = frozenset({DType.F8_E4M3, DType.F8_E5M2})
-"""What codes are that can be read."""
+"""Dtypes of codes that can be read."""
 _EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
 _OTHER_FLOATS = frozenset({DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ})
 _INTEGERS = frozenset({DType.I8, DType.U8, DType.I32, DType.U32})
-"""What codes are in formats that are not read, and in compressed-tensors' INT8 and FP4."""
+"""Dtypes of codes in formats that are not read, and in compressed-tensors' INT8 and FP4."""
 
 METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
 """`quant_method`s whose layouts are known."""
@@ -89,13 +89,13 @@ class Stored:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of its tensors, codes first."""
+        """Return the names of its tensors, codes first."""
         return (self.codes, self.scales, *([self.whole] if self.whole else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """What quantisation made of a checkpoint."""
+    """The quantised tensors of a checkpoint, by how they can be read."""
 
     stored: Mapping[str, Stored]
     """Tensors that can be read, by the name of what they stand for."""
@@ -108,8 +108,8 @@ class Quantised:
 
     @property
     def any(self) -> str:
-        """Name of some tensor that is not stored as what it is computed with; empty: there is none."""
-        codes = (one.codes for one in self.stored.values())
+        """Return the name of some tensor that is not stored in the dtype it is computed with; empty: there is none."""
+        codes = (layout.codes for layout in self.stored.values())
         return next(iter((*codes, *self.unread, *sorted(self.plain))), "")
 
 
@@ -137,7 +137,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
         elif layout:
             unread[name] = layout
     is_quantised = bool(stored or unread or config)
-    companions = {part for one in stored.values() for part in one.parts[1:]}
+    companions = {part for tensor in stored.values() for part in tensor.parts[1:]}
     for name, (dtype, _) in specs.items():
         if name in used or name in unread:
             continue
@@ -161,18 +161,19 @@ def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
     if fault(form, DType.BF16, layout.shape) is not None or form.scaling == "none":
         return False
     want = outputs(form, layout.name, DType.BF16, layout.shape, Box.full(layout.shape))
-    return [(one.name, one.dtype) for one in want] == [(name, dtypes[name]) for name in layout.parts] and (
+    return [(part.name, part.dtype) for part in want] == [(name, dtypes[name]) for name in layout.parts] and (
         want[1].shape == layout.shape_of_scales()
     )
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a `config.json`; None: it has none."""
-    for place in (config, *(one for one in config.values() if isinstance(one, Mapping))):
+    # Also one level down: models of several parts keep it in the part's own configuration.
+    for place in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key in _CONFIG_KEYS:
             if isinstance(place.get(key), Mapping):
-                found: Mapping[str, Any] = place[key]
-                return found
+                quantization: Mapping[str, Any] = place[key]
+                return quantization
     return None
 
 
@@ -207,10 +208,10 @@ def _is_part(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> b
     """Return whether a tensor belongs to codes, going by its name and those of the others."""
     if _NOTHING_ELSE.search(name):
         return True
-    found = _PARTS.match(name)
-    base = found["base"] if found else ""
+    match = _PARTS.match(name)
+    base = match["base"] if match else ""
     others = (base, f"{base}.weight", f"{base}.qweight", f"{base}_blocks" if name.endswith("_scales") else "")
-    return bool(base) and any(one in specs for one in others)
+    return bool(base) and any(other in specs for other in others)
 
 
 def _plain(
@@ -219,11 +220,11 @@ def _plain(
     blocks: tuple[Block, ...],
     config: Mapping[str, Any] | None,
 ) -> Stored | str:
-    """The layout of codes under the tensor's own name; or why there is none, empty if nothing says that it has one."""
+    """Return the layout of codes under the tensor's own name; or why there is none, empty if it seems to have none."""
     dtype, shape = specs[name]
     module = name.removesuffix(".weight")
     names = [f"{name}_scale_inv", f"{name}_scale", *([f"{module}.scale"] if module != name else [])]
-    scales = next((one for one in names if one in specs), None)
+    scales = next((candidate for candidate in names if candidate in specs), None)
     if scales is None:
         return ""
     kind, shape_of_scales = specs[scales]
@@ -235,8 +236,8 @@ def _plain(
         blocks = ((1, 32),)  # MXFP8, the one format that stores exponents so without saying it
     block = _block_of(shape, shape_of_scales, blocks)
     if block is None:
-        told = f"; the configuration declares blocks {[list(one) for one in blocks]}" if blocks else ""
-        return f"scales {list(shape_of_scales)} do not fit {list(shape)}{told}"
+        detail = f"; the configuration declares blocks {[list(size) for size in blocks]}" if blocks else ""
+        return f"scales {list(shape_of_scales)} do not fit {list(shape)}{detail}"
     if kind not in FLOATS | _EXPONENTS or (kind is DType.U8 and WHOLE in block):
         return f"its scales are {kind}"
     return Stored(name=name, shape=shape, codes=name, scales=scales, block=block)
@@ -277,8 +278,9 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Blo
         counts = tuple(-(-n // step) for n, step in zip(shape[-2:], steps, strict=True))
         return scales == (*shape[:-2], *counts)
 
-    if found := next(filter(fits, blocks), None):
-        return found
+    # Declared blocks first: with scales of a small tensor several shapes fit, and only the writer knows which.
+    if declared_block := next(filter(fits, blocks), None):
+        return declared_block
     if math.prod(scales) == 1 or scales == shape[:-2]:
         return (WHOLE, WHOLE)
     if scales == shape[:-1]:
@@ -287,7 +289,7 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Blo
 
 
 def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
-    """Blocks of weights that a configuration names, besides rows and whole tensors."""
+    """Yield the blocks of weights that a configuration names, besides rows and whole tensors."""
     size = config.get("weight_block_size")
     if isinstance(size, list | tuple) and len(size) == 2:
         yield int(size[0]), int(size[1])
@@ -302,10 +304,13 @@ def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
 def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return what compressed-tensors' groups say of weights."""
     groups = config.get("config_groups")
-    found = groups.values() if isinstance(groups, Mapping) else ()
-    return [one["weights"] for one in found if isinstance(one, Mapping) and isinstance(one.get("weights"), Mapping)]
+    entries = [
+        entry for entry in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(entry, Mapping)
+    ]
+    return [entry["weights"] for entry in entries if isinstance(entry.get("weights"), Mapping)]
 
 
 def _declares_int8(config: Mapping[str, Any] | None) -> bool:
-    kinds = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in _weights(config or {})}
+    weights = _weights(config or {})
+    kinds = {(entry.get("type"), entry.get("num_bits"), entry.get("symmetric", True)) for entry in weights}
     return kinds == {("int", 8, True)}
