@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "arguments", "config", "report", "fork", "closing", "interrupt"}),
+    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "fork", "closing", "interrupt"}),
     frozenset({"segments"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
@@ -33,9 +33,16 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"sync"}),
     frozenset({"api"}),
     frozenset({"cli", "integrations", "compat", "web", "testing"}),
+    frozenset({"__main__"}),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SAME_FLOOR = {("arguments", "errors"), ("config", "errors"), ("config", "types"), ("errors", "types")}
+SAME_FLOOR = {
+    ("arguments", "errors"),
+    ("config", "errors"),
+    ("entry_points", "errors"),
+    ("config", "types"),
+    ("errors", "types"),
+}
 # vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
 SAME_FLOOR |= {("integrations", "compat")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.

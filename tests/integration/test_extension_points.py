@@ -324,6 +324,32 @@ def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+def test_a_broken_entry_point_is_named_and_keeps_nobody_from_other_transports(installed: Path, runtime: str) -> None:
+    information = installed / "extensions-1.0.dist-info" / "entry_points.txt"
+    information.write_text(
+        "[penstock.transports]\nbad = no_such_module:KIND\n"
+        "[penstock.storages]\nbad = no_such_module:Storage\n[penstock.formats]\nbad = vault_storage:missing\n"
+    )
+    run(
+        "import penstock\n"
+        "from penstock.errors import ConfigError\n"
+        "from penstock.transform.formats import format_of\n"
+        "with penstock.join('model', transports=['shm']):\n"
+        "    pass\n"
+        "for act in (\n"
+        "    lambda: penstock.join('model', transports=['bad']),\n"
+        "    lambda: penstock.load('bad://model'),\n"
+        "    lambda: format_of('bad'),\n"
+        "):\n"
+        "    try:\n"
+        "        act()\n"
+        "    except ConfigError as error:\n"
+        "        assert 'entry point bad = ' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError(act)\n"
+    )
+
+
 def test_a_format_of_an_installed_package(installed: Path, tmp_path: Path) -> None:
     """A conversion stores it, describes it in config.json, and `dequantise` reads it again."""
     source = tmp_path / "model"

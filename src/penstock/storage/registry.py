@@ -9,13 +9,13 @@ Not here: local paths (`files`), the chooser that calls a storage (`penstock.sto
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 from penstock.config import Settings
+from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, FormatError
 from penstock.storage.source import MAX_SMALL_BYTES, Source
 
@@ -97,8 +97,11 @@ def is_registered(scheme: str) -> bool:
     if scheme in _factories:
         return True
     # Looked up on each call: an unknown scheme ends in an error, so this is never on a fast path.
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=scheme):
-        register_storage(scheme, entry.load())
+    for entry in entry_points(ENTRY_POINTS, scheme):
+        factory = load(entry)
+        if not callable(factory):
+            raise ConfigError(f"the entry point {scheme} of {ENTRY_POINTS} is {factory!r}, not a class or a function")
+        register_storage(scheme, factory)
         return True
     return False
 

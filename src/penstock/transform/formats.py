@@ -10,7 +10,6 @@ recognised (`stored`).
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError
 from penstock.types import DType
 
@@ -118,8 +118,8 @@ def is_format(tag: str) -> bool:
     if tag in _formats:
         return True
     # Looked up on each call: an unknown tag ends in an error, so this is never on a fast path.
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=tag):
-        form = entry.load()
+    for entry in entry_points(ENTRY_POINTS, tag):
+        form = load(entry)
         if not isinstance(form, Format) or form.tag != tag:
             raise ConfigError(f"the entry point {tag} of {ENTRY_POINTS} is {form!r}, not the Format of this tag")
         register_format(form)

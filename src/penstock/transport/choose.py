@@ -16,7 +16,7 @@ from penstock.cuda.driver import CudaDriver
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.protocol import Filling, Handle, Memory, Transport
-from penstock.transport.registry import Reach, TransportKind, TransportSetup, transport_kinds
+from penstock.transport.registry import Reach, TransportKind, TransportSetup, broken_transports, transport_kinds
 from penstock.transport.staged import INNER, StagedTransport
 
 
@@ -207,10 +207,13 @@ def open_links(
         ConfigError: no transport has one of the names.
     """
     kinds = {kind.name: kind for kind in transport_kinds()}
+    broken = broken_transports()
     unknown = set(only or ()) - set(kinds)
+    if unknown & set(broken):
+        raise ConfigError("; ".join(broken[name] for name in sorted(unknown & set(broken))))
     if unknown:
         raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(kinds)}")
-    refused: dict[str, str] = {}
+    refused = dict(broken)
     makers: dict[str, Callable[[], Transport]] = {}
     for name, kind in kinds.items():
         if only is not None and name not in only:

@@ -9,7 +9,7 @@ Not here: opening and choosing (`choose`), reading (`protocol`).
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import logging
 import re
 import ssl
 import threading
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Transport
@@ -30,6 +31,7 @@ Reason: both ends of a read need the transport, and members are often other proc
 
 Reach = Literal["process", "host", "network"]
 
+_log = logging.getLogger("penstock.transport")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -62,7 +64,8 @@ class TransportKind:
         name: as in descriptors, reports and `transports=`.
         open: opens it for this process; called once. ConfigError or MissingExtra: this process cannot have it, and the
             message is shown where a user asks why.
-        reach: the farthest peer whose memory it reads: in this process, on this host, or on any host.
+        reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
+            boot of one kernel, for one user and one PID namespace: two containers are two hosts.
         rank: the transport with the lowest rank that both ends have is used. Penstock's own: loopback 0, cuda_ipc 10,
             shm 20, nixl 30, http 40.
         unless: returns why it is not opened with such a setup; empty: it is.
@@ -95,18 +98,27 @@ def register_transport(kind: TransportKind) -> None:
 
 def transport_kinds() -> list[TransportKind]:
     """Return the transports that are registered here or by installed packages, nearest first."""
-    _load_entry_points()
+    broken_transports()
     return sorted(_kinds.values(), key=lambda kind: kind.rank)
 
 
 @functools.cache
-def _load_entry_points() -> None:
-    # Once: looking through all installed packages takes milliseconds, and they do not change while a process runs.
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        kind = entry.load()
-        if not isinstance(kind, TransportKind) or kind.name != entry.name:
-            raise ConfigError(f"the entry point {entry.name} of {ENTRY_POINTS} is {kind!r}, not its TransportKind")
-        register_transport(kind)
+def broken_transports() -> dict[str, str]:
+    """Register the transports of installed packages, and return why some cannot be: name -> reason.
+
+    A package that is broken must not keep this process from the other transports.
+    """
+    broken: dict[str, str] = {}
+    for entry in entry_points(ENTRY_POINTS):
+        try:
+            kind = load(entry)
+            if not isinstance(kind, TransportKind) or kind.name != entry.name:
+                raise ConfigError(f"the entry point {entry.name} of {ENTRY_POINTS} is {kind!r}, not its TransportKind")
+            register_transport(kind)
+        except ConfigError as error:
+            broken[entry.name] = error.message
+            _log.warning("%s", error)
+    return broken
 
 
 def _open_cuda_ipc(setup: TransportSetup) -> Transport:

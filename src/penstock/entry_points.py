@@ -1,0 +1,34 @@
+"""Entry points by which installed packages add storages, transports and formats.
+
+In: a group, and a name. Out: what the entry points name, or why one cannot be loaded.
+Not here: what may be registered (`storage.registry`, `transport.registry`, `transform.formats`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from penstock.errors import ConfigError
+
+
+def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
+    """Return the entry points of a group, of one name or all. Takes milliseconds: it looks through all packages."""
+    found = importlib.metadata.entry_points(group=group)
+    return iter(found if name is None else found.select(name=name))
+
+
+def load(entry: importlib.metadata.EntryPoint) -> object:
+    """Import what an entry point names.
+
+    Raises:
+        ConfigError: its module or the name in it is not there; says which package has the entry point.
+    """
+    try:
+        return entry.load()
+    except (ImportError, AttributeError, SyntaxError) as error:
+        package = entry.dist.name if entry.dist is not None else "an installed package"
+        raise ConfigError(
+            f"the entry point {entry.name} = {entry.value} of {entry.group} cannot be loaded: {error}",
+            hint=f"{package} declares it: repair or uninstall that package",
+        ) from error
