@@ -22,7 +22,7 @@ from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Complaint, Hello, UpstreamsRequest
 from penstock.testing import commands
 from penstock.testing.fork_server import ForkServer
-from penstock.testing.hubs import IDENTITY, holding
+from penstock.testing.hubs import IDENTITY, key_state
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 TOKEN = "a-token-0123456789"
@@ -62,8 +62,8 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
     with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:
         for client, name in ((w, "w:1"), (a, "a:1")):
             client.hello(Hello(member=client.member, host="0123456789", doors=("unix:///d",), name=name))
-        w.beat(w.member, Beat(holdings=(holding(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
-        a.upstreams(UpstreamsRequest(member=a.member, holding=holding(((0, 25),), path="shm <- w")))
+        w.beat(w.member, Beat(holdings=(key_state(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
+        a.upstreams(UpstreamsRequest(member=a.member, holding=key_state(((0, 25),), path="shm <- w")))
         a.complain(Complaint(member=a.member, of=w.member, key=IDENTITY.key(), fault="stalled"))
     done = penstock("status", "llama", *asked)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
     assert penstock("status", "llama", "--hub", hub).returncode == 3
     with HubClient.connect(hub, TOKEN, life="w") as w:  # a slow machine may have forgotten it by now
         w.hello(Hello(member=w.member, host="0123456789", doors=("unix:///d",), name="w:1"))
-        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
+        w.beat(w.member, Beat(holdings=(key_state(((0, 100),)),)))
     watched = subprocess.Popen(
         [*PENSTOCK, "status", "llama", *asked, "--watch", "0.2", "--format", "json"],
         stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, ClaimRequest, Complaint, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.testing.hubs import IDENTITY, holding
+from penstock.testing.hubs import IDENTITY, key_state
 
 TOKEN = "all-models-0123456789"
 LLAMA = "llama-only-0123456789"
@@ -70,19 +70,19 @@ def test_every_question(serve, tmp_path, listen) -> None:
         welcome = w.hello(hello(w.member))
         assert len(welcome.grant_key) == 32 and 1.5 <= welcome.beat_s <= 2.0
         hub.hello(hello(a))
-        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
-        reply = hub.upstreams(UpstreamsRequest(member=a, holding=holding()))
+        w.beat(w.member, Beat(holdings=(key_state(((0, 100),)),)))
+        reply = hub.upstreams(UpstreamsRequest(member=a, holding=key_state()))
         assert [upstream.member for upstream in reply.upstreams] == [w.member]
-        assert hub.claim(ClaimRequest(member=a, holding=holding())).ranges == ()
+        assert hub.claim(ClaimRequest(member=a, holding=key_state())).ranges == ()
         hub.complain(Complaint(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
-        assert hub.claim(ClaimRequest(member=a, holding=holding())).ranges == ((0, 25),)
+        assert hub.claim(ClaimRequest(member=a, holding=key_state())).ranges == ((0, 25),)
         assert {member.member for member in hub.status("llama").members} == {a, w.member}
         assert hub.why(WhyRequest(model="llama")).lines
         hub.leave(a)
         with pytest.raises(UnknownMember):
             hub.beat(a, Beat())
         with pytest.raises(PlanError):
-            w.beat(w.member, Beat(holdings=(holding(((5, 4),)),)))
+            w.beat(w.member, Beat(holdings=(key_state(((5, 4),)),)))
         with pytest.raises(PermissionDenied):
             hub.hello(hello(a))
     with pytest.raises(HubUnavailable, match="closed"):
@@ -111,8 +111,8 @@ def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
                 lambda: other.hello(hello(of)),
                 lambda: other.beat(of, Beat()),
                 lambda: other.leave(of),
-                lambda: other.upstreams(UpstreamsRequest(member=of, holding=holding())),
-                lambda: other.claim(ClaimRequest(member=of, holding=holding())),
+                lambda: other.upstreams(UpstreamsRequest(member=of, holding=key_state())),
+                lambda: other.claim(ClaimRequest(member=of, holding=key_state())),
                 lambda: other.complain(Complaint(member=of, of=other.member, key=IDENTITY.key(), fault="wrong bytes")),
             ):
                 with pytest.raises(PermissionDenied, match="not member"):
@@ -130,11 +130,11 @@ def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
     other = msgspec.structs.replace(IDENTITY, model="qwen")
     with HubClient.connect(url, LLAMA) as hub:
         hub.hello(hello(hub.member))
-        hub.upstreams(UpstreamsRequest(member=hub.member, holding=holding()))
+        hub.upstreams(UpstreamsRequest(member=hub.member, holding=key_state()))
         for ask in (
-            lambda: hub.upstreams(UpstreamsRequest(member=hub.member, holding=holding(identity=other))),
-            lambda: hub.claim(ClaimRequest(member=hub.member, holding=holding(identity=other))),
-            lambda: hub.beat(hub.member, Beat(holdings=(holding(), holding(identity=other)))),
+            lambda: hub.upstreams(UpstreamsRequest(member=hub.member, holding=key_state(identity=other))),
+            lambda: hub.claim(ClaimRequest(member=hub.member, holding=key_state(identity=other))),
+            lambda: hub.beat(hub.member, Beat(holdings=(key_state(), key_state(identity=other)))),
             lambda: hub.status("qwen"),
             lambda: hub.status(),
             lambda: hub.why(WhyRequest(model="qwen")),
@@ -203,8 +203,8 @@ def test_metrics_count_what_happened(serve) -> None:
     with clients[0] as w, clients[1] as a, clients[2] as x:
         for hub in (w, a):
             hub.hello(hello(hub.member))
-        w.beat(w.member, Beat(holdings=(holding(((0, 100),)),)))
-        a.upstreams(UpstreamsRequest(member=a.member, holding=holding(claims=((3, 5),))))
+        w.beat(w.member, Beat(holdings=(key_state(((0, 100),)),)))
+        a.upstreams(UpstreamsRequest(member=a.member, holding=key_state(claims=((3, 5),))))
         with pytest.raises(UnknownMember):
             x.beat(x.member, Beat())
     assert httpx.get(f"{url}/readyz", timeout=5).text == "ok\n"

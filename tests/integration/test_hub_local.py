@@ -21,7 +21,7 @@ from penstock.hub import client as hub_client
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import LocalEndpoint
 from penstock.hub.messages import Beat, ClaimRequest, Hello
-from penstock.testing.hubs import holding
+from penstock.testing.hubs import key_state
 
 _HOST = """
 import sys, time
@@ -71,7 +71,7 @@ def test_the_first_hosts_and_gives_claims_at_once(place) -> None:
         assert line_of(first).hosts and not line_of(second).hosts
         for hub in (first, second):
             hello(hub)
-            assert hub.claim(ClaimRequest(member=hub.member, holding=holding())).ranges
+            assert hub.claim(ClaimRequest(member=hub.member, holding=key_state())).ranges
         assert [path.stat().st_mode & 0o777 for path in place.glob("*.sock")] == [0o600]
     assert not list(place.glob("*.sock"))
 
@@ -111,11 +111,11 @@ def test_another_takes_over_and_waits_for_members_to_announce(place, child, end)
         hello(b)
         assert {member.member for member in b.status().members} == {a.member, b.member}
         # `a` and `b` are other processes to the kernel's locks: two lines of this one.
-        asked = ClaimRequest(member=b.member, holding=holding())
+        asked = ClaimRequest(member=b.member, holding=key_state())
         assert b.claim(asked).ranges == ()
-        b.beat(b.member, Beat(holdings=(holding(((0, 30),)),)))
+        b.beat(b.member, Beat(holdings=(key_state(((0, 30),)),)))
         deadline = time.monotonic() + 30
-        while not (found := a.claim(ClaimRequest(member=a.member, holding=holding())).ranges):
+        while not (found := a.claim(ClaimRequest(member=a.member, holding=key_state())).ranges):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert found[0][0] == 30

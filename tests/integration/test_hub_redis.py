@@ -24,7 +24,7 @@ from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store_redis import RedisStore
 from penstock.testing import redis_server
-from penstock.testing.hubs import IDENTITY, chunks, holding
+from penstock.testing.hubs import IDENTITY, chunks, key_state
 
 pytestmark = pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
 BEAT_S = 0.2
@@ -77,11 +77,11 @@ def hello(hub: HubClient):
 
 def announce(hub: HubClient, have) -> None:
     hello(hub)
-    hub.beat(hub.member, Beat(holdings=(holding(have),)))
+    hub.beat(hub.member, Beat(holdings=(key_state(have),)))
 
 
 def claim(hub: HubClient, have=(), *, ask: bool = True):
-    return hub.claim(ClaimRequest(member=hub.member, holding=holding(have), ask=ask))
+    return hub.claim(ClaimRequest(member=hub.member, holding=key_state(have), ask=ask))
 
 
 def until_given(hub: HubClient, have=()):
@@ -120,8 +120,8 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
     welcome = hello(a)
     grants = GrantChecker(welcome.grant_key, w.member)
     hello(w)
-    w.beat(w.member, Beat(holdings=(holding(((0, 100),), grant_epoch=grants.epoch()),)))
-    (upstream,) = a.upstreams(UpstreamsRequest(member=a.member, holding=holding())).upstreams
+    w.beat(w.member, Beat(holdings=(key_state(((0, 100),), grant_epoch=grants.epoch()),)))
+    (upstream,) = a.upstreams(UpstreamsRequest(member=a.member, holding=key_state())).upstreams
     assert upstream.member == w.member
     assert hello(w).grant_key == welcome.grant_key
     grants.check(upstream.grant, key=IDENTITY.key(), reader=a.member)
@@ -129,7 +129,7 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
         a.leave(w.member)
     hubs[1]["w"].leave(w.member)
     deadline = time.monotonic() + 20
-    while a.upstreams(UpstreamsRequest(member=a.member, holding=holding())).upstreams:
+    while a.upstreams(UpstreamsRequest(member=a.member, holding=key_state())).upstreams:
         assert time.monotonic() < deadline
 
 

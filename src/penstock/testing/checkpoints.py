@@ -34,7 +34,7 @@ _FP8_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor to be made: what it is called, and which kind of values it holds."""
+    """A tensor to write: its name, and the kind of values it holds."""
 
     name: str
     dtype: DType
@@ -63,13 +63,13 @@ class LlamaShape:
 
     @classmethod
     def of_bytes(cls, total_bytes: int, *, fp8: bool = True) -> LlamaShape:
-        """The widest shape that comes to about `total_bytes` in 8 layers or more; one layer of the least at worst."""
+        """Return the widest shape of about `total_bytes` in 8 layers or more; one layer of the least at worst."""
         for hidden in (8192, 4096, 2048, 1024, 512, 256, 128):
             vocab = 128256 if hidden >= 2048 else 16 * hidden
             wide = cls(num_layers=0, hidden=hidden, intermediate=4 * hidden, vocab=vocab)
             frame = sum(tensor.nbytes for tensor in wide.tensors(fp8=fp8))
-            one = cls(num_layers=1, hidden=hidden, intermediate=wide.intermediate, vocab=vocab)
-            layer = sum(tensor.nbytes for tensor in one.tensors(fp8=fp8)) - frame
+            single = cls(num_layers=1, hidden=hidden, intermediate=wide.intermediate, vocab=vocab)
+            layer = sum(tensor.nbytes for tensor in single.tensors(fp8=fp8)) - frame
             num_layers = round((total_bytes - frame) / layer)
             if num_layers >= 8 or hidden == 128:
                 break
@@ -113,7 +113,7 @@ def write_llama(
 
     Args:
         directory: made if need be; files of the same names are replaced.
-        total_bytes: about so many bytes; the shape follows, and `num_layers` ... `vocab` are not used.
+        total_bytes: approximate size; the shape follows, and `num_layers` ... `vocab` are not used.
         num_layers: decoder layers.
         hidden: hidden size, a multiple of 32.
         intermediate: MLP size; 4 x hidden if None.
@@ -123,7 +123,7 @@ def write_llama(
         seed: other values, same shape.
 
     Returns:
-        The shards, in order; `model.safetensors.index.json` lies beside them when there are several.
+        The shards, in order; `model.safetensors.index.json` lies next to them when there are several.
     """
     if total_bytes is None:
         wide = 4 * hidden if intermediate is None else intermediate
@@ -241,7 +241,7 @@ def _write(
     rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
     blocks: Callable[[int], Iterator[bytes | memoryview]],
 ) -> None:
-    """One safetensors file: header from `rows`, then the blocks of each row. Renamed into place when whole."""
+    """Write one safetensors file: header from `rows`, then the blocks of each row. Renamed into place when whole."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, nbytes in rows:
@@ -249,6 +249,7 @@ def _write(
         offset += nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
+    # A run that is interrupted must not leave a file that a later test takes for a checkpoint.
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
@@ -266,8 +267,10 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes. No two tensors of a checkpoint start at the same place of their tile."""
     if not tensor.nbytes:
         return
+    # Primes: starts of neighbouring tensors and seeds fall far apart in the tile.
     start = (index * 104_729 + seed * 15_485_863) % _TILE
     left = tensor.nbytes // (tensor.dtype.bits // 8)
+    # Another start for each tensor: two tensors with equal bytes would hide a mix-up from a digest.
     bits = _tiles()[tensor.kind][start : start + min(left, _TILE)]
     if tensor.kind == "weight":
         # BF16 keeps its exponent from bit 7 on: adding there multiplies by a power of two, exactly.
@@ -283,6 +286,7 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
 @cache
 def _tiles() -> Mapping[str, Bits]:
     """Bit patterns of every kind of value, never zero, never NaN; each tile twice over, to be cut from any start."""
+    # A fixed seed: digests of a checkpoint are the same on every machine, so results can be compared.
     rng = np.random.default_rng(20_261_121)
     normal = rng.standard_normal(_TILE, dtype=np.float32)
     normal = np.where(np.abs(normal) < 2.0**-12, np.float32(2.0**-12), normal)

@@ -17,7 +17,7 @@ PIECE_BYTES = 16 << 10
 
 
 def throttle_data_port(bytes_per_s: float) -> None:
-    """Have readers of this process's memory over HTTP get so many bytes a second, over each connection; 0: none."""
+    """Have readers of this process's memory over HTTP get this many bytes a second, over each connection; 0: none."""
     from penstock.transport.http import HttpTransport
     from penstock.transport.http_reader import Address
 
@@ -55,7 +55,8 @@ class _Proxy:
 
     @staticmethod
     def _forward(source: socket.socket, sink: socket.socket, pause_s: float) -> None:
-        """Forward until either end closes, with so many seconds for each byte."""
+        """Forward until either end closes, with `pause_s` seconds for each byte."""
+        # A tenth of a second at a time: one long pause would look like a stall to the reader.
         most = PIECE_BYTES if not pause_s else max(1, min(PIECE_BYTES, int(0.1 / pause_s)))
         with contextlib.suppress(OSError):
             while piece := source.recv(most):

@@ -1,6 +1,6 @@
 """A CUDA driver of host memory, so that `cuda_ipc` is held to its promises, between processes too, without a device.
 
-In: the calls of `CudaDriver`. Out: what they promise, done on memfds; copies run when their event is asked for.
+In: the calls of `CudaDriver`. Out: what they promise, done on memfds; copies run when their event is queried.
 Not here: what only a device shows (rates, drivers' refusals), which `tests/gpu` looks at.
 """
 
@@ -61,7 +61,7 @@ class FakeCuda(CudaDriver):
         return Memory(address=mapped.address, nbytes=nbytes, device=device, owner=mapped)
 
     def allocate_virtual(self, nbytes: int, device: str = "cuda:0") -> Memory:
-        """Memory as of `expandable_segments`: pieces side by side. The first bytes of it are somebody else's."""
+        """Memory as of `expandable_segments`: pieces side by side. The first bytes of it are another owner's."""
         num_pieces = -(-(nbytes + 5000) // PIECE_BYTES)
         base = self.reserve(num_pieces * PIECE_BYTES)
         for at in range(base, base + num_pieces * PIECE_BYTES, PIECE_BYTES):
@@ -81,8 +81,8 @@ class FakeCuda(CudaDriver):
         pass
 
     def _piece_at(self, address: int) -> tuple[int, int, int] | None:
-        found = [(at, n, fd) for at, (n, fd) in self._pieces.items() if at <= address < at + n]
-        return found[0] if found else None
+        pieces = [(at, n, fd) for at, (n, fd) in self._pieces.items() if at <= address < at + n]
+        return pieces[0] if pieces else None
 
     def address_range(self, address: int) -> tuple[int, int]:  # noqa: D102
         piece = self._piece_at(address)
@@ -112,6 +112,7 @@ class FakeCuda(CudaDriver):
     def ipc_open(self, handle: bytes) -> int:  # noqa: D102
         pid, fd, nbytes = _HANDLE.unpack_from(handle)
         if pid == os.getpid():
+            # As CUDA refuses it: cudaIpcOpenMemHandle fails in the process that made the handle.
             raise PeerLost("a process does not open its own handles")
         opened = open_peer(pid, fd, nbytes, "fake")
         address = _map(0, nbytes, opened, mmap.PROT_READ, mmap.MAP_SHARED)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a worker does: join, fetch into a dict (or into zeroed tensors, `in_place`), serve until told to leave."""
+    """The task of a worker: join, fetch into a dict (or into zeroed tensors, `in_place`), serve until terminated."""
 
     model: str = "m"
     fallback: str | None = None
@@ -65,7 +65,7 @@ class Task:
 
 
 class Worker:
-    """One process. A context manager: leaving it kills the process, if it is still there.
+    """A worker process. A context manager: leaving it kills the process, if it is still there.
 
     Args:
         task: what it does.
@@ -235,7 +235,8 @@ def _work(task: Task) -> None:
         weights: dict[str, torch.Tensor] = {}
         if task.in_place:
             assert task.fallback is not None
-            weights = {name: torch.zeros_like(one) for name, one in ps.load(task.fallback, device=task.device).items()}
+            loaded = ps.load(task.fallback, device=task.device)
+            weights = {name: torch.zeros_like(tensor) for name, tensor in loaded.items()}
         try:
             _fetch(fleet, task, weights)
         except PenstockError as error:
@@ -306,7 +307,7 @@ def _load_alone(task: Task) -> None:
 
 
 def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
-    """Words of input while it serves; at their end it leaves as one that is told to terminate."""
+    """Carry out words of input while it serves; at their end terminate as by SIGTERM."""
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.001)  # it does not serve yet
     say("serving")
@@ -321,11 +322,12 @@ def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
 
 
 def digests(tensors: dict[str, Any], names: Iterable[str] | None = None) -> str:
-    """One digest over all tensors, by name: what two workers compare."""
+    """Return one digest over all tensors, by name, to compare two workers."""
     import torch
     from blake3 import blake3
 
     digest = blake3()
+    # Sorted: a fetch gives tensors in the order of their arrival, which differs between workers.
     for name in sorted(tensors if names is None else names):
         flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(name.encode()).update(flat.numpy().data)

@@ -62,7 +62,7 @@ IMPORTS = (
 
 
 class Forked:
-    """One forked process. `stdin` and `stdout` are its own. A context manager: leaving it kills the process."""
+    """A forked process. `stdin` and `stdout` are its own. A context manager: leaving it kills the process."""
 
     def __init__(self, process: fork_server.Forked, stdin: int, stdout: int) -> None:
         self.pid, self.send_signal, self.poll, self.wait = process.pid, process.send_signal, process.poll, process.wait
@@ -82,7 +82,7 @@ class Forked:
 
 
 class ForkServer(Closing):
-    """See the module. A context manager: leaving it ends its processes."""
+    """A process that has imported the slow packages and forks. A context manager: leaving it ends its processes."""
 
     def __init__(self) -> None:
         self._fork_server = fork_server.ForkServer(IMPORTS)
@@ -101,12 +101,13 @@ class ForkServer(Closing):
         try:
             process = self._fork_server.fork(f"{__name__}:begin", arguments, (child_in, child_out))
         finally:
+            # Here at once: while this process keeps its copy, the child's end of input would never be seen.
             os.close(child_in)
             os.close(child_out)
         return Forked(process, stdin, stdout)
 
     def graft(self) -> Graft:
-        """One for a launcher of workers, as `penstock.jobs.workers.launch` starts it."""
+        """Return a fork server for a launcher of workers, as `penstock.jobs.workers.launch` starts it."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             return Graft(here, self._fork_server.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))
@@ -125,12 +126,12 @@ class Graft(fork_server.ForkServer):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Return the id of its process."""
         return self._forked.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return self._forked.poll() is None
 
     def _kill(self) -> None:
@@ -141,7 +142,7 @@ class Graft(fork_server.ForkServer):
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Of this process, for `settle`."""
+    """Return directory and environment of this process, for `settle`."""
     return os.getcwd(), dict(os.environ)
 
 
@@ -154,7 +155,7 @@ def settle(directory: str, environ: Mapping[str, str]) -> None:
 
 
 def serve(directory: str, environ: Mapping[str, str]) -> int:
-    """In the forked process: be a fork server for who is at the other end of standard input."""
+    """Serve forks, in the forked process, to the process at the other end of standard input."""
     settle(directory, environ)
     line = os.dup(0)
     os.dup2(1, 2)  # what its own print goes where the caller's errors go now
@@ -166,7 +167,7 @@ def serve(directory: str, environ: Mapping[str, str]) -> int:
 
 
 def begin(function: str, argument: object, environ: Mapping[str, str]) -> int:
-    """In the forked process: call the function, in this environment; its result."""
+    """Call the function, in the forked process and this environment; return its result."""
     os.environ.update(environ)
     faulthandler.enable()
     module, _, name = function.partition(":")

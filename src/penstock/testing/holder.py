@@ -36,7 +36,7 @@ TILE_BYTES = (1 << 20) + 13
 
 
 def tile(seed: int) -> npt.NDArray[np.uint8]:
-    """One period of the pattern."""
+    """Return one period of the pattern."""
     return np.random.default_rng(seed).integers(0, 256, TILE_BYTES, np.uint8)
 
 
@@ -127,7 +127,7 @@ class HolderProcess:
         return self.descriptor
 
     def lie(self, nbytes: int) -> Descriptor:
-        """Begin a generation that is said to have so many bytes, whatever there is."""
+        """Begin a generation that claims `nbytes` bytes, however many there are."""
         self.descriptor = self.ask(f"lie {nbytes}")
         return self.descriptor
 
@@ -142,11 +142,12 @@ class HolderProcess:
 
 
 def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
-    """The child: answers each line of standard input with its descriptor."""
+    """Run the child: answer each line of standard input with its descriptor."""
     transport, memory = open_transport(transport_name), allocate(nbytes, device, transport_name)
     fill(memory, 1)
     handle = transport.register(memory)
     if forks and os.fork() == 0:
+        # The parent reads to the end of this pipe, which a child that keeps it open would put off.
         os.close(1)
         time.sleep(20)
         os._exit(0)

@@ -31,7 +31,7 @@ _STALL_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What the server does wrong. Byte counts are of one answer's body."""
+    """The faults that a server injects. Byte counts are of one answer's body."""
 
     num_requests: int | None = None
     """Only the first so many GET requests since the faults were set suffer; None: every one."""
@@ -85,7 +85,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request as the server saw it."""
+    """A request as the server saw it."""
 
     method: str
     path: str
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Bytes `[start, stop)` of an object that were sent, and to whom: the request's `Authorization`."""
+    """Bytes `[start, stop)` of an object that were sent, with the request's `Authorization`."""
 
     path: str
     client: str
@@ -175,7 +175,7 @@ class RangeServer:
 
     @property
     def faults(self) -> Faults:
-        """What the server does wrong; setting it starts its count of requests anew."""
+        """Return the faults that it injects; setting them starts its count of requests anew."""
         return self._faults
 
     @faults.setter
@@ -205,8 +205,9 @@ class RangeServer:
         """Return a new descriptor, the size in bytes and the version (seconds) of `name`; None when absent."""
         if self._directory is None:
             with self._lock:
-                found = self._objects.get(name)
-                return None if found is None else (os.dup(found[0]), found[1], found[2])
+                entry = self._objects.get(name)
+                # A descriptor of its own: the object may be replaced while this answer is sent.
+                return None if entry is None else (os.dup(entry[0]), entry[1], entry[2])
         path = self._directory / name  # symbolic links inside the directory are followed: caches of models use them
         if ".." in name.split("/") or not path.is_file():
             return None
@@ -215,7 +216,7 @@ class RangeServer:
         return descriptor, state.st_size, state.st_mtime
 
     def saw(self, request: Request) -> Faults:
-        """Record `request`; the faults it is to suffer."""
+        """Record `request`; return the faults for its answer."""
         with self._lock:
             self.requests.append(request)
             if request.method != "GET":
@@ -231,6 +232,7 @@ class RangeServer:
         """Reserve the time that `nbytes` take of a bandwidth all answers share; return the seconds until it begins."""
         with self._lock:
             now = time.monotonic()
+            # One clock for all answers: connections share the bandwidth, as they do on a network card.
             start = max(now, self._next_send)
             self._next_send = start + nbytes / bytes_per_s
             return start - now

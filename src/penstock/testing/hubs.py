@@ -27,7 +27,7 @@ CHUNK_BYTES = 16 * MIB
 IDENTITY = Identity(model="llama", revision="w1-0", dtype="BF16")
 
 
-def holding(
+def key_state(
     have: Ranges = (),
     *,
     claims: Ranges = (),
@@ -36,7 +36,7 @@ def holding(
     state: State | None = None,
     **more: object,
 ) -> HoldingState:
-    """Some chunks of 16 MiB; whole if they are all."""
+    """Return the state of a member with some chunks of 16 MiB; whole if they are all."""
     num_have = sum(stop - start for start, stop in have)
     return HoldingState(
         key=identity.key(),
@@ -52,7 +52,7 @@ def holding(
 
 @dataclass(slots=True)
 class HubBench:
-    """One store, any number of directories on it, a clock in `now`."""
+    """A store, any number of directories on it, a clock in `now`."""
 
     now: float = 1000.0
     store: Store = field(init=False)

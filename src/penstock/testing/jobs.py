@@ -90,7 +90,7 @@ def coordinate(values: dict[str, Any]) -> int:
 
 
 def coordinate_until(values: dict[str, Any]) -> int:
-    """`coordinate`, killed as it is about to make its nth change to the file system after all tasks are done.
+    """Run `coordinate`, killed just before its nth change to the file system after all tasks are done.
 
     Args:
         values: those of `coordinate`, and `step`: n; it ends as usual where fewer changes are made.
@@ -138,29 +138,29 @@ reports.names = "norm"  # type: ignore[attr-defined]
 
 
 def says(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that prints."""
+    """Print, as an operation may."""
     sys.stdout.write(f"saw {name}\n")
     return tensor
 
 
 def raises(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that raises."""
+    """Raise, as an operation may."""
     raise ValueError("on purpose")
 
 
 def hangs(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that hangs, and lets nobody else in its process do anything either."""
+    """Hang in a busy loop, which holds up the other threads of its process too."""
     while True:
         pass
 
 
 def exits(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that takes itself for a program."""
+    """Exit, as an operation may that takes itself for a program."""
     sys.exit(0)
 
 
 def dies(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that the kernel ends: for its memory, say."""
+    """Die by SIGKILL, as an operation may that the kernel ends for its memory."""
     os.kill(os.getpid(), signal.SIGKILL)
     return tensor
 
@@ -169,7 +169,7 @@ _kept: list[torch.Tensor] = []
 
 
 def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that keeps a GiB each time, where the process may have three and a half more."""
+    """Keep a GiB each time, where the process may have three and a half more."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if not _kept:
         resource.setrlimit(resource.RLIMIT_AS, (used + 7 * GIB // 2, resource.RLIM_INFINITY))
@@ -178,15 +178,15 @@ def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def of_another_shape(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """As many elements, otherwise."""
+    """Return as many elements in another shape."""
     return tensor.reshape(-1)
 
 
 def of_another_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """As many bytes, of other numbers."""
+    """Return as many bytes in another dtype."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def no_tensor(tensor: torch.Tensor, name: str) -> Any:
-    """Nothing, as a function that forgets to return."""
+    """Return nothing, as a function that forgets to return."""
     return None

@@ -1,4 +1,4 @@
-"""A small Llama in plain torch: as it is trained, and as engines serve it, fused and cut for tensor parallelism.
+"""A small Llama in plain torch: as trainers have it, and as engines serve it, fused and cut for tensor parallelism.
 
 In: sizes; a rank of how many. Out: two modules that compute the same, the first under the names of checkpoints.
 Not here: processes (`scripts/demo_sync.py`), training.
@@ -26,7 +26,7 @@ BY_ROWS, BY_COLUMNS = {*FUSED, "lm_head"}, {"o_proj", "down_proj"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What fixes the model."""
+    """The sizes that fix the model."""
 
     num_layers: int = 4
     hidden: int = 256
@@ -37,12 +37,12 @@ class Sizes:
 
     @property
     def head(self) -> int:
-        """Of one head."""
+        """Return the size of one head."""
         return self.hidden // self.num_heads
 
     @property
     def num_params(self) -> int:
-        """Of the whole model."""
+        """Return the number of parameters of the whole model."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden
@@ -66,7 +66,7 @@ def _rotated(heads: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Of one layer, as it is trained."""
+    """The attention of one layer, in the form for training."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what is added to the stream."""
-        made: torch.Tensor = self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head))
-        return made
+        out: torch.Tensor = self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head))
+        return out
 
 
 class Mlp(nn.Module):
-    """Of one layer, as it is trained."""
+    """The MLP of one layer, in the form for training."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what is added to the stream."""
-        made: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class AttentionRank(nn.Module):
@@ -131,7 +131,7 @@ class MlpRank(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer, of a whole model or of a rank."""
+    """A layer, of a whole model or of a rank."""
 
     def __init__(self, sizes: Sizes, self_attn: nn.Module, mlp: nn.Module, reduce: Reduce) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Llama(_Model):
 
 
 class LlamaRank(_Model):
-    """What one rank of an engine holds: its heads, its part of the inner dim, its rows of the vocabulary.
+    """The model of one rank of an engine: its heads, its part of the inner dim, its rows of the vocabulary.
 
     Args:
         sizes: of the whole model; what is cut is a multiple of `world_size`.

@@ -17,12 +17,12 @@ START_S = 20.0
 
 
 def missing() -> str | None:
-    """Why it cannot run here; None: it can."""
+    """Return why it cannot run here; None: it can."""
     return None if shutil.which("redis-server") else "redis-server is not installed: scripts/setup_redis.sh"
 
 
 class RedisServer:
-    """Started by `start` or `with`; keeps nothing on disk. With a password it answers nobody else."""
+    """Started by `start` or `with`; keeps nothing on disk. With a password it answers no client without it."""
 
     def __init__(self, directory: Path, *, password: str | None = None) -> None:
         self._directory, self._password = directory, password

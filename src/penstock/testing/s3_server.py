@@ -41,7 +41,7 @@ class Unavailable(RuntimeError):
 
 
 class S3Server(ABC):
-    """One S3 server while its `with` block runs.
+    """An S3 server that runs while its `with` block does.
 
     Args:
         folder: scratch space, ideally on tmpfs; removed by its owner.
@@ -86,7 +86,7 @@ class S3Server(ABC):
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """What penstock needs to know to read from here."""
+        """Return the options by which penstock reads from here."""
         return {
             "endpoint": self.endpoint,
             "access_key_id": self.access_key,
@@ -99,7 +99,7 @@ class S3Server(ABC):
         return S3Store(bucket, config=self.storage_options, client_options={"allow_http": True})  # type: ignore[arg-type]
 
     def make_bucket(self, bucket: str) -> None:
-        """Create `bucket`. Raises RuntimeError when the server refuses; one that is not quite up yet is asked again."""
+        """Create `bucket`. Raises RuntimeError when the server refuses; retries while it starts."""
         deadline = time.monotonic() + _BUCKET_S
         while True:
             status, body = self._put_bucket(bucket)

@@ -32,7 +32,7 @@ def read(source: Source, offset: int, lengths: Sequence[int]) -> tuple[bytes, st
 
 
 class SourceTests:
-    """What every `Source` does. Subclass it with `make`."""
+    """Conformance tests of a `Source`. Subclass it with `make`."""
 
     def make(self, data: bytes) -> Source:
         """Return a new source of exactly `data`; the suite closes it."""
@@ -49,7 +49,7 @@ class SourceTests:
             source.close()
 
     def test_whole_read(self) -> None:
-        """One buffer takes everything."""
+        """Fill a single buffer with everything."""
         data = sample(_NBYTES)
         source = self.make(data)
         try:
@@ -90,7 +90,7 @@ class SourceTests:
             source.close()
 
     def test_nothing_to_read(self) -> None:
-        """No buffers, and buffers of no bytes, are no error anywhere up to the end."""
+        """Accept no buffers, and buffers of no bytes, anywhere up to the end."""
         source = self.make(sample(100))
         try:
             for offset, buffers in [(0, []), (100, [memoryview(bytearray())])]:

@@ -18,7 +18,7 @@ from penstock.hub.store import ABSENT, ANY, Store
 
 
 class StoreTests:
-    """What every `Store` does. Subclass it with `make`."""
+    """Conformance tests of a `Store`. Subclass it with `make`."""
 
     def make(self) -> Store:
         """Return a store, which may be one that other tests have used."""
@@ -53,7 +53,7 @@ class StoreTests:
             assert store.write(f"{at}a", None)
 
     def test_delete(self) -> None:
-        """What is deleted is absent, also for a write that expects so."""
+        """Find a deleted value absent, also by a write that expects so."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.write(f"{at}a", None)
@@ -107,7 +107,7 @@ class StoreTests:
             assert store.write(f"{at}a", b"2", expected=store.scan(at)["a"].version)
 
     def test_what_has_a_time_to_live_expires(self) -> None:
-        """And is absent then; a write renews it, or makes it stay."""
+        """Find a value absent after its time to live; a write renews it, or makes it stay."""
         with self.store() as (store, at):
             for name in "abc":
                 store.write(at + name, b"1", ttl_s=1.0)

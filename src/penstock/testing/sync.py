@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncTask:
-    """What a rank is. Its tensors, `layers.I.weight`, are [rows, columns]; `dim` is cut among the ranks of its side."""
+    """The task of a rank. Its tensors, `layers.I.weight`, are [rows, columns]; `dim` is cut among its side's ranks."""
 
     side: str
     name: str = "policy"
@@ -61,13 +61,13 @@ class SyncTask:
 
 
 class SyncWorker(Worker):
-    """One rank's process. Lines of input: `publish V`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
-    `spoil` (change a byte of what is held, unannounced), `digests`."""
+    """A rank's process. Lines of input: `publish V`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
+    `spoil` (change a byte of its weights, unannounced), `digests`."""
 
     room = "penstock.testing.sync"
 
     def send(self, line: str) -> None:
-        """Tell it a line; what it said of such a line before is forgotten."""
+        """Send it a line; its earlier answers to the same line are forgotten."""
         self.said.pop(f"{line} done", None)
         self.tell(line)
 
@@ -197,12 +197,21 @@ def _publish(
         next(iter(shards.values())).tensor.view(-1)[0] += 1
         return {}
     assert word == "publish" and number is not None
-    for name, one in part_of(task, whole(task, number)).items():
-        shards[name].tensor.copy_(one)
-    found = publisher.publish(number)
-    told = {"seconds": found.wall_s, "committed": found.committed, "late": found.late, "failed": dict(found.failed)}
-    sizes = {"transformed": found.transformed_bytes, "seams": found.boundary_bytes, "exchanged": found.exchanged_bytes}
-    return told | sizes
+    for name, tensor in part_of(task, whole(task, number)).items():
+        shards[name].tensor.copy_(tensor)
+    report = publisher.publish(number)
+    outcome = {
+        "seconds": report.wall_s,
+        "committed": report.committed,
+        "late": report.late,
+        "failed": dict(report.failed),
+    }
+    sizes = {
+        "transformed": report.transformed_bytes,
+        "seams": report.boundary_bytes,
+        "exchanged": report.exchanged_bytes,
+    }
+    return outcome | sizes
 
 
 def _update(
@@ -217,22 +226,22 @@ def _update(
         return {}
     if word == "digests":
         return _state(subscriber, shards)
-    found = subscriber.commit() if word == "commit" else subscriber.update(number)
-    told = {
-        "nbytes": found.nbytes,
-        "delta": found.delta,
-        "sources": dict(found.sources),
-        "path": found.path,
-        "attempts": found.attempts,
-        "pause_s": found.pause_s,
-        "wall_s": found.wall_s,
+    report = subscriber.commit() if word == "commit" else subscriber.update(number)
+    outcome = {
+        "nbytes": report.nbytes,
+        "delta": report.delta,
+        "sources": dict(report.sources),
+        "path": report.path,
+        "attempts": report.attempts,
+        "pause_s": report.pause_s,
+        "wall_s": report.wall_s,
     }
-    return told | _state(subscriber, shards)
+    return outcome | _state(subscriber, shards)
 
 
 def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
-    held = digests({name: one.tensor for name, one in shards.items()})
-    return {"version": subscriber.version, "is_dirty": subscriber.is_dirty, "digests": held}
+    digest = digests({name: shard.tensor for name, shard in shards.items()})
+    return {"version": subscriber.version, "is_dirty": subscriber.is_dirty, "digests": digest}
 
 
 def work(values: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ SIZES = (0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES + 12345)
 
 
 class TierTests:
-    """What every `Tier` does. Subclass it with `make`."""
+    """Conformance tests of a `Tier`. Subclass it with `make`."""
 
     def make(self) -> Tier:
         """Return a tier with room for 64 MiB."""
@@ -35,7 +35,7 @@ class TierTests:
             made.close()
 
     def test_bytes_come_back(self) -> None:
-        """Of any size, moved in from host memory and out to it, by one thread or several."""
+        """Move bytes of any size in from host memory and out to it, by one thread or several."""
         with self.tier() as tier:
             for nbytes in SIZES:
                 source = filled(nbytes)

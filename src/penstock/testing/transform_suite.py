@@ -1,4 +1,4 @@
-"""What the kernels of transforms must equal: the reference's bits, over sources with every kind of value and place.
+"""Conformance cases for the kernels of transforms: the reference's bits, over every kind of value and place.
 
 In: a format and a device. Out: nothing, or an AssertionError that names the first job that differs.
 Not here: whether the reference is right, which `tests/unit/transform` holds against formats written down a second time.

@@ -40,7 +40,7 @@ def sample(nbytes: int, seed: int = 7) -> bytes:
 
 
 class TransportTests:
-    """What every `Transport` does. Subclass it with `make`."""
+    """Conformance tests of a `Transport`. Subclass it with `make`."""
 
     def make(self) -> Transport:
         """Return a new transport of this process; the suite closes it."""
@@ -77,7 +77,7 @@ class TransportTests:
         receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
 
     def test_descriptor_crosses_a_wire(self) -> None:
-        """It is what it was after encoding, short, and says what was registered."""
+        """Find a descriptor unchanged by encoding, short, and true to what was registered."""
         with self.pair(sample(1000), 10) as (holder, handle, _, _):
             raw = encode(handle.descriptor)
             assert len(raw) <= MAX_DESCRIPTOR_BYTES
@@ -86,7 +86,7 @@ class TransportTests:
             assert handle.descriptor.device == handle.memory.device
 
     def test_whole_read(self) -> None:
-        """One segment takes everything; progress ends at the whole."""
+        """Read everything as one segment; progress ends at the whole."""
         data = sample(_NBYTES)
         with self.pair(data, _NBYTES) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, _NBYTES)]))
@@ -111,7 +111,7 @@ class TransportTests:
             assert self.read(into.memory) == bytes(expected)
 
     def test_nothing_to_read(self) -> None:
-        """No segments, empty ones up to the very end, and memory of no bytes are no error."""
+        """Accept no segments, empty ones up to the very end, and memory of no bytes."""
         with self.pair(sample(100), 50) as (holder, handle, receiver, into):
             self.fetch(receiver, into, handle.descriptor, [])
             self.fetch(receiver, into, handle.descriptor, [(100, 50, 0), (0, 0, 0)])
@@ -176,7 +176,7 @@ class TransportTests:
                     assert self.read(into.memory) == old
 
     def test_forged_descriptors(self) -> None:
-        """A descriptor that was not given like this is an error, whatever it claims."""
+        """Refuse a descriptor that was not given by the transport, in every forged form."""
         with self.pair(sample(1000), 5000) as (holder, handle, receiver, into):
             given = handle.descriptor
             other = holder.register(self.allocate(10)).descriptor

@@ -23,7 +23,7 @@ from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsReq
 from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import MemoryStore
 from penstock.peer.weight_layout import WeightLayout, tabulate
-from penstock.testing.hubs import IDENTITY, HubBench, chunks, holding
+from penstock.testing.hubs import IDENTITY, HubBench, chunks, key_state
 from penstock.types import DType
 
 WHOLE = ((0, 100),)
@@ -50,7 +50,7 @@ def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str
     for turn in range(200):
         given = {}
         for i, member in enumerate(members):
-            reply = bench.claim(hubs[(turn + i) % len(hubs)], member, holding(have[member]))
+            reply = bench.claim(hubs[(turn + i) % len(hubs)], member, key_state(have[member]))
             given[member] = chunks(reply.ranges)
         for member, new in given.items():
             assert not new & set().union(*read.values()), "given twice"
@@ -63,7 +63,7 @@ def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str
 
 def test_who_starts_alone_starts_at_once(bench, hub) -> None:
     bench.join(hub, "a")
-    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
+    assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
@@ -93,7 +93,7 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
         mine = given[members[number]]
         for _ in range(40):
             have = tuple((chunk, chunk + 1) for chunk in sorted(mine))
-            reply = bench.claim(hubs[number % 2], members[number], holding(have))
+            reply = bench.claim(hubs[number % 2], members[number], key_state(have))
             mine += sorted(chunks(reply.ranges))
 
     threads = [threading.Thread(target=read, args=[number]) for number in range(8)]
@@ -107,25 +107,25 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
 def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
-        hub.upstreams(UpstreamsRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
-    assert bench.claim(hub, "a", holding(num_chunks=1600)).ranges == ((0, 64),)  # 1 GiB at most
+        hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "a", key_state(num_chunks=1600)).ranges == ((0, 64),)  # 1 GiB at most
     bench.join(hub, *(f"x{i}" for i in range(96)))
     for i in range(96):
-        hub.upstreams(UpstreamsRequest(member=f"x{i}", holding=holding(num_chunks=1600), can_read_storage=True))
-    assert bench.claim(hub, "b", holding(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
+        hub.upstreams(UpstreamsRequest(member=f"x{i}", holding=key_state(num_chunks=1600), can_read_storage=True))
+    assert bench.claim(hub, "b", key_state(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
 def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
-        hub.upstreams(UpstreamsRequest(member=member, holding=holding(num_chunks=1600), can_read_storage=True))
-    bench.beat(hub, "d", holding(((0, 1520),), num_chunks=1600))
+        hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
+    bench.beat(hub, "d", key_state(((0, 1520),), num_chunks=1600))
     sizes = []
     for member in "abcabcabcabc":
-        reply = bench.claim(hub, member, holding(num_chunks=1600))
+        reply = bench.claim(hub, member, key_state(num_chunks=1600))
         sizes.append(len(chunks(reply.ranges)))
         if reply.ranges:
-            bench.beat(hub, "d", holding(((0, reply.ranges[-1][1]),), num_chunks=1600))
+            bench.beat(hub, "d", key_state(((0, reply.ranges[-1][1]),), num_chunks=1600))
     assert sizes[:3] == [20, 15, 11]
     given = [size for size in sizes if size]
     assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share of all
@@ -133,100 +133,104 @@ def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) ->
 
 def test_what_members_have_is_not_read_again(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.beat(hub, "a", holding(((0, 90),)))
-    assert bench.claim(hub, "b", holding()).ranges == ((90, 100),)
-    reply = bench.claim(hub, "b", holding(claims=((90, 100),)))
+    bench.beat(hub, "a", key_state(((0, 90),)))
+    assert bench.claim(hub, "b", key_state()).ranges == ((90, 100),)
+    reply = bench.claim(hub, "b", key_state(claims=((90, 100),)))
     assert reply.ranges == () and "every chunk" in reply.why
 
 
 def test_a_question_whose_answer_was_lost_may_be_asked_again(bench, hub) -> None:
     bench.join(hub, "a")
-    first = bench.claim(hub, "a", holding())
-    assert bench.claim(hub, "a", holding()) == first
+    first = bench.claim(hub, "a", key_state())
+    assert bench.claim(hub, "a", key_state()) == first
 
 
 def test_what_a_member_gives_back_goes_to_another(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    assert bench.claim(hub, "a", holding()).ranges == ((0, 25),)
-    assert bench.claim(hub, "a", holding(((0, 5),)), ask=False).ranges == ()
-    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 5
+    assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
+    assert bench.claim(hub, "a", key_state(((0, 5),)), ask=False).ranges == ()
+    assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 5
 
 
 def test_a_dead_readers_part_goes_to_the_living(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.claim(hub, "a", holding())
+    bench.claim(hub, "a", key_state())
     for _ in range(7):
         bench.now += 2
-        bench.beat(hub, "b", holding())
-    assert bench.claim(hub, "b", holding()).ranges[0] == (0, 25)
+        bench.beat(hub, "b", key_state())
+    assert bench.claim(hub, "b", key_state()).ranges[0] == (0, 25)
     with pytest.raises(UnknownMember):
-        bench.beat(hub, "a", holding())
+        bench.beat(hub, "a", key_state())
 
 
 def test_what_a_dead_reader_had_passed_on_is_not_read_again(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
-    bench.claim(hub, "a", holding())
-    bench.beat(hub, "a", holding(((0, 20),)))
-    bench.beat(hub, "b", holding(((0, 10),)))
+    bench.claim(hub, "a", key_state())
+    bench.beat(hub, "a", key_state(((0, 20),)))
+    bench.beat(hub, "b", key_state(((0, 10),)))
     hub.leave("a")
-    assert min(chunks(bench.claim(hub, "c", holding()).ranges)) == 10
+    assert min(chunks(bench.claim(hub, "c", key_state()).ranges)) == 10
 
 
 def test_a_reader_that_lives_but_gets_no_further_keeps_nobody(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.claim(hub, "a", holding())
-    given = bench.claim(hub, "b", holding()).ranges
+    bench.claim(hub, "a", key_state())
+    given = bench.claim(hub, "b", key_state()).ranges
     for _ in range(20):
         bench.now += 2
-        bench.beat(hub, "a", holding(claims=((0, 25),)))
-        bench.beat(hub, "b", holding(given))
-    assert bench.claim(hub, "b", holding(given)).ranges[0][0] == 0
+        bench.beat(hub, "a", key_state(claims=((0, 25),)))
+        bench.beat(hub, "b", key_state(given))
+    assert bench.claim(hub, "b", key_state(given)).ranges[0][0] == 0
 
 
 def test_a_piece_may_take_an_hour(bench, hub) -> None:
     bench.join(hub, "a")
-    bench.claim(hub, "a", holding())
+    bench.claim(hub, "a", key_state())
     for minute in range(60):
         for _ in range(12):
             bench.now += 5
-            bench.beat(hub, "a", holding(((0, minute // 3),), claims=((minute // 3, 25),)) if minute > 2 else holding())
+            bench.beat(
+                hub,
+                "a",
+                key_state(((0, minute // 3),), claims=((minute // 3, 25),)) if minute > 2 else key_state(),
+            )
     bench.join(hub, "b")
-    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 25
+    assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 25
 
 
 def test_a_slow_reader_that_gets_on_keeps_its_part(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.claim(hub, "a", holding())
+    bench.claim(hub, "a", key_state())
     for step in range(20):
         bench.now += 2
-        bench.beat(hub, "a", holding(((0, step + 1),), claims=((step + 1, 25),)))
-        assert not chunks(bench.claim(hub, "b", holding(((25, 100),))).ranges)
+        bench.beat(hub, "a", key_state(((0, step + 1),), claims=((step + 1, 25),)))
+        assert not chunks(bench.claim(hub, "b", key_state(((25, 100),))).ranges)
 
 
 def test_a_new_hub_gives_nothing_until_members_could_announce(bench) -> None:
     hub = bench.hub(fresh=False)
     hub.begin()
     bench.join(hub, "a", "b")
-    reply = bench.claim(hub, "b", holding())
+    reply = bench.claim(hub, "b", key_state())
     assert reply.ranges == () and "new" in reply.why
     bench.now += 2.0
-    bench.beat(hub, "a", holding(((0, 40),), claims=((40, 60),)))
-    assert bench.claim(hub, "b", holding()).ranges == ()
+    bench.beat(hub, "a", key_state(((0, 40),), claims=((40, 60),)))
+    assert bench.claim(hub, "b", key_state()).ranges == ()
     bench.now += 1.1
-    assert min(chunks(bench.claim(hub, "b", holding()).ranges)) == 60  # `a` only beats
-    assert bench.claim(hub, "a", holding(((0, 40),), claims=((40, 60),))).ranges
+    assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 60  # `a` only beats
+    assert bench.claim(hub, "a", key_state(((0, 40),), claims=((40, 60),))).ranges
 
 
 def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.beat(hub, "a", holding(WHOLE))
+    bench.beat(hub, "a", key_state(WHOLE))
     new = HubBench(now=bench.now)
     again = new.hub(fresh=False)
     with pytest.raises(UnknownMember):
         again.beat("a", Beat())
     new.join(again, "a", "b")
-    new.beat(again, "a", holding(WHOLE))
-    assert new.parents(again, [("b", holding())]) == {"b": ("a",)}
+    new.beat(again, "a", key_state(WHOLE))
+    assert new.parents(again, [("b", key_state())]) == {"b": ("a",)}
 
 
 def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
@@ -246,38 +250,38 @@ def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
 def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
     hub.begin()
     bench.join(hub, "a")
-    assert bench.claim(hub, "a", holding()).ranges
+    assert bench.claim(hub, "a", key_state()).ranges
     bench.now += 60
     bench.join(hub, "a")
-    assert bench.claim(hub, "a", holding()).ranges == ()
+    assert bench.claim(hub, "a", key_state()).ranges == ()
 
 
 def test_two_that_say_they_read_the_same_after_a_restart(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    bench.claim(hub, "a", holding(claims=((0, 10),)))
-    reply = bench.claim(hub, "b", holding(claims=((5, 15),)))
+    bench.claim(hub, "a", key_state(claims=((0, 10),)))
+    reply = bench.claim(hub, "b", key_state(claims=((5, 15),)))
     assert not chunks(reply.ranges) & set(range(10))
 
 
 def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    states = [("a", holding(((0, 50),))), ("b", holding(((50, 80),)))]
+    states = [("a", key_state(((0, 50),))), ("b", key_state(((50, 80),)))]
     assert bench.parents(hub, states) == {"a": ("b",), "b": ("a",)}
     bench.join(hub, "late")
-    found = bench.parents(hub, [*states, ("late", holding())])
-    assert found["late"] and min(chunks(bench.claim(hub, "late", holding()).ranges)) >= 80
+    found = bench.parents(hub, [*states, ("late", key_state())])
+    assert found["late"] and min(chunks(bench.claim(hub, "late", key_state()).ranges)) >= 80
 
 
 def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
     checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
-    bench.beat(hub, "w", holding(WHOLE, grant_epoch=checkers["w"].epoch()))
+    bench.beat(hub, "w", key_state(WHOLE, grant_epoch=checkers["w"].epoch()))
     bench.now += 1
-    filling = holding(((0, 9),), parent="w", grant_epoch=checkers["a"].epoch())
-    found = bench.parents(hub, [("a", filling), ("b", holding())])
+    filling = key_state(((0, 9),), parent="w", grant_epoch=checkers["a"].epoch())
+    found = bench.parents(hub, [("a", filling), ("b", key_state())])
     assert found == {"a": ("w",), "b": ("a", "w")}
-    reply = hub.upstreams(UpstreamsRequest(member="b", holding=holding()))
+    reply = hub.upstreams(UpstreamsRequest(member="b", holding=key_state()))
     for upstream in reply.upstreams:
         checkers[upstream.member].check(upstream.grant, key=IDENTITY.key(), reader="b")
         assert upstream.doors == (f"unix:///{upstream.member}",)
@@ -286,9 +290,9 @@ def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub
 def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypatch) -> None:
     other = msgspec.structs.replace(IDENTITY, model="other/llama")
     bench.join(hub, "w", "idle", *(f"m{i}" for i in range(20)))
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     for i in range(20):
-        bench.beat(hub, f"m{i}", holding(WHOLE, identity=other))
+        bench.beat(hub, f"m{i}", key_state(WHOLE, identity=other))
     complain(hub, "m0", "w")
     looked = []
     for name in ("scan", "read"):
@@ -310,8 +314,8 @@ def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypa
 
 def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
     bench.join(hub, "w", "a")
-    bench.beat(hub, "w", holding(WHOLE))
-    asked = msgspec.structs.replace(holding(), num_chunks=0, nbytes=0)
+    bench.beat(hub, "w", key_state(WHOLE))
+    asked = msgspec.structs.replace(key_state(), num_chunks=0, nbytes=0)
     reply = hub.upstreams(UpstreamsRequest(member="a", holding=asked))
     assert [upstream.member for upstream in reply.upstreams] == ["w"]
     assert [member.member for member in hub.status("llama").members] == ["w"]
@@ -320,9 +324,9 @@ def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
 @pytest.mark.parametrize("fault", ["unreachable", "stalled"])
 def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
-    bench.beat(hub, "w", holding(WHOLE))
-    bench.beat(hub, "v", holding(WHOLE))
-    asks = [(member, holding(max_readers=1)) for member in "abc"]
+    bench.beat(hub, "w", key_state(WHOLE))
+    bench.beat(hub, "v", key_state(WHOLE))
+    asks = [(member, key_state(max_readers=1)) for member in "abc"]
     before = bench.parents(hub, asks)
     child = next(member for member in "abc" if before[member][0] == "w")
     others = [member for member in "abc" if member != child]
@@ -334,19 +338,19 @@ def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) ->
     assert all(upstreams[0] != "w" for upstreams in bench.parents(hub, asks).values())
     bench.now += 9
     for member in "wvabc":
-        bench.beat(hub, member, holding(WHOLE if member in "wv" else ()))
+        bench.beat(hub, member, key_state(WHOLE if member in "wv" else ()))
     assert hub.status().members[-1].complaints == 2
 
 
 def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) -> None:
     bench.join(hub, "w", "v", "honest", "a", "b")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     for liar in "ab":
         complain(hub, liar, "w", "wrong bytes")
-    asks = [("honest", holding(max_readers=1)), ("a", holding(max_readers=1))]
+    asks = [("honest", key_state(max_readers=1)), ("a", key_state(max_readers=1))]
     assert bench.parents(hub, asks)["honest"] == ("w",)
-    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
-    assert bench.claim(hub, "a", holding()).ranges
+    assert bench.claim(hub, "honest", key_state()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "a", key_state()).ranges
 
 
 class Stated:
@@ -361,7 +365,7 @@ class Stated:
         revision = root(body, self.layout.chunks.leaf_bytes, self.leaves)
         self.identity = msgspec.structs.replace(IDENTITY, revision=revision)
         self.signer = DigestSigner(member, lambda: 7)
-        self.whole = holding(
+        self.whole = key_state(
             ((0, self.layout.chunks.num_chunks),),
             identity=self.identity,
             num_chunks=self.layout.chunks.num_chunks,
@@ -416,17 +420,17 @@ def test_proofs_are_looked_at_so_often_of_one_caller(bench, hub) -> None:
 def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:
     liars = [f"liar{i}" for i in range(20)]
     bench.join(hub, "w", "v", "honest", *liars)
-    bench.beat(hub, "w", holding(WHOLE))
-    asks = [("honest", holding(max_readers=1))]
+    bench.beat(hub, "w", key_state(WHOLE))
+    asks = [("honest", key_state(max_readers=1))]
     for liar in liars:
         complain(hub, liar, "w", "unreachable", caller="token:of the liar")
     assert bench.parents(hub, asks) == {"honest": ("w",)}
-    assert bench.claim(hub, "honest", holding()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "honest", key_state()).ranges == ()  # what it has counts
 
 
 def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> None:
     bench.join(hub, "w", "a")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     complaint = Complaint(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
     with pytest.raises(PermissionDenied, match="not for llama"):
         hub.complain(complaint, Caller(models=("qwen*",), name="token:q"))
@@ -442,18 +446,18 @@ def test_members_of_a_revoked_token_are_removed(bench, hub) -> None:
     for name in ("good", "bad"):
         hello = Hello(member=name, host="h", doors=("unix:///d",))
         hub.hello(hello, Caller(name=f"token:{name}"))
-        bench.beat(hub, name, holding(WHOLE))
+        bench.beat(hub, name, key_state(WHOLE))
     bench.join(hub, "reader")  # of a hub that asked for no token
     assert hub.expel({"token:good", "token:new"}) == 1
     assert [one.member for one in hub.status().members] == ["good", "reader"]
-    assert bench.parents(hub, [("reader", holding())]) == {"reader": ("good",)}
+    assert bench.parents(hub, [("reader", key_state())]) == {"reader": ("good",)}
     with pytest.raises(UnknownMember):
         bench.beat(hub, "bad")
 
 
 def test_complaints_are_forgotten(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "stalled")
     complain(hub, "b", "w", "wrong bytes")
 
@@ -466,39 +470,39 @@ def test_complaints_are_forgotten(bench, hub) -> None:
         while bench.now < stop:
             bench.now += 5
             for member in "wab":
-                bench.beat(hub, member, *([holding(WHOLE)] if member == "w" else []))
+                bench.beat(hub, member, *([key_state(WHOLE)] if member == "w" else []))
         assert counted() == left
 
 
 def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None:
     bench.join(hub, "w", "a")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
     complain(hub, "a", "w", "refused")
     for _ in range(8):
         bench.now += 5
-        bench.beat(hub, "w", holding(WHOLE))
+        bench.beat(hub, "w", key_state(WHOLE))
         bench.beat(hub, "a")
     assert hub.status().members[-1].complaints == 1
 
 
 def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
-    bench.beat(hub, "w", holding(WHOLE))
-    assert bench.claim(hub, "a", holding()).ranges == ()
+    bench.beat(hub, "w", key_state(WHOLE))
+    assert bench.claim(hub, "a", key_state()).ranges == ()
     complain(hub, "a", "w")
-    assert bench.claim(hub, "a", holding()).ranges
-    assert bench.claim(hub, "b", holding()).ranges == ()
+    assert bench.claim(hub, "a", key_state()).ranges
+    assert bench.claim(hub, "b", key_state()).ranges == ()
 
 
 def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> None:
     bench.join(hub, "w", "a")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     hub.leave("w")
     hub.leave("w")
-    assert bench.parents(hub, [("a", holding())]) == {"a": ()}
+    assert bench.parents(hub, [("a", key_state())]) == {"a": ()}
     with pytest.raises(UnknownMember):
-        bench.beat(hub, "w", holding(WHOLE))
+        bench.beat(hub, "w", key_state(WHOLE))
     with pytest.raises(PermissionDenied):
         bench.join(hub, "w")
 
@@ -512,11 +516,11 @@ def test_an_id_is_one_life(bench, hub) -> None:
 
 def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
     bench.join(hub, "w", "a")
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     bench.now += 3
     bench.beat(hub, "w")
     assert hub.status("llama").members == ()
-    hub.upstreams(UpstreamsRequest(member="a", holding=holding()))
+    hub.upstreams(UpstreamsRequest(member="a", holding=key_state()))
     bench.beat(hub, "a")  # made before the flight, sent after
     assert [member.member for member in hub.status("llama").members] == ["a"]
 
@@ -535,14 +539,14 @@ def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
 def test_a_holding_that_contradicts_itself_is_refused(bench, hub, bad) -> None:
     bench.join(hub, "a")
     with pytest.raises(PlanError):
-        bench.beat(hub, "a", msgspec.structs.replace(holding(), **bad))
+        bench.beat(hub, "a", msgspec.structs.replace(key_state(), **bad))
 
 
 def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
     for ask in (
         lambda: bench.beat(hub, "x"),
-        lambda: bench.claim(hub, "x", holding()),
-        lambda: hub.upstreams(UpstreamsRequest(member="x", holding=holding())),
+        lambda: bench.claim(hub, "x", key_state()),
+        lambda: hub.upstreams(UpstreamsRequest(member="x", holding=key_state())),
         lambda: complain(hub, "x", "y"),
     ):
         with pytest.raises(UnknownMember):
@@ -552,13 +556,13 @@ def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
 def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
     bench.join(hub, "w", "v", "q", "a")
-    bench.beat(hub, "w", holding(WHOLE))
-    bench.beat(hub, "v", holding(((0, 50),), num_chunks=50))
-    bench.beat(hub, "q", holding(WHOLE, identity=other, max_readers=1, num_readers=1))
+    bench.beat(hub, "w", key_state(WHOLE))
+    bench.beat(hub, "v", key_state(((0, 50),), num_chunks=50))
+    bench.beat(hub, "q", key_state(WHOLE, identity=other, max_readers=1, num_readers=1))
     complain(hub, "a", "w", "stalled")
     assert hub.why(WhyRequest(model="none")).lines == ("nobody has or wants none: the first to ask reads storage",)
     assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
-    hub.upstreams(UpstreamsRequest(member="a", holding=holding(path="shm <- w")))
+    hub.upstreams(UpstreamsRequest(member="a", holding=key_state(path="shm <- w")))
     text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
     assert "a is filling with 0 of 100 chunks and takes from w; its bytes came by: shm <- w" in text
     assert "a complains: stalled" in text
@@ -574,7 +578,7 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
 def test_status_says_all_of_each(bench, hub) -> None:
     bench.join(hub, "w", "idle", rack="r7")
     bench.now += 3
-    bench.beat(hub, "w", holding(WHOLE))
+    bench.beat(hub, "w", key_state(WHOLE))
     bench.now += 1
     (only,) = hub.status("llama").members
     assert (only.member, only.rack, only.age_s, only.silent_s) == ("w", "r7", 4.0, 1.0)
@@ -586,9 +590,9 @@ def test_status_says_all_of_each(bench, hub) -> None:
 def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, num_chunks) -> None:
     """A token for some models would open all."""
     bench.join(hub, "holder", "reader")
-    bench.beat(hub, "holder", holding(WHOLE))
+    bench.beat(hub, "holder", key_state(WHOLE))
     other = msgspec.structs.replace(IDENTITY, model="allowed")
-    asked = msgspec.structs.replace(holding(num_chunks=num_chunks), identity=other)
+    asked = msgspec.structs.replace(key_state(num_chunks=num_chunks), identity=other)
     with pytest.raises(PlanError, match="key"):
         hub.upstreams(UpstreamsRequest(member="reader", holding=asked))
 
