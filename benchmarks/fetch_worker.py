@@ -59,7 +59,7 @@ class Worker:
 
         self.weights = make_weights(nbytes, self.device)
         self.sync()
-        self.fleet = penstock.join(MODEL, hub=hub)
+        self.fleet = penstock.join(MODEL, connection=hub)
         begun = time.perf_counter()
         self.fleet.offer(self.weights)
         return {"offer_s": time.perf_counter() - begun, "nbytes": sum(t.nbytes for t in self.weights.values())}
@@ -69,7 +69,7 @@ class Worker:
         import penstock
 
         begun = time.perf_counter()
-        self.fleet = penstock.join(MODEL if fallback is None else "cold", hub=hub)
+        self.fleet = penstock.join(MODEL if fallback is None else "cold", connection=hub)
         joined = time.perf_counter() - begun
         report = self.fleet.fetch(self.weights, fallback=fallback, device=self.device)
         self.sync()
@@ -176,7 +176,7 @@ class Worker:
 
         attach = penstock.attach  # imports its room, as an engine does before it has a model to ask for
         begun = time.perf_counter()
-        attached = attach(name, hub=hub, device=self.device, verify=verify, wait_s=5.0)
+        attached = attach(name, connection=hub, device=self.device, verify=verify, wait_s=5.0)
         first = next(iter(attached.values()))
         float(first.view(-1)[:16].float().sum())
         seconds = time.perf_counter() - begun

@@ -108,7 +108,7 @@ class Worker:
         self.end = penstock.publisher(
             NAME,
             self.params,
-            hub=hub,
+            connection=hub,
             mode=mode,
             replica=replica,
             transforms=self.tag,
@@ -198,7 +198,7 @@ class Worker:
         self.end = penstock.subscriber(
             NAME,
             self.model,
-            hub=hub,
+            connection=hub,
             mode=mode,
             transforms=self.tag,
             rank=rank,

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/fetch_torchrun.py [CHECKPOINT]
 
 A rank that comes up late, or again, joins what is running: the fleet is not the process group, which serves here only
-to tell every rank of one checkpoint and to compare what they got. On several hosts give `join` a hub and `listen=`.
+to tell every rank of one checkpoint and to compare what they got. On several hosts give `join` a
+`ConnectionSettings` with `hub` and `listen`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Ray only starts the actors and passes numbers: weights go from actor to actor, past the object store. The trainer
 publishes a snapshot and trains on while the servers take it. On several hosts run `penstock hub` on one, and give
-`hub=` and `listen=` to `publisher` and `subscriber`.
+`connection=ps.ConnectionSettings(hub=, listen=)` to `publisher` and `subscriber`.
 """
 
 from __future__ import annotations

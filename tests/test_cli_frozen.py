@@ -16,7 +16,7 @@ COMMANDS = {
     "--drain-s --format",
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
-    "--scratch --trace --ray --rates --dry-run --format",
+    "--scratch --trace --ray --rates --hub --token-file --listen --dry-run --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
@@ -47,6 +47,8 @@ ENVIRONMENT = [
     "PENSTOCK_CA_FILE",
     "PENSTOCK_CERT_FILE",
     "PENSTOCK_KEY_FILE",
+    "PENSTOCK_HUB",
+    "PENSTOCK_TOKEN_FILE",
     "PENSTOCK_RUNTIME_DIR",
     "PENSTOCK_REDIS_URL",
     "PENSTOCK_REDIS_PASSWORD_FILE",

@@ -14,6 +14,7 @@ VALUES = [
     "AttachReport",
     "Attached",
     "Box",
+    "ConnectionSettings",
     "DType",
     "FetchReport",
     "Fleet",

@@ -45,6 +45,8 @@ SAME_FLOOR = {
 }
 # vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
 SAME_FLOOR |= {("integrations", "compat")}
+# Settings check their types as arguments are checked.
+SAME_FLOOR |= {("config", "arguments")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.
 SAME_FLOOR |= {("transport", "memory")}
 # The tier on disk writes and reads files as storage does.

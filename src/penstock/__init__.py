@@ -9,6 +9,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from penstock.config import ConnectionSettings
 from penstock.errors import (
     BudgetTooSmall,
     Cancelled,
@@ -87,6 +88,7 @@ __all__ = [
     "BudgetTooSmall",
     "Cancelled",
     "ConfigError",
+    "ConnectionSettings",
     "ConvertReport",
     "DType",
     "DestinationError",

@@ -49,9 +49,8 @@ def require_text_map(what: str, value: object, expected: str) -> None:
         raise wrong(what, value, expected)
 
 
-def require_connection(hub: object, token: object, rack: object, listen: object, transports: object) -> None:
-    """Raise ConfigError unless what a member is connected by is of the right types."""
-    for what, value in (("hub", hub), ("token", token), ("listen", listen)):
-        require_type(what, value, (str, type(None)), "a str, or None")
-    require_type("rack", rack, str, "a str that near hosts share")
-    require_texts("transports", transports, 'a list of names, as ["shm", "http"], or None')
+def require_hub_address(value: object) -> None:
+    """Raise ConfigError unless a value is a URL that a hub can have."""
+    require_type("hub", value, str, "the URL of a hub")
+    if not str(value).startswith(("unix:///", "http://", "https://")):
+        raise ConfigError(f"{value!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")

@@ -1,6 +1,7 @@
 """Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
 
-In: the process environment. Out: a frozen `Settings`. Arguments given by a caller win over both.
+In: the process environment. Out: a frozen `Settings`. Arguments given by a caller win over both. Also
+`ConnectionSettings`, the argument of every verb that uses a hub (`hub.client.resolve_connection` adds the environment).
 Not here: credentials of object stores, which obstore reads by the ecosystem's names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
 """
 
@@ -10,13 +11,14 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.arguments import require_hub_address, require_name, require_texts, require_type, wrong
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
@@ -80,6 +82,10 @@ class Settings:
     key_file: Path | None = _env(
         "PENSTOCK_KEY_FILE", Path, None, "PEM key of PENSTOCK_CERT_FILE; unset: it is in there"
     )
+    hub: str | None = _env("PENSTOCK_HUB", str, None, "address of the hub; unset: this host's own")
+    token_file: Path | None = _env(
+        "PENSTOCK_TOKEN_FILE", Path, None, "file whose first token is shown to the hub; not read by `penstock hub`"
+    )
     runtime_dir: Path | None = _env(
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
     )
@@ -122,6 +128,63 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
     except ValueError as error:
         message = f"environment variable {name}={text!r} does not parse: {error}"
         raise ConfigError(message, hint="docs/tuning.md says what it may be") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """The settings by which a process reaches a hub, and by which other members reach the process.
+
+    Every verb that uses a hub takes one as `connection=`. Fields that are None come from the environment when the verb
+    is called.
+
+    Attributes:
+        hub: `http(s)://host:port`, `unix:///path`; None: `PENSTOCK_HUB`, else the hub of this host, which the first
+            process to join runs.
+        token: token for the hub, if it requires one; None: the first token in the file `PENSTOCK_TOKEN_FILE`, if set.
+            It is left out of the repr.
+        listen: `host:port` where other hosts reach this member; None: this host only.
+        rack: a label that hosts near each other share.
+        transports: allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
+
+    Raises:
+        ConfigError: a field is of the wrong type, or `hub` is no address.
+    """
+
+    hub: str | None = None
+    token: str | None = field(default=None, repr=False)
+    listen: str | None = None
+    rack: str = ""
+    transports: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hub is not None:
+            require_hub_address(self.hub)
+        if self.token is not None:
+            _check_token(self.token)
+        if self.listen is not None:
+            require_name("listen", self.listen)
+        require_type("rack", self.rack, str, "a str that near hosts share")
+        require_texts("transports", self.transports, 'a list of names, as ["shm", "http"], or None')
+        if self.transports is not None:
+            object.__setattr__(self, "transports", tuple(self.transports))
+
+    @classmethod
+    def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:
+        """Return the settings that a verb's argument stands for: a str is the hub's address, None the defaults."""
+        if isinstance(connection, cls):
+            return connection
+        if connection is None or isinstance(connection, str):
+            return cls(hub=connection)
+        raise wrong("connection", connection, "a penstock.ConnectionSettings, the hub's address as a str, or None")
+
+
+def _check_token(token: object) -> None:
+    # The messages leave the token out: errors are logged.
+    if not isinstance(token, str):
+        raise ConfigError(f"token is a {type(token).__name__}", hint="give a str, or None")
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        hint = "a token read from a file ends with its line: strip() it"
+        raise ConfigError("token is empty, or has characters that no token has, as a space or a newline", hint=hint)
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
@@ -198,7 +261,7 @@ def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str
     for item in fields(Settings):
         name = item.metadata["env"]
         value = environ.get(name)
-        if value is not None and item.name == "redis_url":
+        if value is not None and item.name in {"redis_url", "hub"}:
             value = without_password(value)
         found.append((name, value, item.metadata["doc"]))
     return found

@@ -127,18 +127,20 @@ class FleetRound(Round):
 
     def member(self, number: int, uri: str, *, whole: bool = False, held: bool = False, mute: bool = False) -> Worker:
         join: dict[str, Any] = {}
+        connection: dict[str, Any] = {}
         if self.transports:
-            join["transports"] = self.transports
+            connection["transports"] = self.transports
         if whole:
             join["max_bytes_per_s"] = 16 * MIB  # its readers have it for about half a second
         if mute:
-            join["transports"] = ["http"]  # whose port takes requests and gives no byte, while beats go on
+            connection["transports"] = ["http"]  # whose port takes requests and gives no byte, while beats go on
         task = Task(
             storage_options={"bearer_token": f"member-{len(self.forked)}"} if uri.startswith("http") else {},
             hub=self.hub_urls[number % len(self.hub_urls)],
             fallback=uri,
             storage_pause_s=0.0 if whole or mute else self.pause_s,
             constants=HASTY,
+            connection=connection,
             join=join,
             is_held=held,
             data_bytes_per_s=0.0 if mute else None,

@@ -38,8 +38,8 @@ class StrangerRound(Round):
         return f"{','.join(self.transports or ['any'])}; a stranger with {self.num_held} connections a port"
 
     def member(self) -> Worker:
-        join: dict[str, Any] = {"transports": self.transports} if self.transports else {}
-        task = Task(fallback=str(self.checkpoint.directory), constants=HASTY, join=join)
+        connection: dict[str, Any] = {"transports": self.transports} if self.transports else {}
+        task = Task(fallback=str(self.checkpoint.directory), constants=HASTY, connection=connection)
         return self.stack.enter_context(Worker(task, self))  # type: ignore[arg-type]
 
     def run(self) -> None:

@@ -44,14 +44,15 @@ class SyncRound(Round):
         return "; ".join([sides] + [f"{who} {how} at {at:.2f} s" for at, who, how in self.hits])
 
     def rank(self, side: str, **task: Any) -> SyncWorker:
-        options: dict[str, Any] = {"arena": True, "transports": [self.transport]}
+        options: dict[str, Any] = {"arena": True}
+        connection = {"transports": [self.transport]}
         if self.tag:
             task |= {"rows": 300, "columns": 384}
             if side == "publisher":
                 options["transforms"] = {self.tag: ["*"]}
             elif task.get("name") is None:
                 task["tag"] = self.tag
-        made = SyncTask(side=side, options=options, constants=HASTY, num_layers=8, **task)
+        made = SyncTask(side=side, connection=connection, options=options, constants=HASTY, num_layers=8, **task)
         return self.stack.enter_context(SyncWorker(made, self))  # type: ignore[arg-type]
 
     def trainer(self, world_size: int) -> list[SyncWorker]:

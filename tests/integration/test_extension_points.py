@@ -202,7 +202,7 @@ FORMAT = Format(
 
 HOLDER = """
 import sys, safetensors.torch, penstock
-with penstock.join("model", transports=["peek"]) as fleet:
+with penstock.join("model", connection=penstock.ConnectionSettings(transports=["peek"])) as fleet:
     fleet.offer(safetensors.torch.load_file(sys.argv[1]))
     print("offered", flush=True)
     sys.stdin.read()
@@ -211,7 +211,7 @@ with penstock.join("model", transports=["peek"]) as fleet:
 READER = """
 import json, sys, safetensors.torch, penstock
 tensors = {}
-with penstock.join("model", transports=["peek"]) as fleet:
+with penstock.join("model", connection=penstock.ConnectionSettings(transports=["peek"])) as fleet:
     report = fleet.fetch(tensors)
 safetensors.torch.save_file(tensors, sys.argv[1])
 print(json.dumps(list(report.nbytes_by_path)))

@@ -22,7 +22,7 @@ def nbytes_of(truth: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("transport", ["shm", "http"])
 def test_several_that_start_at_once_read_storage_once_between_them(host: Host, made: Path, truth, transport) -> None:
-    workers = host.start_at_once(4, fallback=str(made), storage_pause_s=0.03, join={"transports": [transport]})
+    workers = host.start_at_once(4, fallback=str(made), storage_pause_s=0.03, connection={"transports": [transport]})
     reports = [check(worker, truth) for worker in workers]
     assert sum(report["storage_bytes"] for report in reports) == nbytes_of(truth)
     assert sum(report["storage_bytes"] > 0 for report in reports) > 1
@@ -123,7 +123,7 @@ def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> 
     check(holder, truth)
     begun = time.monotonic()
     # None of them can take from another: what they allow only the holder offers.
-    readers = [host.start(join={"transports": ["http"], "max_readers": 0}) for _ in range(2)]
+    readers = [host.start(connection={"transports": ["http"]}, join={"max_readers": 0}) for _ in range(2)]
     reports = [check(reader, truth) for reader in readers]
     member = holder.said["joined"]["member"][:8]
     taken = sum(n for report in reports for path, n in report["paths"].items() if member in path)
@@ -146,7 +146,7 @@ def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
 def test_the_path_and_the_reason_are_always_said(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made))
     check(holder, truth)
-    report = check(host.start(join={"transports": ["http"]}), truth)
+    report = check(host.start(connection={"transports": ["http"]}), truth)
     path = f"http <- {holder.said['joined']['member'][:8]}"
     assert list(report["paths"]) == [path]
     assert "shm" in report["why"][path]  # why nothing nearer

@@ -158,7 +158,7 @@ def test_memory_that_a_transport_turns_out_not_to_reach_is_taken_from_storage(
         first.fetch({}, fallback=str(made))
         monkeypatch.setattr(ShmTransport, "post_read", refuse)
         found: dict[str, torch.Tensor] = {}
-        with ps.join("m", transports=["shm"]) as second:
+        with ps.join("m", connection=ps.ConnectionSettings(transports=["shm"])) as second:
             report = second.fetch(found, fallback=str(made))
         assert_same(found, truth)
         assert report.storage_bytes == report.nbytes and any("cannot reach" in one for one in report.faults)

@@ -48,7 +48,7 @@ def start_holders(host: Host, source: Path, count: int, bytes_per_s: float, **ta
 
 def start_reader(host: Host, **task: Any) -> Worker:
     """A reader that can take from holders by their data ports alone."""
-    return host.start(join={"transports": ["http"]}, environ={"PENSTOCK_STALL_S": str(STALL_S)}, **task)
+    return host.start(connection={"transports": ["http"]}, environ={"PENSTOCK_STALL_S": str(STALL_S)}, **task)
 
 
 @pytest.mark.parametrize(("num_holders", "bytes_per_s"), [(1, 0), (3, 0), (2, 1)], ids=["1", "3", "2-dripping"])

@@ -39,7 +39,10 @@ def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
     monkeypatch.setattr(HttpTransport, "post_read", post_read)
     ours = {"t": torch.arange(8 * MIB, dtype=torch.int64).to(torch.uint8)}
     found: dict[str, torch.Tensor] = {}
-    with ps.join("m", transports=["http"]) as holder, ps.join("m", transports=["http"]) as reader:
+    with (
+        ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as holder,
+        ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as reader,
+    ):
         if is_mapped:
             reader.member.links.transports["http"].__class__ = Mapped
         holder.offer(ours)

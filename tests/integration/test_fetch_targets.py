@@ -169,7 +169,10 @@ def test_a_host_is_the_same_whatever_it_is_called(host: Host, made: Path, monkey
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
     if same_name:
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host {next(names)}")
-    with ps.join("m", listen="localhost:0") as holder, ps.join("m", listen="127.0.0.1:0") as reader:
+    with (
+        ps.join("m", connection=ps.ConnectionSettings(listen="localhost:0")) as holder,
+        ps.join("m", connection=ps.ConnectionSettings(listen="127.0.0.1:0")) as reader,
+    ):
         holder.fetch({}, fallback=made)
         report = reader.fetch({})
         path = "http" if same_name else "shm"

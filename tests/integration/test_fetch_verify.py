@@ -84,7 +84,7 @@ def test_a_holder_whose_memory_is_bad_is_named(
         member = bad.say_until("joined")["member"]
         bad.say_until("corrupted")
         if not has_storage:
-            good = host.start(fallback=uri, join={"transports": ["http"]})
+            good = host.start(fallback=uri, connection={"transports": ["http"]})
             good.say_until("fetched")  # from the bad one, and from storage what that gave wrong
         reader = host.start(fallback=uri if has_storage else None)
         report = check(reader, truth)

@@ -72,12 +72,12 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
 ) -> None:
     found: dict[str, torch.Tensor] = {}
     show(monkeypatch, authority, "holder")
-    with ps.join("m", hub=hub, listen="127.0.0.1:0", transports=["http"]) as holder:
+    with ps.join("m", connection=ps.ConnectionSettings(hub=hub, listen="127.0.0.1:0", transports=["http"])) as holder:
         holder.fetch({}, fallback=made)
         (door,) = [one for one in holder.member.server.addresses if one.startswith("https")]
         show(monkeypatch, authority, "reader")
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
-        with ps.join("m", hub=hub, transports=["http"]) as reader:
+        with ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
             report = reader.fetch(found, wait_s=20.0)
         assert_same(found, truth)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
@@ -86,6 +86,6 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         liar.hello(Hello(member=liar.member, host="elsewhere", doors=(door,)))
         liar.beat(liar.member, Beat(holdings=(holder.member.weights[0].status(),)))
         holder.member.hub.leave(holder.member.id)
-        with liar, ps.join("m", hub=hub, transports=["http"]) as reader:
+        with liar, ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
             report = reader.fetch(found, fallback=made)
         assert any("the peer's certificate names" in fault for fault in report.faults), report.faults

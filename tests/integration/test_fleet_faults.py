@@ -78,12 +78,13 @@ class Drill:
         return f"seed {self.seed}: {start}, {self.transport}; {self.role} {verb} after {self.delay_s:.2f} s"
 
     def start(self, *, fallback: bool = True, whole: bool = False) -> Worker:
-        join: dict[str, Any] = {"transports": [self.transport], "max_bytes_per_s": CAP if whole else 3 * CAP}
+        join: dict[str, Any] = {"max_bytes_per_s": CAP if whole else 3 * CAP}
         task = Task(
             hub=self.hub_url,
             fallback=self.fallback if fallback else None,
             storage_pause_s=0.0 if whole else 0.03,
             constants=HASTY,
+            connection={"transports": [self.transport]},
             join=join,
             environ={"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S},
         )

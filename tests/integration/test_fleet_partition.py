@@ -87,9 +87,10 @@ def test_a_partition_in_the_middle_of_a_transfer(link: Link, made: Path, truth, 
     hub = [sys.executable, "-m", "penstock.cli.main", "hub", "--listen", f"{NEAR}:7070", "--token-file", str(token)]
 
     def start(stack: ExitStack, address: str, **task: object) -> Worker:
-        join = {"token": TOKEN, "listen": f"{address}:0", **task.pop("join", {})}  # type: ignore[dict-item]
+        connection = {"token": TOKEN, "listen": f"{address}:0"}
         environ = {"PENSTOCK_STALL_S": "15"}
-        wanted = Task(hub=f"http://{NEAR}:7070", join=join, environ=environ, constants=SMALL, **task)
+        url = f"http://{NEAR}:7070"
+        wanted = Task(hub=url, connection=connection, environ=environ, constants=SMALL, **task)  # type: ignore[arg-type]
         return stack.enter_context(Worker(wanted, prefix=link.on(address)))
 
     with ExitStack() as stack:

@@ -62,18 +62,21 @@ def test_storage_is_read_at_once_by_who_is_refused(hub, made, truth, tmp_path, c
 
 def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> None:
     targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
-    with ps.join("m", hub=hub, token=OTHERS) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS)) as fleet:
         for target in ({}, targets):
             with pytest.raises(ps.PermissionDenied, match="this token is not for m") as caught:
                 fleet.fetch(target)
             assert caught.value.hint and not caught.value.mutated
     with pytest.raises(ps.PermissionDenied, match="this token is not for m"):
-        ps.attach("m", hub=hub, token=OTHERS, wait_s=float(FAR_S))
+        ps.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), wait_s=float(FAR_S))
 
 
 def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", float(FAR_S))
-    with ps.join("m", hub=hub, token=ALL) as holder, ps.join("m", hub=hub, token=ALL) as reader:
+    with (
+        ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as holder,
+        ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as reader,
+    ):
         holder.fetch({}, fallback=made)
         (held,) = holder.member.weights
         asked = UpstreamsRequest(
@@ -89,7 +92,7 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
             why, said = WhyRequest(model="m", identity=held.identity), "is draining with"
             while not any(said in line and "lets nobody new in" in line for line in reader.member.hub.why(why).lines):
                 time.sleep(0.02)  # ended by pytest's deadline
-            with ps.join("m", hub=hub, token=ALL) as late:
+            with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as late:
                 weights: dict[str, torch.Tensor] = {}
                 report = late.fetch(weights, fallback=made)
         leaving.join()
@@ -99,7 +102,7 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
 
 
 def test_a_holder_that_is_not_there(hub, made) -> None:
-    with ps.join("m", hub=hub, token=ALL) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as fleet:
         with pytest.raises(ps.NotFound, match="no member holds 'm'"):
             fleet.fetch({}, wait_s=0.0)
         report = fleet.fetch({}, fallback=made)

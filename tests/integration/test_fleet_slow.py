@@ -73,7 +73,7 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
     reader.say_until("joined")
     host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
     reader.kill()
-    late = check(host.start(join={"transports": ["shm"]}, wait_s=20.0), truth)
+    late = check(host.start(connection={"transports": ["shm"]}, wait_s=20.0), truth)
     assert late["storage_bytes"] == 0
     assert list(late["paths"]) == [f"shm <- {holder.said['joined']['member'][:8]}"]
 
@@ -81,7 +81,7 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
 def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, made: Path, truth) -> None:
     keeps = host.start(fallback=str(made))  # and hosts the hub
     check(keeps, truth)
-    first = host.start(join={"listen": "127.0.0.1:0", "transports": ["http"]})
+    first = host.start(connection={"listen": "127.0.0.1:0", "transports": ["http"]})
     check(first, truth)
     with HubClient.connect(host.hub_url()) as hub, ps.join("m") as reader:
         held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
@@ -93,7 +93,7 @@ def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, ma
         listen = next(door for door in dead.doors if not door.startswith("unix")).removeprefix("http://")
         first.kill()
         first.process.wait()
-        second = host.start(fallback=str(made), join={"listen": listen, "transports": ["http"]})
+        second = host.start(fallback=str(made), connection={"listen": listen, "transports": ["http"]})
         check(second, truth)
         peer = PeerClient(dead, member=reader.member.id, key=state.key, same_host=False, stall_s=5.0)
         with peer, pytest.raises(PermissionDenied):

@@ -17,7 +17,7 @@ NUM_STRANGERS = 600
 
 def timed_fetch(host: Host, truth) -> float:
     """Have a member fetch by data ports, and leave; seconds from its joining on."""
-    reader = host.start(join={"transports": ["http"]})
+    reader = host.start(connection={"transports": ["http"]})
     reader.say_until("joined")
     begun = time.monotonic()
     report = check(reader, truth)
@@ -29,17 +29,17 @@ def timed_fetch(host: Host, truth) -> float:
 
 
 def test_a_member_listens_on_no_port_unless_it_is_told_to(host: Host, made: Path, truth) -> None:
-    quiet = host.start(fallback=str(made), join={"transports": ["http", "shm"]})
+    quiet = host.start(fallback=str(made), connection={"transports": ["http", "shm"]})
     check(quiet, truth)
     assert listening_ports(quiet.process.pid) == []
-    listening = host.start(join={"listen": "127.0.0.1:0"})
+    listening = host.start(connection={"listen": "127.0.0.1:0"})
     check(listening, truth)
     assert len(listening_ports(listening.process.pid)) == 2  # its door and its data port
 
 
 def test_strangers_at_the_ports_of_a_holder_do_not_delay_its_reader(host: Host, made: Path, truth) -> None:
     """600 connections that said nothing delayed readers 44 s."""
-    holder = host.start(fallback=str(made), join={"listen": "127.0.0.1:0"})
+    holder = host.start(fallback=str(made), connection={"listen": "127.0.0.1:0"})
     check(holder, truth)
     alone_s = timed_fetch(host, truth)
     with ExitStack() as stack:

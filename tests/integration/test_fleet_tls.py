@@ -47,19 +47,22 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     found: dict[str, torch.Tensor] = {}
-    with ps.join("m", listen=listen, transports=["http"]) as holder:
+    with ps.join("m", connection=ps.ConnectionSettings(listen=listen, transports=["http"])) as holder:
         holder.offer(weights())
         (door,) = [one for one in holder.member.server.addresses if not one.startswith("unix")]
         assert door.startswith("https://")
         (region, *_) = holder.member.weights[0].map().regions
         assert msgspec.msgpack.decode(decode(region["http"]).payload)["is_tls"]
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
-        with ps.join("m", transports=["http"]) as reader:
+        with ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as reader:
             report = reader.fetch(found)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
         with monkeypatch.context() as environment:
             show(environment, authority.ca_file, *authority.stranger("stranger"))
-            with ps.join("m", transports=["http"]) as stranger, pytest.raises(PenstockError):
+            with (
+                ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as stranger,
+                pytest.raises(PenstockError),
+            ):
                 stranger.fetch({}, wait_s=1.0)
         url = urlsplit(door)
         blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

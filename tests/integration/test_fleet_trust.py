@@ -105,7 +105,7 @@ def record() -> Iterator[Callable[..., Recorder]]:
 
 def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> HubClient:
     """A client that says it holds all of `made`, at these doors."""
-    with ps.join("llama-3", hub=hub, token=LLAMA) as honest:
+    with ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=LLAMA)) as honest:
         honest.fetch({}, fallback=str(made))
         held = honest.member.weights[0].status()
     liar = HubClient.connect(hub, LLAMA)
@@ -119,7 +119,7 @@ def test_a_reader_shows_its_token_to_no_door(hub: str, made: Path, truth, record
     found: dict[str, torch.Tensor] = {}
     with (
         claim_to_hold(hub, made, (f"http://127.0.0.1:{port}",), "elsewhere") as liar,
-        ps.join("llama-3", hub=hub, token=OPERATORS) as reader,
+        ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS)) as reader,
     ):
         report = reader.fetch(found, fallback=str(made))
     assert_same(found, truth)
@@ -133,7 +133,9 @@ def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
     with HubClient.connect(hub, LLAMA) as liar:
         hello = Hello(member=liar.member, host="elsewhere", doors=(f"http://127.0.0.1:{port}",))
         state = SyncState(name="llama-3", side="publisher", run=liar.member, layout="0" * 32, version=1, state="open")
-        reader = ps.subscriber("llama-3", {"w": torch.zeros(8)}, hub=hub, token=OPERATORS, stall_s=2.0)
+        reader = ps.subscriber(
+            "llama-3", {"w": torch.zeros(8)}, connection=ps.ConnectionSettings(hub=hub, token=OPERATORS), stall_s=2.0
+        )
         with reader:
             deadline = time.monotonic() + 60
             while b"POST /v1/sync" not in door.received and time.monotonic() < deadline:
@@ -165,7 +167,7 @@ def test_a_socket_that_is_not_our_own_users_is_not_opened(
     found: dict[str, torch.Tensor] = {}
     with (
         claim_to_hold(hub, made, (f"unix://{place}/door.sock",), host_id()) as liar,
-        ps.join("llama-3", hub=hub, token=OPERATORS) as reader,
+        ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS)) as reader,
     ):
         report = reader.fetch(found, fallback=str(made))
     assert_same(found, truth)
@@ -193,13 +195,17 @@ def test_a_data_port_is_only_asked_where_the_door_is(
         return msgspec.structs.replace(honest, regions=tuple(regions))
 
     found: dict[str, torch.Tensor] = {}
-    with ps.join("llama-3", hub=hub, token=LLAMA, listen="127.0.0.1:0", transports=["http"]) as liar:
+    with ps.join(
+        "llama-3", connection=ps.ConnectionSettings(hub=hub, token=LLAMA, listen="127.0.0.1:0", transports=["http"])
+    ) as liar:
         liar.fetch({}, fallback=str(made))
         holding = liar.member.weights[0]
         honest = holding.map
         vars(holding)["map"] = lambda lease: lie(honest(lease))
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
-        with ps.join("llama-3", hub=hub, token=OPERATORS, transports=["http"]) as reader:
+        with ps.join(
+            "llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS, transports=["http"])
+        ) as reader:
             report = reader.fetch(found, fallback=str(made))
         assert_same(found, truth)
         assert any("data port" in fault for fault in report.faults), report.faults

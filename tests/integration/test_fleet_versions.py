@@ -119,7 +119,7 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
     changes = (with_more_fields, unchanged) if who == "members" else (unchanged, with_more_fields)
     url = proxy(*changes)
     found: dict[str, torch.Tensor] = {}
-    with ps.join("m", hub=url) as holder, ps.join("m", hub=url) as reader:
+    with ps.join("m", connection=url) as holder, ps.join("m", connection=url) as reader:
         holder.fetch({}, fallback=made)
         report = reader.fetch(found, wait_s=20.0)
         assert reader.member.hub.status("m").members
@@ -143,7 +143,7 @@ def test_what_a_newer_member_adds_at_its_door_is_ignored(
     monkeypatch.setattr(peer_server._Handler, "_send", newer_answer)
     monkeypatch.setattr(BoundedRequestHandler, "take_body", newer_question)
     found: dict[str, torch.Tensor] = {}
-    with ps.join("m", hub=hub) as holder, ps.join("m", hub=hub) as reader:
+    with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
         holder.fetch({}, fallback=made)
         report = reader.fetch(found, wait_s=20.0)
     assert_same(found, truth)
@@ -159,7 +159,7 @@ def test_a_member_of_another_major_version_is_refused_by_name(hub: str, proxy, t
         return rest | ({} if theirs is None else {"protocol": theirs}) | {"doors": "of another shape by now"}
 
     with pytest.raises(ConfigError, match=f"this member speaks protocol {theirs or '1.0'}, the hub speaks {PROTOCOL}"):
-        ps.join("m", hub=proxy(other, unchanged))
+        ps.join("m", connection=proxy(other, unchanged))
 
 
 def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> None:
@@ -167,7 +167,7 @@ def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> N
         return value | {"protocol": "3.1"} if "grant_key" in value else value
 
     with pytest.raises(ConfigError, match=f"the hub speaks protocol 3.1, this process speaks {PROTOCOL}"):
-        ps.join("m", hub=proxy(unchanged, other))
+        ps.join("m", connection=proxy(unchanged, other))
 
 
 def test_a_version_that_is_none_is_refused(hub: str) -> None:
@@ -178,7 +178,7 @@ def test_a_version_that_is_none_is_refused(hub: str) -> None:
 def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> None:
     from penstock.peer.client import _UnixConnection
 
-    with ps.join("m", hub=hub) as holder:
+    with ps.join("m", connection=hub) as holder:
         (path,) = [urlsplit(one).path for one in holder.member.server.addresses]
         for room in ("leases", "sync"):
             connection: http.client.HTTPConnection = _UnixConnection(path, 20.0)

@@ -83,7 +83,7 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
 def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub, made: Path, truth) -> None:
     """Two made-up ids of one token kept every reader from a holder for 600 s; another model's token did, too."""
     with ExitStack() as stack:
-        holder = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         holder.fetch({}, fallback=made)
         key = holder.member.weights[0].key
         for _ in range(5):
@@ -95,7 +95,7 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
             stranger.complain(complaint)
         assert standing(holder, holder.member.id).complaints == 5
         found: dict[str, torch.Tensor] = {}
-        reader = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        reader = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         report = reader.fetch(found, fallback=made)
         assert_same(found, truth)
         assert report.storage_bytes == 0, report.nbytes_by_path
@@ -108,20 +108,20 @@ def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_
     theirs = {name: tensor.clone() for name, tensor in truth.items()}
     theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
     with ExitStack() as stack:
-        first = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        first = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         key = first.fetch({}, fallback=sealed).key
         revision = first.member.weights[0].identity.revision
-        bad = stack.enter_context(ps.join("m", hub=hub.url, token=SECOND))
+        bad = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=SECOND)))
         assert bad.offer(theirs, revision=revision) == key
         first.leave()
-        reader = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        reader = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         found: dict[str, torch.Tensor] = {}
         report = reader.fetch(found, fallback=sealed)
         assert_same(found, truth)
         assert any("are not the manifest's" in fault for fault in report.faults), report.faults
         lines = reader.member.hub.why(_why()).lines
         assert any(bad.member.id in line and "it signed digests that are not the revision's" in line for line in lines)
-        late = stack.enter_context(ps.join("m", hub=hub.url, token=LIAR))
+        late = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=LIAR)))
         weights: dict[str, torch.Tensor] = {}
         late.fetch(weights)
         assert_same(weights, truth)
@@ -139,7 +139,7 @@ def _why():
 def test_a_revoked_token_is_refused_at_once_and_its_members_are_removed(hub: GuardedHub, made: Path, truth) -> None:
     with ExitStack() as stack:
         revoked = join_as_liar(stack, hub, LIAR)
-        holder = stack.enter_context(ps.join("m", hub=hub.url, token=FLEET))
+        holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         holder.fetch({}, fallback=made)
         revoked.beat(revoked.member, Beat(holdings=(holder.member.weights[0].status(),)))
         hub.replace_tokens(TOKENS.replace(f"{LIAR} m\n", ""))

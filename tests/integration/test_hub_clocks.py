@@ -76,11 +76,11 @@ def stack() -> Iterator[ExitStack]:
 
 def test_readers_go_on_when_the_hubs_clock_steps_back(stack: ExitStack, tmp_path: Path, made, truth) -> None:
     hub = stack.enter_context(ShiftedHub(tmp_path, "hub", 0.0))
-    holder = stack.enter_context(ps.join("m", hub=hub.url))
+    holder = stack.enter_context(ps.join("m", connection=hub.url))
     holder.fetch({}, fallback=made)
     hub.step(-40.0)
     found: dict[str, torch.Tensor] = {}
-    reader = stack.enter_context(ps.join("m", hub=hub.url))
+    reader = stack.enter_context(ps.join("m", connection=hub.url))
     report = reader.fetch(found, wait_s=20.0)
     assert_same(found, truth)
     assert report.faults == ()
@@ -94,10 +94,10 @@ def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Pat
         stack.enter_context(ShiftedHub(tmp_path, name, shift_s, "--redis", redis.url))
         for name, shift_s in (("now", 0.0), ("early", -60.0))
     )
-    holder = stack.enter_context(ps.join("m", hub=now.url))
+    holder = stack.enter_context(ps.join("m", connection=now.url))
     holder.fetch({}, fallback=made)
     found: dict[str, torch.Tensor] = {}
-    reader = stack.enter_context(ps.join("m", hub=early.url))
+    reader = stack.enter_context(ps.join("m", connection=early.url))
     report = reader.fetch(found, fallback=made)
     assert_same(found, truth)
     assert report.faults == ()
@@ -111,7 +111,7 @@ def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
     values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
     with fork_server.fork("penstock.testing.fleet:hub", values) as hub:
         assert b"ready" in hub.stdout.readline()
-        with ps.join("m", hub=listen) as holder:
+        with ps.join("m", connection=listen) as holder:
             holder.offer(truth)
             holder.member.report_now()
             hub.send_signal(signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
                 assert b"ready" in again.stdout.readline()
                 # The question is made before the new hub's key is known, and asked again after.
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)
-                with ps.join("m", hub=listen) as reader:
+                with ps.join("m", connection=listen) as reader:
                     found: dict[str, torch.Tensor] = {}
                     reader.fetch(found, wait_s=10.0)
                 assert_same(found, truth)

@@ -130,7 +130,7 @@ def test_nobody_keeps_it(llama) -> None:
             ps.attach("other", wait_s=0.0)
     assert time.monotonic() - begun < 20
     with pytest.raises(ps.HubUnavailable):
-        ps.attach("llama", hub="unix:///nowhere/hub.sock", wait_s=0.0)
+        ps.attach("llama", connection="unix:///nowhere/hub.sock", wait_s=0.0)
 
 
 def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:

@@ -27,7 +27,7 @@ NBYTES = 64 << 20
 def holder(tmp_path_factory, monkeypatch) -> Iterator[ps.Fleet]:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    with ps.join("m", transports=["http"]) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as fleet:
         fleet.offer({"w": torch.arange(NBYTES // 4, dtype=torch.int32)})
         yield fleet
 

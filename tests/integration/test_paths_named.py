@@ -45,7 +45,11 @@ def wait_until_whole(count: int) -> None:
 def test_every_path_and_its_reason(runtime, tmp_path: Path) -> None:
     uri = str(tmp_path / "llama")
     write_llama(uri, total_bytes=4 * MIB, shards=2)
-    with ps.join("m") as first, ps.join("m", transports=["http"]) as second, ps.join("m", dtype="other") as odd:
+    with (
+        ps.join("m") as first,
+        ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as second,
+        ps.join("m", dtype="other") as odd,
+    ):
         reports = [fleet.fetch({}, fallback=uri) for fleet in (first, second, odd)]
         wait_until_whole(3)
 

@@ -154,7 +154,8 @@ def held():
     lines = dict(line.split(":") for line in open("/proc/self/status"))
     return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
-with ps.join("big", transports=["http"]) as fleet:  # by shm the keeper's own memory would be counted
+only = ps.ConnectionSettings(transports=["http"])  # by shm the keeper's own memory would be counted
+with ps.join("big", connection=only) as fleet:
     peak = before = held()
     is_over = threading.Event()
     def watch():

@@ -25,9 +25,9 @@ def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: i
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("transport", ["shm", "http"])
 def test_each_version_arrives_bit_for_bit(host: Host, source: str, mode: str, transport: str) -> None:
-    options = {"transports": [transport]}
-    publishers = host.start_ranks("publisher", 2, mode=source, options=options)
-    subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, options=options)
+    connection = {"transports": [transport]}
+    publishers = host.start_ranks("publisher", 2, mode=source, connection=connection)
+    subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, connection=connection)
     publishers[0].ask("subscribers 2")
     for version in (3, 4, 9):
         *got, zero, one = step(publishers, subscribers, version)

@@ -62,7 +62,8 @@ class Drill:
         return f"seed {self.seed}: {sides}, {self.transport}; {self.role} {verb} after {self.delay_s:.2f} s"
 
     def start(self, side: str, **task: Any) -> SyncWorker:
-        options: dict[str, Any] = {"arena": True, "transports": [self.transport]}
+        options: dict[str, Any] = {"arena": True}
+        connection = {"transports": [self.transport]}
         if self.tag:
             task |= {"rows": 300, "columns": 384}
             if side == "publisher":
@@ -70,7 +71,15 @@ class Drill:
             elif task.get("name") is None:
                 task["tag"] = self.tag
         environ = {"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S}
-        made = SyncTask(side=side, options=options, environ=environ, constants=HASTY, num_layers=8, **task)
+        made = SyncTask(
+            side=side,
+            connection=connection,
+            options=options,
+            environ=environ,
+            constants=HASTY,
+            num_layers=8,
+            **task,
+        )
         return self.stack.enter_context(SyncWorker(made, self.fork_server))
 
     def start_trainer(self, world_size: int) -> list[SyncWorker]:

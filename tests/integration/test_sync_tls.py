@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 
 __all__ = ["authority"]  # a fixture
 
-LISTEN = {"listen": "127.0.0.1:0", "transports": ["http"]}
+LISTEN = ps.ConnectionSettings(listen="127.0.0.1:0", transports=["http"])
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def test_versions_cross_by_tls_and_strangers_get_none(
 ) -> None:
     tensors = {"up": torch.arange(4096.0).view(64, 64), "norm": torch.ones(64)}
     held = [halves(tensors, rank) for rank in range(2)]
-    pubs = publishers(stack, held, **LISTEN)
+    pubs = publishers(stack, held, connection=LISTEN)
     for pub in pubs:
         (door,) = [one for one in pub.member.server.addresses if not one.startswith("unix")]
         assert door.startswith("https://")
     mine = {name: torch.zeros_like(one) for name, one in tensors.items()}
-    sub = stack.enter_context(ps.subscriber("toy", mine, **LISTEN))
+    sub = stack.enter_context(ps.subscriber("toy", mine, connection=LISTEN))
     pubs[0].wait_subscribers(1)
     reports: list[ps.PublishReport] = []
     for version in (1, 2):
@@ -56,12 +56,12 @@ def test_versions_cross_by_tls_and_strangers_get_none(
     assert [report.committed for report in reports] == [(sub.member.id,)] * 4
     with monkeypatch.context() as environment:
         show(environment, authority.ca_file, *authority.stranger("stranger"))
-        stranger = stack.enter_context(ps.subscriber("toy", {"up": torch.zeros(64, 64)}, **LISTEN))
+        stranger = stack.enter_context(ps.subscriber("toy", {"up": torch.zeros(64, 64)}, connection=LISTEN))
     with pytest.raises(PenstockError, match="connection to the member's server failed"):
         stranger.update(timeout_s=1.0)
     for pub in pubs:
         pub.close()
     late = {name: torch.zeros_like(one) for name, one in tensors.items()}
-    report = stack.enter_context(ps.subscriber("toy", late, **LISTEN)).update()
+    report = stack.enter_context(ps.subscriber("toy", late, connection=LISTEN)).update()
     assert list(report.sources) == [sub.member.id]
     assert all(torch.equal(late[name], one) for name, one in mine.items())

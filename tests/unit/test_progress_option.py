@@ -22,12 +22,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def fetch(file: Path, progress: object) -> None:
-    with ps.join("m", transports=["loopback"]) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
         fleet.fetch({}, fallback=file, progress=progress)
 
 
 def pulled(file: Path, progress: object) -> None:
-    with ps.join("m", transports=["loopback"]) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
         pull(fleet, to=file.parent / "pulled", fallback=file, progress=progress)
 
 
@@ -39,10 +39,10 @@ def verify(file: Path, progress: object) -> None:
 def update(file: Path, progress: object) -> None:
     published = {"w": torch.arange(NBYTES // 4, dtype=torch.float32)}
     target = {"w": torch.zeros(NBYTES // 4)}
-    only = {"transports": ["http"]}
+    only = ps.ConnectionSettings(transports=["http"])
     with (
-        ps.publisher("s", published, mode="snapshot", replica="device", **only) as publisher,
-        ps.subscriber("s", target, **only) as subscriber,
+        ps.publisher("s", published, mode="snapshot", replica="device", connection=only) as publisher,
+        ps.subscriber("s", target, connection=only) as subscriber,
     ):
         publisher.publish(0)
         subscriber.update(progress=progress)

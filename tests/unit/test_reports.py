@@ -47,7 +47,7 @@ def test_reports_of_a_journey(directory: Path) -> None:
     weights = ps.load(directory)
     converted = ps.convert(directory, directory.parent / "out", devices="cpu", workers=1)
     target: dict[str, torch.Tensor] = {}
-    with ps.join("m", transports=["loopback"]) as fleet:
+    with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
         fetched = fleet.fetch(target, fallback=directory)
         seen = ps.status("m")
         assert [holding.identity.model for member in seen.members for holding in member.holdings] == ["m"]

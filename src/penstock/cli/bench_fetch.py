@@ -177,7 +177,7 @@ def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
 
     try:
         place = _device(device, 0)
-        with penstock.join(MODEL, hub=hub) as fleet:
+        with penstock.join(MODEL, connection=hub) as fleet:
             fleet.offer(make_weights(nbytes, place))
             pipe.send(place)
             while not pipe.poll(1.0):
@@ -201,7 +201,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
                 pipe.recv()
             except EOFError:
                 return
-            with penstock.join(MODEL, hub=hub) as fleet:
+            with penstock.join(MODEL, connection=hub) as fleet:
                 tensors: dict[str, torch.Tensor] = {}
                 report = fleet.fetch(tensors, device=place)
                 most = max(report.nbytes_by_path, key=lambda path: report.nbytes_by_path[path])

@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Operations, TaskBytes, To, Verify, given
+from penstock.cli.options import (
+    Format,
+    FormatOption,
+    Hub,
+    Listen,
+    Operations,
+    TaskBytes,
+    To,
+    TokenFile,
+    Verify,
+    connection_of,
+    given,
+)
 from penstock.cli.output import (
     bytes_text,
     keep_stdout,
@@ -31,6 +43,7 @@ from penstock.errors import ConfigError
 from penstock.report import plain
 
 if TYPE_CHECKING:
+    from penstock.config import ConnectionSettings
     from penstock.jobs.job import Job
     from penstock.jobs.predict import Predicted
     from penstock.jobs.report import ConvertReport
@@ -71,6 +84,9 @@ def convert(
     trace: Trace = None,
     ray: Ray = None,
     rates: RatesOption = None,
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    listen: Listen = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
@@ -82,6 +98,9 @@ def convert(
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
+    if (hub, token_file, listen) != (None, None, None) and not places[-1].startswith("keeper:"):
+        message = f"--hub, --token-file and --listen are for a destination keeper:MODEL, not for {places[-1]!r}"
+        raise ConfigError(message, hint="leave them out")
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
@@ -124,7 +143,7 @@ def convert(
         progress=None if format is Format.human else False,
     )
     if places[-1].startswith(SCHEME):
-        _keep(run, places[-1].removeprefix(SCHEME), format)
+        _keep(run, places[-1].removeprefix(SCHEME), connection_of(hub, token_file, listen), format)
     else:
         write_report(run(destination=places[-1]), format)
 
@@ -137,11 +156,11 @@ def _run(launcher: LocalLauncher | None, sources: list[str], **told: Any) -> Con
         return api.convert(sources, launcher=launcher, **told)
 
 
-def _keep(run: Callable[..., ConvertReport], model: str, format: Format) -> None:
+def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
     """Convert into a keeper, which keeps until SIGTERM."""
     from penstock import api
 
-    with api.Keeper() as keeper:
+    with api.Keeper(connection=connection) as keeper:
         write_report(run(destination=keeper.into(model)), format)
         sys.stdout.flush()
         kept = bytes_text(sum(one.nbytes for one in keeper.models()))

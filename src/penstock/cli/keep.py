@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, given
+from penstock.cli.options import Device, Format, FormatOption, Hub, Listen, TokenFile, connection_of, given
 from penstock.cli.output import bytes_text, note, write_json, write_lines
 from penstock.errors import ConfigError
-from penstock.hub.auth import first_token
 from penstock.report import plain
 
 if TYPE_CHECKING:
@@ -62,9 +61,7 @@ def keep(
         host_bytes=host_bytes,
         disk=disk,
         disk_bytes=disk_bytes,
-        hub=hub,
-        token=first_token(token_file),
-        listen=listen,
+        connection=connection_of(hub, token_file, listen),
     ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
         if format is Format.json:

@@ -1,6 +1,7 @@
 """The arguments and options that several commands share, so that each is spelt and explained once.
 
-In / Out: `Annotated` types for typer. Not here: options of one command alone, which stand in its file.
+In / Out: `Annotated` types for typer, and the connection settings that `--hub`, `--token-file` and `--listen` make.
+Not here: options of one command alone, which stand in its file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from penstock.config import ConnectionSettings
 
 
 def given(name: str, metavar: str, help: str) -> Any:
@@ -53,11 +56,22 @@ TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="B
 Hub = Annotated[
     str | None,
     given(
-        "--hub", "URL", "http(s)://host:port or unix:///path; default: this host's own, which the first to ask hosts."
+        "--hub",
+        "URL",
+        "http(s)://host:port or unix:///path; default: PENSTOCK_HUB, else this host's own, hosted by the first to ask.",
     ),
 ]
-TokenFile = Annotated[Path | None, given("--token-file", "FILE", "Its first token is shown to the hub.")]
+TokenFile = Annotated[
+    Path | None, given("--token-file", "FILE", "Its first token is shown to the hub; default: PENSTOCK_TOKEN_FILE.")
+]
 Listen = Annotated[
     str | None,
     given("--listen", "HOST:PORT", "Where other hosts reach this member; port 0 chooses. Default: this host only."),
 ]
+
+
+def connection_of(hub: str | None, token_file: Path | None, listen: str | None = None) -> ConnectionSettings:
+    """Return the connection settings that a command's options ask for. ConfigError: one of them is wrong."""
+    from penstock.hub.auth import first_token
+
+    return ConnectionSettings(hub=hub, token=first_token(token_file), listen=listen)

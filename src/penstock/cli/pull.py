@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, given
+from penstock.cli.options import Format, FormatOption, Hub, Listen, TokenFile, connection_of, given
 from penstock.cli.output import write_json, write_lines
 from penstock.errors import ConfigError
-from penstock.hub.auth import first_token
 from penstock.report import plain
 
 
@@ -47,7 +46,7 @@ def pull(
     from penstock import api
     from penstock.fetch.pull import pull as fetch
 
-    with api.join(model, hub=hub, token=first_token(token_file), listen=listen, revision=revision) as fleet:
+    with api.join(model, connection=connection_of(hub, token_file, listen), revision=revision) as fleet:
         report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s)
     if format is Format.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})

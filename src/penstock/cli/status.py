@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import Format, FormatOption, Hub, TokenFile, given
+from penstock.cli.options import Format, FormatOption, Hub, TokenFile, connection_of, given
 from penstock.cli.output import bytes_text, write_columns, write_json, write_lines
-from penstock.hub.auth import first_token
 
 if TYPE_CHECKING:
     from penstock.hub.messages import HoldingState, MemberStatus, Status
@@ -54,14 +53,15 @@ def status(
     """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
     from penstock import api
 
-    token = first_token(token_file)
+    connection = connection_of(hub, token_file)
     if watch is None:
-        _show(api.status(model, hub=hub, token=token), model, format)
+        _show(api.status(model, connection=connection), model, format)
         return
-    from penstock.hub.client import HubClient
+    from penstock.hub.client import HubClient, resolve_connection
 
+    connection = resolve_connection(connection)
     # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
-    with HubClient.connect(hub, token) as client, contextlib.suppress(KeyboardInterrupt):
+    with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
         while True:
             _show(client.status(model), model, format)
             sys.stdout.flush()
@@ -154,7 +154,7 @@ def why(
 
     from penstock import api
 
-    found = api.why(model, member=member, hub=hub, token=first_token(token_file))
+    found = api.why(model, member=member, connection=connection_of(hub, token_file))
     if format is Format.json:
         write_json(msgspec.to_builtins(found))
     else:

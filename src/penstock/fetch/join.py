@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from penstock.arguments import require_connection, require_name, require_text_map, require_type
-from penstock.config import Settings, parse_bytes
+from penstock.arguments import require_name, require_text_map, require_type
+from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import IntegrityError, PenstockError
@@ -28,7 +28,7 @@ from penstock.fetch.provenance import Provenance
 from penstock.fetch.report import FetchReport, report_of
 from penstock.fetch.run import Fetch
 from penstock.fetch.storage_reader import StorageReader
-from penstock.hub.client import TIMEOUT_S, HubClient
+from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.identity import Identity
 from penstock.loader.into import targets_of
 from penstock.loader.progress import ProgressOption, looked_at
@@ -229,8 +229,7 @@ class Fleet:
 def join(
     model: str,
     *,
-    hub: str | None = None,
-    token: str | None = None,
+    connection: ConnectionSettings | str | None = None,
     revision: str = "",
     dtype: str = "",
     quantization: str | Mapping[str, Any] = "",
@@ -239,9 +238,6 @@ def join(
     post_processing: str = "",
     engine: str = "",
     device_capability: str = "",
-    rack: str = "",
-    listen: str | None = None,
-    transports: Sequence[str] | None = None,
     max_readers: int = 4,
     max_bytes_per_s: int | str = 0,
     min_gb_per_s: float = 0.0,
@@ -251,26 +247,23 @@ def join(
 
     Args:
         model: the name that all members use for it.
-        hub: `http(s)://host:port`, `unix:///path`; None: the hub of this host, which the first process to join runs.
-        token: token for the hub, if it requires one.
+        connection: hub, token, `listen`, rack and transports; a str is the hub's address; None: `PENSTOCK_HUB`, else
+            the hub of this host. See `ConnectionSettings`.
         revision: exchange only this revision, named by its `w1-` root, a prefix of the root, or a name of your own;
             empty: the fallback's revision, or the one that the fleet has.
         dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only if all are equal.
         quantization: the quantisation config, or a digest of it.
         parallel: parallel coordinates, e.g. `{"tp": "1/4"}`.
-        rack: a label that hosts near each other share.
-        listen: `host:port` where other hosts reach this member; None: this host only.
-        transports: allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
         max_readers: concurrent readers of this member; further ones are sent to other members.
         max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
         min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
         memory_bytes: limit of host staging memory when storage is read.
 
     Raises:
-        HubUnavailable: no hub answers at `hub`. ConfigError: an argument is wrong. MissingExtra: a package is missing.
+        HubUnavailable: no hub answers. ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
     require_name("model", model)
-    require_connection(hub, token, rack, listen, transports)
+    connection = resolve_connection(connection)
     require_type("max_readers", max_readers, int, "a number of readers")
     require_text_map("parallel", parallel, 'coordinates: {"tp": "1/4"}')
     if not isinstance(quantization, str):
@@ -291,10 +284,8 @@ def join(
     cap = parse_bytes(max_bytes_per_s)
     member = Member(
         # A request to the hub must time out well before the fetch itself stalls.
-        HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
-        rack=rack,
-        listen=listen,
-        transports=transports,
+        HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
+        connection,
         max_bytes_per_s=cap,
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,

@@ -11,14 +11,18 @@ import secrets
 import ssl
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from penstock.arguments import require_hub_address
 from penstock.closing import Closing
-from penstock.config import Settings
+from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -29,7 +33,7 @@ from penstock.errors import (
     UnknownMember,
 )
 from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
-from penstock.hub.auth import LIFE_HEADER, member_of
+from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -122,6 +126,28 @@ class FixedEndpoint:
         """See `HubEndpoint`."""
 
 
+def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
+    """Return the settings that a verb works with: its argument, and the environment where the argument has None.
+
+    Raises:
+        ConfigError: the argument is wrong, or `PENSTOCK_HUB`, or the file `PENSTOCK_TOKEN_FILE` has no token.
+    """
+    settings, environment = ConnectionSettings.of(connection), Settings.read()
+    with _from_variable("PENSTOCK_HUB"):
+        settings = replace(settings, hub=settings.hub or environment.hub)
+    with _from_variable("PENSTOCK_TOKEN_FILE"):
+        return replace(settings, token=settings.token or first_token(environment.token_file))
+
+
+@contextmanager
+def _from_variable(name: str) -> Iterator[None]:
+    """Name the environment variable in a ConfigError about its value."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {name}: {error.message}", hint=error.hint) from error
+
+
 class HubClient(Closing):
     """Asks the hub; from any thread. Every question may be asked twice: it is, until its deadline, if the hub is away.
 
@@ -194,10 +220,9 @@ class HubClient(Closing):
             from penstock.hub.local_hub import LocalEndpoint
 
             line = LocalEndpoint()
-        elif hub.startswith(("unix:///", "http://", "https://")):
-            line = FixedEndpoint(hub.rstrip("/"))
         else:
-            raise ConfigError(f"{hub!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
+            require_hub_address(hub)
+            line = FixedEndpoint(hub.rstrip("/"))
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file

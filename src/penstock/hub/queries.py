@@ -1,47 +1,48 @@
 """The verbs `status` and `why`: members of a fleet and what they hold, and why a member takes a model from another.
 
-In: a hub's address and token. Out: the hub's answers, as values.
+In: connection settings. Out: the hub's answers, as values.
 Not here: the answers (`directory`, `explain`), how a command prints them (`cli.status`).
 """
 
 from __future__ import annotations
 
-from penstock.arguments import require_connection, require_name
-from penstock.hub.client import HubClient
+from penstock.arguments import require_name
+from penstock.config import ConnectionSettings
+from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.messages import Status, Why, WhyRequest
 
 
-def status(model: str | None = None, *, hub: str | None = None, token: str | None = None) -> Status:
+def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> Status:
     """Return the members of a fleet: what they hold, how far they are, and where their bytes come from.
 
     Args:
         model: only members that have or get it; None: all.
-        hub: its address; None: this host's own.
-        token: of the hub, where it asks for one.
+        connection: the hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the hub of
+            this host. See `ConnectionSettings`.
 
     Raises:
         HubUnavailable: there is no hub. PermissionDenied: it does not take the token.
         ConfigError, MissingExtra: an argument is wrong, or a package is not installed.
     """
-    require_connection(hub, token, "", None, None)
+    settings = resolve_connection(connection)
     if model is not None:
         require_name("model", model)
-    with HubClient.connect(hub, token) as client:
+    with HubClient.connect(settings.hub, settings.token) as client:
         return client.status(model)
 
 
-def why(model: str, *, member: str | None = None, hub: str | None = None, token: str | None = None) -> Why:
+def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
     """Return why members take a model from whom they do, and what keeps the others apart, a line each.
 
     Args:
         model: the name that its members agree on.
         member: only of this member, by its id.
-        hub, token: see `status`.
+        connection: see `status`.
 
     Raises:
         NotFound: no such member. Others as `status`.
     """
-    require_connection(hub, token, "", None, None)
+    settings = resolve_connection(connection)
     require_name("model", model)
-    with HubClient.connect(hub, token) as client:
+    with HubClient.connect(settings.hub, settings.token) as client:
         return client.why(WhyRequest(model=model, member=member))

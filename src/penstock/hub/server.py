@@ -120,7 +120,7 @@ def _answers(path: Path) -> bool:
 
 
 def url_of(bound: socket.socket, auth: Auth) -> str:
-    """What to give as `hub=`."""
+    """The address that members give as `ConnectionSettings.hub`."""
     if bound.family == socket.AF_UNIX:
         return f"unix://{bound.getsockname()}"
     host, port = bound.getsockname()[:2]

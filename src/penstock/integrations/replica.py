@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import parse_bytes
+from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import ConfigError, HubUnavailable
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ def join(
     try:
         return api.join(
             options.fleet,
-            hub=options.hub,
-            token=options.token(),
-            listen=listen,
+            connection=ConnectionSettings(hub=options.hub, token=options.token(), listen=listen),
             max_bytes_per_s=options.max_bytes_per_s,
             **arguments,
         )

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from penstock import api
+from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, PeerLost
 from penstock.hub.auth import first_token
 from penstock.integrations.vllm_log import vllm_logger
@@ -118,15 +119,17 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 subscriber = api.subscriber(
                     init_info.name,
                     twin,
-                    hub=init_info.hub,
-                    token=first_token(init_info.token_file),
+                    connection=ConnectionSettings(
+                        hub=init_info.hub,
+                        token=first_token(init_info.token_file),
+                        listen=_listen(init_info.listen, rank),
+                    ),
                     mode="direct",  # into the twin: what serves is not touched before it is whole
                     load=self._load,
                     strict=False,  # the twin knows better what must be filled
                     rank=rank,
                     world_size=world_size,
                     serve=init_info.serve,
-                    listen=_listen(init_info.listen, rank),
                     memory_bytes=init_info.memory_bytes,
                     stall_s=init_info.stall_s,
                 )

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from penstock.arguments import require_connection, require_name
+from penstock.arguments import require_name
 from penstock.closing import Closing
-from penstock.config import Settings
+from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -32,7 +32,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.client import HubClient
+from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingState, Upstream, UpstreamsRequest
 from penstock.keeper.bind_parameters import bind_parameters
@@ -161,8 +161,7 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
 def attach(
     model: str,
     *,
-    hub: str | None = None,
-    token: str | None = None,
+    connection: ConnectionSettings | str | None = None,
     device: str | int | torch.device | None = None,
     revision: str | None = None,
     verify: bool = True,
@@ -172,8 +171,8 @@ def attach(
 
     Args:
         model: the name under which they are kept.
-        hub: address of the keeper's hub; None: this host's own.
-        token: token for the hub, if it requires one.
+        connection: the keeper's hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the
+            hub of this host. See `ConnectionSettings`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
         revision: only this revision, or a unique prefix of it; None: the one that is kept.
         verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
@@ -192,20 +191,20 @@ def attach(
             revisions.
         IntegrityError: the bytes mapped here differ from the digests while the keeper's do not; or the digests are not
             of the revision. If the keeper's own bytes changed, it loads the model again, and this call waits for it.
-        HubUnavailable: no hub answers at `hub`. PermissionDenied: the hub refuses `token` for this model.
+        HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
-    require_connection(hub, token, "", None, None)
+    connection = resolve_connection(connection)
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
     deadline, stall_s, url = time.monotonic() + wait_s, Settings.read().stall_s, ""
     while True:
         left = max(0.2, deadline - time.monotonic())
         try:
-            url = (hub or find_hub() or "").rstrip("/")
+            url = (connection.hub or find_hub() or "").rstrip("/")
             if not url:
                 raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
-            with HubClient.connect(url, token=token, timeout_s=left) as client:
+            with HubClient.connect(url, connection.token, timeout_s=left) as client:
                 search = _Search(client, model, revision, wanted)
                 return search.attach(phases, verify)
         except SourceBusy:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
@@ -24,13 +24,12 @@ from types import TracebackType
 
 import torch
 
-from penstock.arguments import require_connection
-from penstock.config import Settings, parse_bytes
+from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.engine.place_cuda import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.hub.client import HubClient
+from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.identity import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.memory_destination import SCHEME, MemoryDestination
@@ -91,7 +90,7 @@ class Keeper:
         disk: directory for idle models, on a local disk.
         disk_bytes: limit of the directory; None: the disk's free space.
         settings: settings of reading storage.
-        hub, token, rack, listen, transports, max_readers, max_bytes_per_s: see `penstock.join`.
+        connection, max_readers, max_bytes_per_s: see `penstock.join`.
 
     Raises:
         ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
@@ -106,16 +105,12 @@ class Keeper:
         host_bytes: int | str | None = None,
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int | str | None = None,
-        hub: str | None = None,
-        token: str | None = None,
-        rack: str = "",
-        listen: str | None = None,
-        transports: Sequence[str] | None = None,
+        connection: ConnectionSettings | str | None = None,
         max_readers: int = 4,
         max_bytes_per_s: int | str = 0,
         settings: Settings | None = None,
     ) -> None:
-        require_connection(hub, token, rack, listen, transports)
+        connection = resolve_connection(connection)
         self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
         self._max_readers = max_readers
@@ -133,10 +128,8 @@ class Keeper:
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
         try:
             self.member = Member(
-                HubClient.connect(hub, token=token),
-                rack=rack,
-                listen=listen,
-                transports=transports,
+                HubClient.connect(connection.hub, connection.token),
+                connection,
                 max_bytes_per_s=parse_bytes(max_bytes_per_s),
                 stall_s=self._settings.stall_s,
             )

@@ -84,7 +84,8 @@ class PeerClient(Closing):
                 self._address = address
                 return ControlConnection(self._connect_to(address), address.host or "localhost")
         message = f"no address of the member can be reached from this process: {'; '.join(why)}"
-        raise PeerLost(message, uri=self._uri(), hint="give the member listen=HOST:PORT if it is on another host")
+        hint = "if the member is on another host, give it --listen, or ConnectionSettings(listen=HOST:PORT)"
+        raise PeerLost(message, uri=self._uri(), hint=hint)
 
     def _connect_to(self, address: PeerAddress) -> Connect:
         if address.path:

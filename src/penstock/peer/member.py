@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.config import ConnectionSettings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -82,10 +83,8 @@ class Member:
 
     Args:
         hub: client of the hub, for this member alone; closed by this object.
-        rack: a label that hosts near each other share.
-        listen: `host:port` where other hosts reach this member; requires a hub that authenticates members by tokens or
-            certificates. None: this host only.
-        transports: allowed transports; None: all that work here.
+        connection: rack, transports, and `listen`, which requires a hub that authenticates members by tokens or
+            certificates.
         max_bytes_per_s: limit for all readers of this member together; 0: no limit.
         min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
         stall_s: seconds without progress after which an operation fails.
@@ -99,10 +98,8 @@ class Member:
     def __init__(
         self,
         hub: HubClient,
+        connection: ConnectionSettings,
         *,
-        rack: str = "",
-        listen: str | None = None,
-        transports: Sequence[str] | None = None,
         max_bytes_per_s: int = 0,
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
@@ -119,6 +116,7 @@ class Member:
         self._grants: GrantChecker | None = None
         self._grant_key = b""
         self._runtime_dir = RuntimeDir()
+        listen = connection.listen
         try:
             tls = MemberTls.read()
             self.trust = None if tls is None else tls.asking
@@ -126,7 +124,7 @@ class Member:
                 _check_loopback(listen)
             beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
             self.links: Links = open_links(
-                only=transports,
+                only=connection.transports,
                 listen=beside,
                 tls=None if tls is None or listen is None else tls.serving,
                 trust=self.trust,
@@ -144,7 +142,7 @@ class Member:
                 member=self.id,
                 host=self.host,
                 doors=tuple(self.server.addresses),
-                rack=rack,
+                rack=connection.rack,
                 name=f"{socket.gethostname()}:{os.getpid()}",
                 num_links=host_links(),
                 digest_key=self._signer.public_key,

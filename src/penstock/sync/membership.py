@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.config import Settings
+from penstock.config import ConnectionSettings, Settings
 from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, PermissionDenied, SourceStalled
 from penstock.hub.client import TIMEOUT_S, HubClient
 from penstock.hub.sync_messages import SyncMember, sync_key
@@ -25,21 +25,12 @@ ALIVE_S = 2.0
 that the process is gone."""
 
 
-def joined(
-    stack: contextlib.ExitStack,
-    hub: str | None,
-    token: str | None,
-    *,
-    rack: str,
-    listen: str | None,
-    transports: Sequence[str] | None,
-    stall_s: float | None,
-) -> tuple[Member, float]:
+def joined(stack: contextlib.ExitStack, connection: ConnectionSettings, stall_s: float | None) -> tuple[Member, float]:
     """Return this process as a member, which leaves with the stack, and its stall deadline; see `publisher`."""
     deadline_s = Settings.read(stall_s=stall_s).stall_s
     # A third of the stall deadline: a hub that hangs must leave time for the peers to be asked within the deadline.
-    client = HubClient.connect(hub, token=token, timeout_s=min(TIMEOUT_S, deadline_s / 3))
-    member = Member(client, rack=rack, listen=listen, transports=transports, stall_s=deadline_s)
+    client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, deadline_s / 3))
+    member = Member(client, connection, stall_s=deadline_s)
     stack.callback(member.leave, 0.0)
     return member, deadline_s
 

@@ -39,6 +39,8 @@ class Task:
     storage_options: dict[str, str] = field(default_factory=dict)
     """Of the fallback."""
     hub: str | None = None
+    connection: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `ConnectionSettings`."""
     device: str = "cpu"
     in_place: bool = False
     serve: bool = True
@@ -228,7 +230,8 @@ def _work(task: Task) -> None:
         _load_alone(task)
         return
     begun = time.monotonic()
-    with ps.join(task.model, hub=task.hub, **task.join) as fleet:
+    connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
+    with ps.join(task.model, connection=connection, **task.join) as fleet:
         say("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
         if task.asks_before_fetch:
             sys.stdin.readline()

@@ -36,6 +36,8 @@ class SyncTask:
     rank: int = 0
     world_size: int = 1
     hub: str | None = None
+    connection: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `ConnectionSettings`."""
     mode: str = ""
     """Empty: the side's default."""
     num_layers: int = 6
@@ -160,7 +162,13 @@ def _work(task: SyncTask) -> None:
         _slow(task.pause_s)
     begin = -1 if task.side == "publisher" else -2
     shards = _shards(task, taken(task, begin))
-    common: dict[str, Any] = {"hub": task.hub, "rank": task.rank, "world_size": task.world_size, **task.options}
+    connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
+    common: dict[str, Any] = {
+        "connection": connection,
+        "rank": task.rank,
+        "world_size": task.world_size,
+        **task.options,
+    }
     if task.mode:
         common["mode"] = task.mode
     if task.tag:

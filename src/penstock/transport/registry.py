@@ -61,7 +61,7 @@ class TransportKind:
     """One way to read a peer's memory.
 
     Attributes:
-        name: as in descriptors, reports and `transports=`.
+        name: as in descriptors, reports and `ConnectionSettings.transports`.
         open: opens it for this process; called once. ConfigError or MissingExtra: this process cannot have it, and the
             message is shown where a user asks why.
         reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
@@ -148,7 +148,7 @@ def _unless_nixl(setup: TransportSetup) -> str:
     if setup.is_named:
         return ""
     if setup.listen is None:
-        return "it needs listen="
+        return "it needs ConnectionSettings(listen=)"
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))
     return "" if has_rdma or Path("/proc/driver/nvidia").exists() else "neither RDMA nor a GPU here"
 

@@ -72,5 +72,5 @@ def test_only_the_first_rank_of_a_host_takes_the_port(monkeypatch) -> None:
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")
     for rank in (0, 1):
         join(options, "/m", log=logging.getLogger("engine"), rank=rank, memory_bytes=1 << 20)
-    assert [given["listen"] for given in asked] == ["10.0.0.7:7071", "10.0.0.7:0"]
+    assert [given["connection"].listen for given in asked] == ["10.0.0.7:7071", "10.0.0.7:0"]
     assert asked[0]["memory_bytes"] == 1 << 20

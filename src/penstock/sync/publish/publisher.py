@@ -14,15 +14,16 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from penstock.arguments import require_connection, require_name
+from penstock.arguments import require_name
 from penstock.closing import Closing
-from penstock.config import parse_bytes
+from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, SourceStalled
+from penstock.hub.client import resolve_connection
 from penstock.hub.messages import SyncState
 from penstock.hub.sync_messages import Decision
 from penstock.loader.pause import quick_handover
@@ -247,8 +248,7 @@ def publisher(
     name: str,
     params: torch.nn.Module | Mapping[str, Declarable],
     *,
-    hub: str | None = None,
-    token: str | None = None,
+    connection: ConnectionSettings | str | None = None,
     mode: PublishMode = "live",
     transforms: Transforms | None = None,
     keep_plain: bool = True,
@@ -256,9 +256,6 @@ def publisher(
     world_size: int | None = None,
     replica: str = "device",
     arena: bool = False,
-    listen: str | None = None,
-    rack: str = "",
-    transports: Sequence[str] | None = None,
     memory_bytes: int | str | None = None,
     stall_s: float | None = None,
 ) -> Publisher:
@@ -267,7 +264,7 @@ def publisher(
     Args:
         name: of the sync; one group of ranks publishes it.
         params: a module, or tensors by name: whole ones, DTensors, `Shard`s: only what this rank holds.
-        hub, token, rack, listen, transports: see `join`.
+        connection: see `join`.
         mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
             copy, and `publish` waits for the copy alone.
         transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.geometry`), for
@@ -289,7 +286,7 @@ def publisher(
     Order: all ranks are made at the same time, and publish the same versions.
     """
     require_name("name", name)
-    require_connection(hub, token, rack, listen, transports)
+    connection = resolve_connection(connection)
     copies = _copies(name, mode, replica)
     rank, world_size = _place(rank, world_size)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
@@ -299,7 +296,7 @@ def publisher(
         declared(params), transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget
     )
     with contextlib.ExitStack() as stack:
-        member, wait_s = joined(stack, hub, token, rack=rack, listen=listen, transports=transports, stall_s=stall_s)
+        member, wait_s = joined(stack, connection, stall_s)
         held, copy = _shown(stack, offer, member, copies)
         made = Publisher(name, member, held, copy, offer, rank=rank, world_size=world_size, stall_s=wait_s)
         stack.pop_all()

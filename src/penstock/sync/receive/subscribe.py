@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock.arguments import require_connection, require_name, require_type
-from penstock.config import parse_bytes
+from penstock.arguments import require_name, require_type
+from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import BudgetTooSmall, ConfigError
+from penstock.hub.client import resolve_connection
 from penstock.sync.membership import joined
 from penstock.sync.receive.subscriber import Hooks, Subscriber
 from penstock.sync.receive.target import Target, to_arenas
@@ -28,8 +29,7 @@ def subscriber(
     name: str,
     target: Target,
     *,
-    hub: str | None = None,
-    token: str | None = None,
+    connection: ConnectionSettings | str | None = None,
     mode: UpdateMode = "staged",
     load: Load | None = None,
     strict: bool = True,
@@ -39,9 +39,6 @@ def subscriber(
     hooks: Hooks | None = None,
     serve: bool = True,
     arena: bool = False,
-    listen: str | None = None,
-    rack: str = "",
-    transports: Sequence[str] | None = None,
     memory_bytes: int | str | None = None,
     stall_s: float | None = None,
 ) -> Subscriber:
@@ -51,7 +48,7 @@ def subscriber(
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each wanted as it is.
-        hub, token, arena, listen, rack, transports, stall_s: see `publisher`.
+        connection, arena, stall_s: see `publisher`.
         mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
             `direct`: received into the target itself while the engine is paused; takes no memory.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
@@ -68,7 +65,7 @@ def subscriber(
         BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
     """
     require_name("name", name)
-    require_connection(hub, token, rack, listen, transports)
+    connection = resolve_connection(connection)
     require_type(
         "target", target, (torch.nn.Module, Mapping), "a torch.nn.Module, or a dict of tensors or Shards by name"
     )
@@ -86,7 +83,7 @@ def subscriber(
     if arena:
         to_arenas(target)
     with contextlib.ExitStack() as stack:
-        member, wait_s = joined(stack, hub, token, rack=rack, listen=listen, transports=transports, stall_s=stall_s)
+        member, wait_s = joined(stack, connection, stall_s)
         hooks = hooks or Hooks()
         made = Subscriber(name, target, member, options, rank=rank, world_size=world_size, hooks=hooks, stall_s=wait_s)
         stack.pop_all()

@@ -1,0 +1,121 @@
+"""Connection settings: one object or a hub's address, completed from the environment when a verb runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.errors import ConfigError
+from penstock.hub.client import resolve_connection
+
+TOKEN = "token-of-the-file-0123"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# ours\n{TOKEN} llama*\nanother-token-0123456\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_HUB", raising=False)
+    monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
+
+
+def test_a_text_is_the_address_of_the_hub() -> None:
+    assert ps.ConnectionSettings.of("https://hub:7070") == ps.ConnectionSettings(hub="https://hub:7070")
+    assert ps.ConnectionSettings.of(None) == ps.ConnectionSettings()
+    settings = ps.ConnectionSettings(hub="unix:///run/hub.sock", rack="a12")
+    assert ps.ConnectionSettings.of(settings) is settings
+
+
+def test_without_variables_the_hub_is_this_hosts_own() -> None:
+    assert resolve_connection(None) == ps.ConnectionSettings(hub=None, token=None)
+
+
+def test_the_environment_gives_what_the_argument_leaves_out(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_HUB", "https://env:7070")
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
+    assert resolve_connection(None) == ps.ConnectionSettings(hub="https://env:7070", token=TOKEN)
+    rest = {"listen": "127.0.0.1:0", "rack": "a12", "transports": ["http"]}
+    resolved = resolve_connection(ps.ConnectionSettings(**rest))
+    assert resolved == ps.ConnectionSettings(hub="https://env:7070", token=TOKEN, **rest)
+
+
+def test_the_argument_wins_field_by_field(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_HUB", "https://env:7070")
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
+    assert resolve_connection("https://mine:7070") == ps.ConnectionSettings(hub="https://mine:7070", token=TOKEN)
+    mine = ps.ConnectionSettings(token="token-of-mine")
+    assert resolve_connection(mine) == ps.ConnectionSettings(hub="https://env:7070", token="token-of-mine")
+
+
+def test_variables_that_the_argument_makes_needless_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HUB", "no-address")
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", "/no/such/file")
+    mine = ps.ConnectionSettings(hub="https://mine:7070", token="token-of-mine")
+    assert resolve_connection(mine) == mine
+
+
+@pytest.mark.parametrize(("name", "value"), [("PENSTOCK_HUB", "hub:7070"), ("PENSTOCK_TOKEN_FILE", "/no/such/file")])
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"environment variable {name}: .*{value}"):
+        ps.status()
+
+
+def test_the_token_is_not_shown() -> None:
+    settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN)
+    assert TOKEN not in repr(settings) and "https://hub:7070" in repr(settings)
+    assert settings != dataclasses.replace(settings, token=None)
+    for token in (f"{TOKEN}\n", TOKEN.encode()):
+        with pytest.raises(ConfigError) as caught:
+            ps.ConnectionSettings(token=token)
+        assert TOKEN not in str(caught.value)
+
+
+def test_it_is_a_value() -> None:
+    settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN, transports=["shm", "http"])
+    assert settings.transports == ("shm", "http")
+    assert len({settings, copy.deepcopy(settings)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.hub = None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hub": 3},
+        {"hub": ""},
+        {"hub": "hub:7070"},
+        {"token": 3},
+        {"token": ""},
+        {"token": "of two words"},
+        {"token": "of-a-file\n"},
+        {"listen": 7071},
+        {"listen": ""},
+        {"rack": None},
+        {"rack": 12},
+        {"transports": "shm"},
+        {"transports": [3]},
+        {"transports": 3},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_a_config_error_with_a_hint(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ps.ConnectionSettings(**fields)
+    assert next(iter(fields)) in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("connection", [3, b"https://hub:7070", {"hub": None}, ["https://hub:7070"]])
+def test_a_connection_of_another_type_is_a_config_error(connection: Any) -> None:
+    with pytest.raises(ConfigError, match="connection is"):
+        ps.join("m", connection=connection)
