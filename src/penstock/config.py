@@ -59,7 +59,7 @@ def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run may be told from outside; `Settings.read()` overlays the environment on the defaults."""
+    """The settings of a run from outside; `Settings.read()` overlays the environment on the defaults."""
 
     memory_bytes: int = _env("PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host staging of one load, in bytes")
     chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "unit of I/O; see docs/tuning.md")
@@ -219,7 +219,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
 
 
 def _own_directory(shared: Path, name: str) -> Path:
-    """Return this user's directory below one that all users write to, whoever took its usual name."""
+    """Return this user's directory below one that all users write to, even if another user took its usual name."""
     usual = shared / name
     # Other names first: a process that runs may use one, and the usual name may have become free since.
     others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
@@ -297,7 +297,7 @@ def ucx_variables(tls: str) -> Iterator[None]:
     """For the time of starting NIXL: quiet logs, TCP in large pieces, UCX's transports, no RDMA modules without RDMA.
 
     Those modules, where Debian's ibverbs-providers are installed, crash the process when it exits. What the user has
-    set stays as it is, except that `tls` wins.
+    set stays unchanged, except that `tls` wins.
     """
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
     if not any(Path("/sys/class/infiniband").glob("*")):
@@ -318,7 +318,7 @@ def ucx_variables(tls: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunaiSettings:
-    """What the environment variables of Run:ai Model Streamer ask for, in Penstock's terms; None: not asked for."""
+    """The settings of Run:ai Model Streamer's environment variables, in Penstock's terms; None: not set."""
 
     fetch_threads: int | None
     chunk_bytes: int | None
