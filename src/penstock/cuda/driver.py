@@ -97,16 +97,16 @@ class CudaDriver:
 
     def fail(self, name: str, code: int) -> None:
         """Raise what this code is to a caller; see `ERRORS`."""
-        said = ctypes.c_char_p()
-        self._calls["cuGetErrorName"](code, ctypes.byref(said))
+        text = ctypes.c_char_p()
+        self._calls["cuGetErrorName"](code, ctypes.byref(text))
         kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
-        raise kind(f"{name} failed: {(said.value or b'an unknown error').decode()} ({code})", hint=hint)
+        raise kind(f"{name} failed: {(text.value or b'an unknown error').decode()} ({code})", hint=hint)
 
     def _get(self, name: str, *arguments: Any) -> int:
         """The number that a call writes to its first argument."""
-        found = ctypes.c_uint64()
-        self._do(name, ctypes.byref(found), *arguments)
-        return found.value
+        value = ctypes.c_uint64()
+        self._do(name, ctypes.byref(value), *arguments)
+        return value.value
 
     def num_devices(self) -> int:
         """Return the number of devices that this process may use."""
@@ -151,24 +151,25 @@ class CudaDriver:
         return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
-        """Undo `ipc_open`. What fails here has nobody left to tell."""
+        """Undo `ipc_open`; ignore errors."""
+        # Called by finalizers, which have no caller to raise to. A device that failed reports it at the next call.
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
         """A file descriptor for the piece of physical memory behind an address; None: it was not made to be shared."""
-        found = ctypes.c_uint64()
-        if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(found), address):
+        value = ctypes.c_uint64()
+        if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(value), address):
             return None
         try:
             properties = AllocationProp()
-            self._do("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), found.value)
+            self._do("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), value.value)
             if not properties.handle_types & _POSIX_FD:
                 return None
             fd = ctypes.c_int()
-            self._do("cuMemExportToShareableHandle", ctypes.byref(fd), found.value, _POSIX_FD, 0)
+            self._do("cuMemExportToShareableHandle", ctypes.byref(fd), value.value, _POSIX_FD, 0)
             return fd.value
         finally:
-            self._do("cuMemRelease", found.value)
+            self._do("cuMemRelease", value.value)
 
     def reserve(self, nbytes: int) -> int:
         """Reserve a range of addresses without memory behind it."""
@@ -188,7 +189,8 @@ class CudaDriver:
         self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
-        """Undo `map_fd` of the first bytes and `reserve`. What fails here has nobody left to tell."""
+        """Undo `map_fd` of the first `mapped_nbytes`, and `reserve`; ignore errors."""
+        # Unmap before the addresses are freed: the driver refuses to free a range with mappings.
         if mapped_nbytes:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
         self._calls["cuMemAddressFree"](address, nbytes)
@@ -198,7 +200,7 @@ class CudaDriver:
         return bool(self._get("cuDeviceGetAttribute", _HOST_POINTER, self._ordinal(device)) & 0x7FFFFFFF)
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
-        """Page-lock host memory, for copy engines and kernels of every device; `is_read_only`: as it is mapped.
+        """Page-lock host memory, for copy engines and kernels of every device; `is_read_only` for read-only mappings.
 
         See `sees_host` for whether kernels find it at the host's addresses.
         """
@@ -206,7 +208,8 @@ class CudaDriver:
         self._do("cuMemHostRegister_v2", address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`. What fails here has nobody left to tell."""
+        """Undo `pin`; ignore errors."""
+        # Called by finalizers, which have no caller to raise to.
         self._calls["cuMemHostUnregister"](address)
 
     def make_stream(self) -> int:
@@ -218,7 +221,8 @@ class CudaDriver:
         return self._get("cuEventCreate", _EVENT_DISABLE_TIMING)
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        """Give streams and events back. What fails here has nobody left to tell."""
+        """Destroy streams and events; ignore errors."""
+        # Called on close, possibly after the device failed: every call then fails, and there is nothing left to free.
         for event in events:
             self._calls["cuEventDestroy_v2"](event)
         for stream in streams:
@@ -282,8 +286,8 @@ class CudaDriver:
         ]
 
         def queue() -> None:
-            for one in copies:
-                self._do("cuMemcpy2DAsync_v2", ctypes.byref(one), stream)
+            for copy in copies:
+                self._do("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream)
 
         return queue
 

@@ -62,7 +62,7 @@ def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[
     """Lay out the copies of rectangles, whose `src` and `dst` are addresses, for a stream of this device.
 
     Returns:
-        Queues them on that stream, as often as it is called.
+        A function that queues them on that stream; it may be called any number of times.
 
     Cost: see `plan_copy`; a call is up to three launches, and nothing for each run.
     """

@@ -77,9 +77,10 @@ def launch(
     """
     if not num_programs:
         return
-    device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
+    device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
     suits = device.type == "cuda" and all(
-        one.data_ptr() % _ALIGNMENT == 0 if isinstance(one, torch.Tensor) else one < _INT32_STOP for one in arguments
+        argument.data_ptr() % _ALIGNMENT == 0 if isinstance(argument, torch.Tensor) else argument < _INT32_STOP
+        for argument in arguments
     )
     shape = (module, name, tuple(sorted(constants.items())), num_warps)
     kernel = _kept(shape, device) if suits else None
@@ -177,11 +178,11 @@ class _Kernel:
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, copy.symbol.encode()))
 
     def run(self, num_programs: int, arguments: Sequence[torch.Tensor | int], stream: int) -> None:
-        values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        values = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         bits = self._copy.parameter_bits
         values += [0] * (len(bits) - len(values))
         boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in zip(values, bits, strict=True)]
-        pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(one) for one in boxed])
+        pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(argument) for argument in boxed])
         shape = (num_programs, 1, 1, self._copy.num_threads, 1, 1, self._copy.shared_bytes)
         _check(_launcher()(self._function, *shape, ctypes.c_void_p(stream), pointers, None))
 

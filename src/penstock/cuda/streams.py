@@ -22,7 +22,7 @@ class StreamPool:
         self._turn = 0
 
     def take_stream(self) -> int:
-        """They take turns."""
+        """Return the next stream, in turns."""
         self._turn += 1
         return self.streams[self._turn % len(self.streams)]
 
@@ -32,6 +32,8 @@ class StreamPool:
 
     def give_event(self, event: int) -> None:
         """Take back an event that has passed."""
+        # Only passed ones: an event that is recorded again loses its first position, and
+        # a waiter would wait for later work.
         self._spare.append(event)
 
     def close(self) -> None:
@@ -47,13 +49,14 @@ class StreamPools:
         self._driver, self._num_streams, self._made = driver, num_streams, dict[int, StreamPool]()
 
     def of(self, device: int) -> StreamPool:
-        """The device's."""
+        """Return the pool of a device."""
+        # Made lazily: creating a stream makes a context on the device, which takes hundreds of MB of its memory.
         if device not in self._made:
             self._made[device] = StreamPool(self._driver, device, self._num_streams)
         return self._made[device]
 
     def close(self) -> None:
         """Give all back; nothing may be queued any more. Idempotent."""
-        made, self._made = self._made, {}
-        for pool in made.values():
+        pools, self._made = self._made, {}
+        for pool in pools.values():
             pool.close()

@@ -160,34 +160,35 @@ class RingFetch:
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
-            for one in self._flying.values():
-                one.step.ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-                one.step.abandon()
+            # The ring itself failed: nothing more completes, so every read in flight ends here.
+            for flying in self._flying.values():
+                flying.step.ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
+                flying.step.abandon()
             self._flying.clear()
             return
         now = time.perf_counter()
         if not completions:
             self._look_for_stalls(now)
         for token, result in completions:
-            one = self._flying[token]
-            if result > 0 and one.num_read + result < one.read.nbytes:
-                one.num_read += result
-                at, left = one.num_read, one.read.nbytes - one.num_read
-                self._ring.queue_read(one.read.fd, one.read.offset + at, one.read.address + at, left, token)
+            flying = self._flying[token]
+            if result > 0 and flying.num_read + result < flying.read.nbytes:
+                flying.num_read += result
+                at, left = flying.num_read, flying.read.nbytes - flying.num_read
+                self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
                 continue
             del self._flying[token]
             if result <= 0:
-                one.step.ticket.fail(_fault(one, -result))
-                one.step.abandon()
+                flying.step.ticket.fail(_fault(flying, -result))
+                flying.step.abandon()
                 continue
-            self._trace.add(self.name, one.step.name, one.start, now, one.read.nbytes)
-            if isinstance(guarded(one.step.ticket, one.step.arrived), Failed):
-                one.step.abandon()
+            self._trace.add(self.name, flying.step.name, flying.start, now, flying.read.nbytes)
+            if isinstance(guarded(flying.step.ticket, flying.step.arrived), Failed):
+                flying.step.abandon()
 
     def _look_for_stalls(self, now: float) -> None:
-        for one in self._flying.values():
-            if now - one.start > self._stall_s:
-                one.step.ticket.fail(SourceStalled(f"{one.step.name}: no byte for {self._stall_s} s"))
+        for flying in self._flying.values():
+            if now - flying.start > self._stall_s:
+                flying.step.ticket.fail(SourceStalled(f"{flying.step.name}: no byte for {self._stall_s} s"))
 
 
 def _fault(one: _Flying, code: int) -> SourceError:

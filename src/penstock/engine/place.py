@@ -87,14 +87,14 @@ class HostPlace:
     def slab(self, index: int) -> Bytes:
         """Return the slab's memory; the caller's once `take`n."""
         with self._lock:
-            found = self._slabs[index]
-            if found is None:
+            slab = self._slabs[index]
+            if slab is None:
                 try:
-                    found = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
+                    slab = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
                 except MemoryError as error:
                     message = f"no room in host memory for {self._nbytes[index]} bytes"
                     raise DestinationError(message, hint="load fewer names, or boxes") from error
-            return found
+            return slab
 
     def take(self, index: int) -> Bytes:
         """Return the slab's memory, forgotten here."""

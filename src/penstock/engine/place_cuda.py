@@ -93,37 +93,37 @@ class CudaPlace:
                 open_slabs = [index for index, slab in enumerate(self._slabs) if slab is None]
                 nbytes = [self._nbytes[index] for index in open_slabs]
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
-                made = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
+                slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
                 self._stream.wait_stream(self._caller)
-                for index, slab in zip(open_slabs, made, strict=True):
+                for index, slab in zip(open_slabs, slabs, strict=True):
                     self._slabs[index] = slab
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(sum(self._nbytes)) from error
 
     def slab(self, index: int) -> torch.Tensor:
         """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
-        found = self._slabs[index]
-        if found is None:
+        slab = self._slabs[index]
+        if slab is None:
             with self._lock:
-                found = self._slabs[index]
-                if found is None:
-                    found = self._slabs[index] = self._allocate_one(self._nbytes[index])
-        return found
+                slab = self._slabs[index]
+                if slab is None:
+                    slab = self._slabs[index] = self._allocate_one(self._nbytes[index])
+        return slab
 
     def _allocate_one(self, nbytes: int) -> torch.Tensor:
         try:
             with torch.cuda.stream(self._caller):
-                made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(nbytes) from error
         self._stream.wait_stream(self._caller)
-        return made
+        return buffer
 
     def take(self, index: int) -> torch.Tensor:
         """Return the slab, forgotten here."""
-        found = self.slab(index)
+        slab = self.slab(index)
         self._slabs[index] = None
-        return found
+        return slab
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
         """See `Place.direct`: no source writes to device memory."""

@@ -95,6 +95,7 @@ class Ticket:
     def fail(self, error: BaseException) -> None:
         """Stop the work with `error`; later ones are dropped."""
         with self.changed:
+            # The first error is the cause; later ones come from work that it interrupted.
             if not self.done:
                 self._error, self._stopped = error, True
             self.changed.notify_all()
@@ -115,7 +116,7 @@ class Ticket:
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
-        """Return once `reached()`, which is asked with `changed` held, whenever something changed.
+        """Return once `reached()` is true; it is evaluated with `changed` held, after every change.
 
         Args:
             reached: whether what the caller waits for holds.
@@ -133,6 +134,7 @@ class Ticket:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
+                # Never longer: progress by bytes alone wakes no waiter, and an interrupt must be seen soon.
                 self.changed.wait(interrupt.longest_wait_s(min(stall_s, LOOK_S)))
                 interrupt.raise_if_noted()
         self.check()
@@ -142,7 +144,7 @@ class Ticket:
         self.wait_until(lambda: self._done, stall_s=stall_s)
 
     def release(self) -> None:
-        """Forget the error and whom to ask whether they are busy: both lead back to the work and what it holds."""
+        """Drop the references to the error and the callbacks, which would keep the work and its memory alive."""
         with self.changed:
             self._error, self.is_busy, self.received = None, _never, None
 

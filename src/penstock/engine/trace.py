@@ -105,5 +105,5 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
             else:
                 events.append({**event, "ph": "X", "dur": (stop - start) * 1e6, "args": {"bytes": nbytes}})
     with typed(Path(path)):
-        told = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
-        Path(path).write_bytes(msgspec.json.encode(told))
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
+        Path(path).write_bytes(msgspec.json.encode(document))

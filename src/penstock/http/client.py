@@ -170,16 +170,16 @@ class Pool:
         with self._lock:
             idle = self._idle.get((url.scheme, url.netloc), [])
             now_s = time.monotonic()
-            found = None
-            while idle and found is None:
+            reusable = None
+            while idle and reusable is None:
                 candidate = idle.pop()
                 if fresh or now_s - candidate.idle_since_s > _IDLE_S:
                     dropped.append(candidate)
                 else:
-                    found = candidate
+                    reusable = candidate
         for connection in dropped:
             connection.close()
-        return found or self._connect(url)
+        return reusable or self._connect(url)
 
     def put(self, url: SplitResult, connection: Connection, reply: Reply | None) -> None:
         """Give a connection back after `reply`; it is closed unless it can be used again."""

@@ -79,9 +79,10 @@ class Choice:
             self._sampled = _Sampled()
 
     def begin(self) -> bool:
-        """A request is about to be sent; whether to ask for it coded. Whoever begins, ends."""
+        """Count a request that is about to be sent; return whether to request it compressed. Call `end` after it."""
         with self._lock:
             now = time.monotonic()
+            # The time between requests is not the link's: measure from the first one after a pause.
             if not any(self._active):
                 self._at = now
             if self._always is None and not self._is_open and now - self._decided_at > AGAIN_S:
@@ -90,12 +91,12 @@ class Choice:
             return self.is_coded
 
     def end(self, is_coded: bool) -> None:
-        """The answer came, or will not."""
+        """Count a request of `begin` as ended, whether its answer came or not."""
         with self._lock:
             self._active[is_coded] -= 1
 
     def declined(self) -> None:
-        """The peer answers raw."""
+        """Note that the peer does not compress."""
         with self._lock:
             if self.is_coded:
                 self._decide(is_coded=False, why="the peer does not compress")
@@ -106,14 +107,17 @@ class Choice:
         return self._is_open
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
-        """Code some of what came raw, if that is not known yet."""
+        """Compress a sample of raw bytes, to learn the codec's ratio and speed on them."""
+        # The lock is given up while the codec runs: other connections receive meanwhile.
         with self._lock:
             is_wanted = self._is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
             if not is_wanted or len(piece) < SAMPLE_BYTES:
                 return
             self._sampled.count += 1
         block = np.frombuffer(piece[:SAMPLE_BYTES], np.uint8)
-        began = time.thread_time()  # who else wants the processors shows in the trial
+        # Processor time of this thread, not wall time: the trial with compressed requests shows the effect of others
+        # that use the processors.
+        began = time.thread_time()
         frame = memoryview(b"".join(planes.encode(block)))
         encoded = time.thread_time()
         planes.decode(frame, np.empty_like(block))
@@ -125,17 +129,19 @@ class Choice:
             self._sampled.decode_s += decoded - encoded
 
     def got(self, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """Bytes are in place; so many crossed the link for them."""
+        """Note `nbytes` that are in place, and the `wire_bytes` that crossed the link for them."""
         with self._lock:
             now = time.monotonic()
             if is_coded:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
             is_watched = self._always is None and (self._is_open or is_coded)
+            # While requests of both kinds are under way, the rate belongs to neither: do not measure it.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
                 return
             self._seen += nbytes
+            # The first bytes after a change were sent before it, see `SKIP_BYTES`: they are of the other way.
             if self._seen > SKIP_BYTES:
                 self._timed += nbytes
                 self._busy_s += now - self._at
@@ -144,29 +150,30 @@ class Choice:
                 self._measured(self._timed / max(self._busy_s, 1e-9))
 
     def _measured(self, rate: float) -> None:
-        """The way it goes now gives this much."""
+        """Decide by the measured rate of the present way, raw or compressed."""
         sampled = self._sampled
         if not self.is_coded:
             self._raw = rate
             promised = min(rate * sampled.ratio, sampled.bytes_per_s)
-            told = f"the link gives {rate / GB:.2f} GB/s, the codec {sampled.ratio:.2f}x at "
-            self._why = f"{told}{sampled.bytes_per_s / GB:.2f} GB/s"
+            measured = f"the link gives {rate / GB:.2f} GB/s, the codec {sampled.ratio:.2f}x at "
+            self._why = f"{measured}{sampled.bytes_per_s / GB:.2f} GB/s"
             if promised > rate * MARGIN:
                 self._restart(is_coded=True)
             else:
                 self._decide(is_coded=False, why=self._why)
         elif rate < self._raw * KEPT:
-            told = f"compressed gave {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}"
-            self._decide(is_coded=False, why=told)
+            measured = f"compressed gave {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}"
+            self._decide(is_coded=False, why=measured)
         else:
             if self._is_open:
                 self._decide(is_coded=True, why=f"{rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
-            self._timed, self._busy_s = 0, 0.0  # processors may have less time for it later: it is watched on
+            # Other work may take the processors later: keep measuring, to go back to raw when compression gets slow.
+            self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:
         self.is_coded, self._is_open, self._why, self._decided_at = is_coded, False, why, time.monotonic()
 
-    def told(self) -> tuple[bool, str]:
+    def decision(self) -> tuple[bool, str]:
         """Return whether the next request is compressed, and why."""
         with self._lock:
             if self.is_coded:

@@ -49,7 +49,7 @@ _Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of bytes wanted of one region, and what shows that its descriptor was given to whoever asks."""
+    """Runs of bytes wanted of one region, and the proof that the requester was given its descriptor."""
 
     endpoint: Annotated[str, msgspec.Meta(max_length=128)]
     key: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -60,7 +60,9 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Offsets and bytes of the runs, little-endian int64."""
 
     def runs(self) -> tuple[I64, I64]:
-        """Offsets and lengths. FormatError unless all lie in the region."""
+        """Return offsets and lengths. FormatError unless all lie in the region."""
+        # The columns come from a peer: every check here stands between it and memory outside the region. The last one
+        # subtracts instead of adding, because a sum of two large int64 could wrap to a small number.
         if len(self.src) != len(self.length) or len(self.src) % 8:
             raise FormatError(f"columns of {len(self.src)} and {len(self.length)} bytes")
         src, length = np.frombuffer(self.src, "<i8"), np.frombuffer(self.length, "<i8")
@@ -77,6 +79,7 @@ class HttpConnection:
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
         self._sock, self._is_tls = sock, isinstance(sock, ssl.SSLSocket)
+        # Requests are small and wait for an answer: Nagle's algorithm would hold them back for an ACK.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pace_s = -1.0
@@ -84,7 +87,7 @@ class HttpConnection:
 
     def set_pace(self, pace_s: float) -> None:
         """Set how long a call may wait for the first byte that it can move."""
-        if pace_s == self._pace_s:
+        if pace_s == self._pace_s:  # two system calls saved per piece of a read
             return
         self._pace_s = pace_s
         if self._is_tls:
@@ -107,32 +110,33 @@ class HttpConnection:
             FormatError: it is too long.
             TimeoutError, OSError: as the class says.
         """
-        found, deadline = begun, time.monotonic() + (wait_s if first_s is None or begun else first_s)
-        while (end := found.find(b"\r\n\r\n")) < 0:
-            if len(found) > MAX_HEAD_BYTES:
+        received, deadline = begun, time.monotonic() + (wait_s if first_s is None or begun else first_s)
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            if len(received) > MAX_HEAD_BYTES:
                 raise FormatError("a head without an end")
+            # One deadline for the whole head: a peer that sends a byte now and then must not hold the thread.
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError("the peer did not finish the message head in time")
             self.set_pace(max(left, 0.001))
-            had, got = bool(found), self._receive(4096)
+            had, got = bool(received), self._receive(4096)
             if not got:
                 return b"", b""
             if not had and first_s is not None:
                 deadline = time.monotonic() + wait_s
-            found += got
-        return found[:end], found[end + 4 :]
+            received += got
+        return received[:end], received[end + 4 :]
 
     def body(self, nbytes: int, begun: bytes, wait_s: float) -> bytes:
         """Receive a small body whole, within `wait_s`."""
-        found, deadline = begun, time.monotonic() + wait_s
-        while len(found) < nbytes:
+        received, deadline = begun, time.monotonic() + wait_s
+        while len(received) < nbytes:
             self.set_pace(max(deadline - time.monotonic(), 0.001))
-            got = self._receive(nbytes - len(found))
+            got = self._receive(nbytes - len(received))
             if not got or time.monotonic() > deadline:
                 raise TimeoutError("the peer did not finish the message body in time")
-            found += got
-        return found
+            received += got
+        return received
 
     def fill(self, view: memoryview, begun: bytes = b"") -> bytes:
         """Receive until the view is full; what is left of `begun`, which came already. OSError if it ends before."""
@@ -176,7 +180,7 @@ class HttpConnection:
             raise TimeoutError("nothing came") from error
 
     def cut(self) -> None:
-        """End the connection, whoever is sending or receiving by it; from any thread, at once."""
+        """End the connection while another thread may be sending or receiving; from any thread, at once."""
         try:
             # Not SSLSocket's own, which makes a receiver in another thread take ciphertext for the bytes.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -190,13 +194,13 @@ class HttpConnection:
 
 def front(views: list[memoryview], nbytes: int = PIECE_BYTES) -> list[memoryview]:
     """The first views, together at most `nbytes` and `MAX_VIEWS`."""
-    found, left = [], nbytes
+    taken, left = [], nbytes
     for view in views[:MAX_VIEWS]:
-        found.append(view[:left])
-        left -= len(found[-1])
+        taken.append(view[:left])
+        left -= len(taken[-1])
         if not left:
             break
-    return found
+    return taken
 
 
 def advance(views: list[memoryview], nbytes: int) -> None:
@@ -215,13 +219,13 @@ def advance(views: list[memoryview], nbytes: int) -> None:
 def fields(head: bytes) -> tuple[str, dict[str, str]]:
     """First line and header fields (names in lower case) of a head. FormatError if it is none."""
     lines = head.decode("latin-1").split("\r\n")
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     for line in lines[1:]:
         name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip() or name.lower() in found:
+        if not colon or not name or name != name.strip() or name.lower() in headers:
             raise FormatError("a malformed or repeated header field")
-        found[name.lower()] = value.strip()
-    return lines[0], found
+        headers[name.lower()] = value.strip()
+    return lines[0], headers
 
 
 def chunk_head(nbytes: int) -> bytes:
@@ -237,7 +241,7 @@ def chunk_bytes(head: memoryview, limit: int) -> int:
 
 
 def content_length(found: dict[str, str]) -> int:
-    """The body's bytes. FormatError if they are not said in so many digits."""
+    """The body's bytes. FormatError if the header is missing or not a number."""
     text = found.get("content-length", "")
     if "transfer-encoding" in found or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise FormatError("no Content-Length")

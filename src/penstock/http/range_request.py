@@ -191,8 +191,8 @@ class Exchange:
         with _failing(self._uri):
             while got < len(body) and (n := self.reply.readinto(memoryview(body)[got:])):
                 got += n
-        found = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[:got])
-        self.code = found[1].decode() if found else ""
+        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[:got])
+        self.code = code[1].decode() if code else ""
 
     def refused(self) -> bool:
         """A refusal that a new URL may cure; the old one is forgotten."""
@@ -252,10 +252,10 @@ class Exchange:
 
     def _content_range(self) -> tuple[int, int, int | None]:
         text = self.reply.headers.get("Content-Range", "")
-        found = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
-        if not found:
+        match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
+        if not match:
             raise self._protocol(f"the answer's Content-Range is {text[:80]!r}")
-        return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+        return int(match[1]), int(match[2]), None if match[3] == "*" else int(match[3])
 
     def _changed(self, how: str) -> SourceChanged:
         return SourceChanged(how, uri=self._uri, byte_range=self._range, hint="load again to read the new one")

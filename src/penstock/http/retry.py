@@ -68,7 +68,7 @@ class Patience:
         self._last_byte_s = clock()
 
     def progress(self) -> None:
-        """Bytes arrived: count from here."""
+        """Note that bytes arrived: failures and silence count from here."""
         self._failures = self._num_pauses = 0
         self._last_byte_s = self._arrivals.last_s = self._clock()
         self._arrivals.count += 1
@@ -89,14 +89,15 @@ class Patience:
             why: one sentence for the error.
             byte_range: what is still missing, `[start, stop)`.
             silent: the failure was a timeout.
-            wait_s: seconds the server asked for. Such an answer is no failure: it is asked again until `stall_s` have
-                passed without a byte of the source.
+            wait_s: seconds that the server asked for. Such an answer is no failure: the request is repeated until
+                `stall_s` have passed without a byte of the source.
             cause: the library's error, chained.
 
         Raises:
             SourceStalled: silence for `stall_s`, or too many timeouts in a row.
             SourceUnavailable: too many failures in a row, or nothing but requests to wait for `stall_s`.
         """
+        # Bytes of other ranges prove that the source works: only failures since then count.
         if self._arrivals.count != self._num_seen:
             self._num_seen, self._failures = self._arrivals.count, 0
         self._failures += wait_s is None
@@ -114,6 +115,7 @@ class Patience:
             raise SourceUnavailable(
                 f"{self._failures} attempts without progress, the last: {why}", uri=self._uri, byte_range=byte_range
             ) from cause
+        # With jitter: ranges that failed together would otherwise all come back at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * random.uniform(0.5, 1.0)
         if wait_s is not None:
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))

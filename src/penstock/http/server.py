@@ -58,7 +58,7 @@ _REASONS = {400: "Bad Request", 404: "Not Found", 408: "Timeout", 410: "Gone", 4
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Memory that may be read while `generation` is what it is, by whoever shows its key or one that was lent."""
+    """Memory that may be read while `generation` is current, by a reader that sends its key or a lent one."""
 
     generation: int
     key: bytes
@@ -107,7 +107,8 @@ class Server:
         return region
 
     def lend(self, region: Region, borrower: str) -> bytes:
-        """A key to this generation for one borrower."""
+        """Return a key to this generation for one borrower."""
+        # The same key on a second call: a reader that asks again after a lost answer must not end its own reads.
         with self._lock:
             return region.lent.setdefault(borrower, secrets.token_bytes(16))
 
@@ -116,6 +117,7 @@ class Server:
         with self._lock:
             key = region.lent.pop(borrower, None)
             under_way = [wire for wire, shown in region.under_way.items() if shown == key]
+        # Outside the lock: the thread of each answer takes it on its way out.
         for wire in under_way:
             wire.cut()
 
@@ -128,7 +130,7 @@ class Server:
             wire.cut()
 
     def close(self) -> None:
-        """Accept nothing more and cut everything. Idempotent; waits for nobody."""
+        """Accept no connections and cut all answers. Idempotent; does not wait for their threads."""
         with self._lock:
             self._is_open = False
             self._regions.clear()
@@ -170,6 +172,7 @@ class Server:
             except _Refused as refused:
                 wire.set_pace(HEAD_S)
                 wire.send_all(_answer(refused.status))
+                # After 410 the connection stays: the reader asks there for the next generation.
                 if refused.status != 410:
                     return
             except FormatError:
@@ -178,7 +181,7 @@ class Server:
 
     def _request(self, wire: HttpConnection, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
         """Generation asked for, the request, if it may be coded, and what came behind it. _Refused, FormatError."""
-        line, found = fields(head)
+        line, headers = fields(head)
         verb, _, rest = line.partition(" ")
         path, _, version = rest.partition(" ")
         number = path.removeprefix("/v1/regions/")
@@ -186,12 +189,12 @@ class Server:
             raise FormatError("not HTTP/1.1")
         if verb != "POST" or number == path or not (number.isascii() and number.isdigit() and len(number) < 20):
             raise _Refused(404)
-        length = content_length(found)
+        length = content_length(headers)
         if length > MAX_BODY_BYTES:
             raise _Refused(413)
         body = wire.body(length, behind, HEAD_S)
         try:
-            is_coded = found.get("accept-encoding") == CODING
+            is_coded = headers.get("accept-encoding") == CODING
             return int(number), _DECODER.decode(body[:length]), is_coded, body[length:]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError("a malformed request") from error
@@ -211,6 +214,7 @@ class Server:
             raise _Refused(413)
         with self._lock:
             region = self._regions.get(generation)
+            # One answer for "no such generation" and "wrong key": a stranger learns nothing about what exists.
             if region is None or not self._is_given(region, request):
                 raise _Refused(410)
             region.under_way[wire] = request.key
@@ -222,6 +226,7 @@ class Server:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
             wire.set_pace(SEND_S)
             wire.send_all(_answer(200, total + TRAILER.size) if planes is None else _CODED)
+            # Checked per piece: a fence in the middle ends the answer early instead of sending gigabytes in vain.
             while views:
                 self._check_given(region, request.key)
                 if planes is None:
@@ -249,7 +254,7 @@ class Server:
 
 def _opens(key: bytes, region: Region) -> bool:
     """Return whether this is a key of the region, in the same time for every wrong key."""
-    return any(hmac.compare_digest(key, one) for one in (region.key, *list(region.lent.values())))
+    return any(hmac.compare_digest(key, valid) for valid in (region.key, *list(region.lent.values())))
 
 
 _CODED = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n\r\n".encode()
@@ -260,7 +265,11 @@ def _send_block(wire: HttpConnection, views: list[memoryview], planes: Planes) -
     taken = front(views, BLOCK_BYTES)
     block = np.frombuffer(taken[0] if len(taken) == 1 else b"".join(taken), np.uint8)
     frame = planes.encode(block)
-    sending = [memoryview(chunk_head(sum(map(len, frame)))), *(one for one in frame if len(one)), memoryview(b"\r\n")]
+    sending = [
+        memoryview(chunk_head(sum(map(len, frame)))),
+        *(part for part in frame if len(part)),
+        memoryview(b"\r\n"),
+    ]
     while sending:
         advance(sending, wire.send(sending))
     advance(views, len(block))

@@ -107,7 +107,7 @@ class Wire(GroupCollectives):
         try:
             yield
         except PenstockError:
-            self.gather_words(bytes(_DIGEST_BYTES))
+            self.gather_bytes(bytes(_DIGEST_BYTES))
             raise
 
     def agree(self, plan: LoadPlan, revision: str) -> None:
@@ -122,7 +122,7 @@ class Wire(GroupCollectives):
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
         digest.update("\n".join(plan.table.names).encode())
-        digests = self.gather_words(digest.digest())
+        digests = self.gather_bytes(digest.digest())
         lost = [rank for rank, word in enumerate(digests) if not any(word)]
         if lost:
             raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see those ranks' errors")

@@ -34,7 +34,8 @@ class GroupCollectives:
     poll_s = 5e-5
     """Between two looks at a collective."""
     is_its_own = True
-    """Whether nobody else uses the group: then it is aborted where a rank is lost, so that nothing is left running."""
+    """Whether only this object uses the group: then the group is aborted when a rank is lost, so that no collective
+    is left running."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
         self.group, self.device, self.stall_s = group, device, stall_s
@@ -42,12 +43,12 @@ class GroupCollectives:
         if self.rank < 0:
             raise PlanError("this process is not a rank of the group")
 
-    def gather_words(self, own: bytes) -> list[bytes]:
-        """Every rank's word, all of one length, by rank."""
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every rank, all of one length, by rank."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-        found = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
-        self.finish(self.post_gather(found, mine))
-        return [bytes(row.tolist()) for row in found.cpu().view(self.world_size, -1)]
+        gathered = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
+        self.finish(self.post_gather(gathered, mine))
+        return [bytes(row.tolist()) for row in gathered.cpu().view(self.world_size, -1)]
 
     def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
         """As `post`: an all_gather."""
@@ -70,6 +71,7 @@ class GroupCollectives:
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Return when done. PeerLost when a rank fails or is silent for `stall_s`."""
+        # torch's own timeout is per group and minutes long, and its blocking wait cannot be interrupted: poll instead.
         deadline = time.monotonic() + self.stall_s
         try:
             while not is_done():
@@ -81,6 +83,7 @@ class GroupCollectives:
 
     def _lost(self, why: str) -> PeerLost:
         # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
+        # A kernel of NCCL spins on the device until its peers come: without the abort the device stays occupied.
         if self.is_its_own and self.device.type == "cuda":
             self.group.abort()
         return PeerLost(f"rank {self.rank}: {why}", hint="see the other ranks' errors; make a new process group")

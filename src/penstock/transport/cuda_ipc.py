@@ -70,7 +70,7 @@ class _Group:
 
 
 class CudaRead:
-    """See `Pending`. Keeps both memories alive until its last event, whoever stops waiting for it."""
+    """See `Pending`. Keeps both memories alive until its last event, also if its waiter gave up."""
 
     def __init__(self, into: OwnHandle, claim: Claim, source: Mapped | None, nbytes: int) -> None:
         self.into, self.claim, self.source = into, claim, source
@@ -118,8 +118,10 @@ class CudaIpcTransport:
         device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared(self._driver, device, memory)
+        # A peer's copy engine knows nothing of this process's streams: kernels that still write the memory must end
+        # before a descriptor exists.
         self._settle(device)
-        runs, door = shared.runs(), self._open_door() if shared.pieces else ""
+        runs, door = shared.runs(), self._open_fd_server() if shared.pieces else ""
 
         def describe(page: GenerationAddress) -> bytes:
             payload = CudaPayload(
@@ -147,7 +149,7 @@ class CudaIpcTransport:
             with self._lock:
                 self._lanes.of(device).give_event(event)
 
-    def _open_door(self) -> str:
+    def _open_fd_server(self) -> str:
         with self._lock:
             if self._door is None:
                 self._door = FdServer(self._endpoint.page.name, self._export)
@@ -157,10 +159,10 @@ class CudaIpcTransport:
     def _export(self, generation: int) -> Iterator[int]:
         """For the door: file descriptors of a registration of ours that is of this generation now."""
         with self._endpoint.changing:
-            found = [h.keep for h in self._endpoint.handles if h.descriptor.generation == generation]
-        if not found or not isinstance(found[0], Shared):
+            registrations = [h.keep for h in self._endpoint.handles if h.descriptor.generation == generation]
+        if not registrations or not isinstance(registrations[0], Shared):
             raise StaleDescriptor(f"generation {generation} is gone")
-        return found[0].export()
+        return registrations[0].export()
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> CudaRead:
         """See `Transport.post_read`. The first read of a peer's memory maps it, in milliseconds.
@@ -185,11 +187,13 @@ class CudaIpcTransport:
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
-            kept = self._laid_out.get(rectangles)
-            if kept is None or kept[0] != (ours, base, device):
+            # Checked against both addresses: the same rectangles may be read into other memory, or from a peer whose
+            # mapping was made anew.
+            prepared = self._laid_out.get(rectangles)
+            if prepared is None or prepared[0] != (ours, base, device):
                 groups = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
-                kept = self._laid_out[rectangles] = (ours, base, device), groups
-            return kept[1]
+                prepared = self._laid_out[rectangles] = (ours, base, device), groups
+            return prepared[1]
 
         return self._post(mine, source, int(rectangles.nbytes.sum()), lay_out)
 
@@ -200,10 +204,11 @@ class CudaIpcTransport:
         nbytes: int,
         lay_out: Callable[[int, int, int], Iterable[_Group]],
     ) -> CudaRead:
-        """`lay_out` is given our address, the peer's as it is mapped here, the device."""
+        """Queue a read; `lay_out` gets the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
         device = ordinal(mine.memory.device)
         claim = self._endpoint.claim(source, payload.page)
+        # Mapping takes milliseconds and may wait for the peer: not under the lock, which every other read needs.
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
             self._endpoint.check_open()
@@ -218,7 +223,9 @@ class CudaIpcTransport:
                             self._mark(read, device, group)
                 except PenstockError as error:
                     error.mutated = True
-                    never_freed.append((read,))  # what was queued before what was refused has no event
+                    # Copies queued before the refused one have no event that says when they are done: their memories
+                    # can never be freed safely.
+                    never_freed.append((read,))
                     raise
                 finally:
                     if read.events:
@@ -250,25 +257,29 @@ class CudaIpcTransport:
                     self._driver.enable_peer(ordinal(source.device))
             return Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
         with self._lock:
-            found = self._mapped.get(claim, device)
-        if found is not None:
-            return found
+            mapped = self._mapped.get(claim, device)
+        if mapped is not None:
+            return mapped
+        # Two locks: `_mapping` lets one thread map while the others wait for it, and `_lock` stays free for reads of
+        # memory that is mapped already. Look again inside, because another thread may have been first.
         with self._mapping:
             with self._lock:
-                found = self._mapped.get(claim, device)
-            if found is None:
+                mapped = self._mapped.get(claim, device)
+            if mapped is None:
                 try:
-                    found = map_peer(self._driver, device, source, payload)
+                    mapped = map_peer(self._driver, device, source, payload)
                 finally:
-                    claim.check()  # if the holder is gone, that is why it failed; else what was mapped was its own
+                    # The holder's end is the better reason for a failed mapping. After a success the check proves
+                    # that the mapped memory was still the holder's.
+                    claim.check()
                 with self._lock:
-                    self._mapped.put(claim, found, device)
-        return found
+                    self._mapped.put(claim, mapped, device)
+        return mapped
 
     def _groups_of(
         self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
     ) -> Iterator[_Group]:
-        """The copies, each group for the stream whose turn it is."""
+        """Yield the copies in groups, with the streams in turns."""
         lane, driver = self._lanes.of(device), self._driver
         for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = lane.take_stream()
@@ -284,7 +295,7 @@ class CudaIpcTransport:
                 yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
     def _mark(self, read: CudaRead, device: int, group: _Group) -> None:
-        """An event behind what its stream has: then these bytes more will have arrived."""
+        """Record an event behind a group, to note its bytes as arrived when it passes."""
         event = self._lanes.of(device).take_event()
         self._driver.record(event, group.stream)
         read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
@@ -327,7 +338,9 @@ class CudaIpcTransport:
                 nap_s = min(max(_NAP_S, (read.nbytes - read.moved_bytes) / _FASTEST_BYTES_PER_S), _LONGEST_NAP_S)
                 time.sleep(0 if now - began < _SPIN_S and nap_s == _NAP_S else nap_s)
         read.into.check_open()
-        read.claim.check()  # a holder fences before it changes a byte: whoever still finds the generation saw none
+        # After the last byte: a holder fences before it changes a byte, so if the generation still holds now, none of
+        # the bytes read was a changed one.
+        read.claim.check()
 
     def _advance(self, read: CudaRead) -> None:
         """Take note of the events that have passed."""
@@ -344,7 +357,7 @@ class CudaIpcTransport:
                 self._flying.discard(read)
 
     def _reap(self) -> None:
-        """Let go of reads that nobody waited for to the end and that the device has done."""
+        """Release reads that the device has finished although their waiters gave up."""
         for read in list(self._flying):
             self._advance(read)
 
@@ -361,7 +374,8 @@ class CudaIpcTransport:
                 self._reap()
                 time.sleep(_NAP_S)
         except DestinationError:
-            pass  # the device failed: who waits hears it; what it may still write to stays
+            # The device failed: the waiters get that error. Memory that it may still write to is kept below.
+            pass
         with self._lock:
             if self._flying:
                 never_freed.append((self._flying, self._mapped, self._lanes))

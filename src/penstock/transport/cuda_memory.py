@@ -71,6 +71,7 @@ class Shared:
                 raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
             self.handle = handle
             return
+        # Exported once here only to learn whether it can be: descriptors are made again for each peer that asks.
         fd = self._driver.export_fd(base)
         if fd is None:
             raise ConfigError(
@@ -86,15 +87,15 @@ class Shared:
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """The pieces' lengths as the payload has them."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for _, nbytes in self.pieces:
-            if found and found[-1][1] == nbytes:
-                found[-1] = (found[-1][0] + 1, nbytes)
+            if runs and runs[-1][1] == nbytes:
+                runs[-1] = (runs[-1][0] + 1, nbytes)
             else:
-                found.append((1, nbytes))
-        if len(found) > _MAX_RUNS:
-            raise ConfigError(f"device memory in {len(found)} runs of pieces", hint="use an arena")
-        return tuple(found)
+                runs.append((1, nbytes))
+        if len(runs) > _MAX_RUNS:
+            raise ConfigError(f"device memory in {len(runs)} runs of pieces", hint="use an arena")
+        return tuple(runs)
 
     def export(self) -> Iterator[int]:
         """File descriptors of the pieces, in order; each is the taker's."""
@@ -102,12 +103,12 @@ class Shared:
             with self._driver.entered(self._device):
                 fd = self._driver.export_fd(address)
             if fd is None:
-                return  # freed under us; the asker sees too few
+                return  # the owner freed the memory meanwhile; the peer notices that pieces are missing
             yield fd
 
 
 class Mapped:
-    """A peer's memory at an address of ours, for one device, until nobody holds this any more."""
+    """A peer's memory mapped in this process for one device; unmapped when this object is collected."""
 
     def __init__(self, address: int, nbytes: int, keep: object = None) -> None:
         self.address, self.nbytes, self.keep = address, nbytes, keep
@@ -133,14 +134,15 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
         return _map_pieces(driver, device, source, payload)
     with driver.entered(device):
         address = driver.ipc_open(payload.handle)
+        # The handle opens the whole allocation: its true range is needed to check the peer's offset.
         try:
             base, nbytes = driver.address_range(address)
         except PenstockError:
             driver.ipc_close(address)
             raise
-    found = Mapped(address, base + nbytes - address)
-    _when_gone(found, _close, driver, device, found.address)
-    return found
+    mapped = Mapped(address, base + nbytes - address)
+    _when_gone(mapped, _close, driver, device, mapped.address)
+    return mapped
 
 
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
@@ -160,13 +162,14 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
         except PenstockError:
             driver.unmap(base, at, total)
             raise
-    found = Mapped(base, total)
-    _when_gone(found, _unmap, driver, device, base, total)
-    return found
+    mapped = Mapped(base, total)
+    _when_gone(mapped, _unmap, driver, device, base, total)
+    return mapped
 
 
 def _when_gone(found: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
     assert callable(undo)
+    # The process id too: a forked child inherits the finalizer, and must not unmap what its parent uses.
     weakref.finalize(found, undo, os.getpid(), driver, device, *arguments).atexit = False  # the driver may be gone then
 
 

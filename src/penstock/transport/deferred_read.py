@@ -30,13 +30,15 @@ class DeferredRead(Generic[*Ts]):
 
     def run(self, stall_s: float) -> None:
         """Carry it out, in the first thread that comes; the others wait for it. Raises what was met."""
+        # The lock is kept for the whole copy: other waiters of the same read have nothing else to do.
         with self._lock:
             if self._work is not None:
                 try:
                     self._carry(stall_s, *self._work)
                 except PenstockError as error:
                     error.mutated = error.mutated or self.moved_bytes > 0
-                    self._error = error.with_traceback(None)  # whose frames hold both memories
+                    # The traceback's frames refer to both memories, and would keep them alive with the error.
+                    self._error = error.with_traceback(None)
                 self._work = None
             if self._error is not None:
                 raise self._error

@@ -1,7 +1,7 @@
 """Descriptors, by which a peer reads our memory, and their bytes on the wire: typed msgpack, never pickle.
 
 In: a `Descriptor`, or bytes that claim to be one. Out: the other.
-Not here: what the payload means (each transport), whom a descriptor is sent to (`fleet`).
+Not here: the meaning of the payload (each transport), sending descriptors (`peer`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def encode(descriptor: Descriptor) -> bytes:
 
 def decode(raw: bytes) -> Descriptor:
     """The descriptor that a peer sent. FormatError for anything else."""
+    # Before decoding: the bytes come from another process, and a decoder allocates what they claim.
     if len(raw) > MAX_DESCRIPTOR_BYTES:
         raise FormatError(f"a descriptor of {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
     try:

@@ -86,6 +86,8 @@ class IntoDevice:
         driver, device = self._driver, ordinal(into.memory.device)
         deadline = time.monotonic() + stall_s
         with driver.entered(device):
+            # Queue under the lock, wait without it: a pool of streams and events serves one thread at a time, but
+            # copies of several threads run at once.
             with self._lock:
                 self._endpoint.check_open()
                 lane = self._lanes.of(device)
@@ -103,10 +105,11 @@ class IntoDevice:
 
     @contextmanager
     def _used(self, *memories: object) -> Iterator[None]:
-        """Whatever ends the block early, the device may still copy then: what it uses is kept for good."""
+        """Keep the memories for good if the block ends early, because the device may still copy then."""
         try:
             yield
         except BaseException as error:
+            # A copy on a device cannot be cancelled. Freed memory could be used again while it is still written.
             self._is_stuck = True
             never_freed.append((self, *memories))
             if isinstance(error, PenstockError):
@@ -121,7 +124,7 @@ class IntoDevice:
 
 
 def batches(rows: Segments, most: int) -> Iterator[Segments]:
-    """The rows, long ones cut, in turns of at most so many bytes."""
+    """Yield the rows in batches of at most `most` bytes, with long rows cut."""
     if not len(rows.nbytes):
         return
     cut, start, room = rows.cut(most), 0, most

@@ -1,9 +1,9 @@
-"""Hands file descriptors of device memory to processes of the same user: a Unix socket with threads behind it.
+"""Server of file descriptors of device memory for processes of the same user, on a Unix socket.
 
-In: who is asked for which generation. Out: descriptors, in order, some at a time.
-Not here: what they are descriptors of (`cuda_ipc`).
+In: requests for a generation. Out: descriptors, in order, in several messages.
+Not here: the memory of the descriptors (`cuda_ipc`).
 
-Abstract addresses, so nothing is left in a file system. Both ends look at the other's credentials.
+Abstract addresses, so no file is left behind. Both ends check the other's credentials.
 """
 
 from __future__ import annotations
@@ -57,26 +57,28 @@ class FdServer:
         self._listener = ThreadedListener(bound, Admission(_LIMITS, name=self.name), self._serve, name=self.name)
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
-        place.begin(place.limits.total * TIMEOUT_S)  # all others may be answered first
-        with contextlib.suppress(PenstockError):  # the asker sees the connection end, and is told by its own side
+        place.begin(place.limits.total * TIMEOUT_S)  # exports take turns: all other readers may be served first
+        # The reader sees the connection end, and raises its own error with the reason that it can check.
+        with contextlib.suppress(PenstockError):
             self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(TIMEOUT_S)
-        asked = peer.recv(_ASK.size)
-        if len(asked) != _ASK.size:
+        request = peer.recv(_ASK.size)
+        if len(request) != _ASK.size:
             return
-        held: list[int] = []
+        fds: list[int] = []
         self._exporting.acquire()
         try:
-            for fd in self._export(_ASK.unpack(asked)[0]):
-                held.append(fd)
-                if len(held) == _PER_MESSAGE:
-                    _send(peer, held)
-            if held:
-                _send(peer, held)
+            for fd in self._export(_ASK.unpack(request)[0]):
+                fds.append(fd)
+                if len(fds) == _PER_MESSAGE:
+                    _send(peer, fds)
+            if fds:
+                _send(peer, fds)
         finally:
-            for fd in held:
+            # Each open descriptor keeps device memory from being freed: close those that were not sent.
+            for fd in fds:
                 os.close(fd)
             self._exporting.release()
 
@@ -92,17 +94,18 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
 
 
 def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> Iterator[int]:
-    """Descriptors of a peer's generation, one by one; each is closed when the next is asked for.
+    """Yield the descriptors of a peer's generation; each is closed when the next is taken.
 
     Raises:
-        PeerLost: nobody listens there, or another process does.
-        StaleDescriptor: the peer gave fewer than `count`.
-        SourceStalled: the peer said nothing for `TIMEOUT_S`.
+        PeerLost: no process listens there, or another process does.
+        StaleDescriptor: the peer sent fewer than `count`.
+        SourceStalled: the peer sent nothing for `TIMEOUT_S`.
     """
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as peer:
         peer.settimeout(TIMEOUT_S)
         try:
             peer.connect(f"\0{name}")
+            # Any process can bind an abstract address: without this check another user could supply the memory.
             if peer_credentials(peer) != (pid, os.geteuid()):
                 raise PeerLost(f"another process than {pid} listens at {name}", uri=uri)
             peer.send(_ASK.pack(generation))

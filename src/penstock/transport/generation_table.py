@@ -1,14 +1,14 @@
 """A page of shared memory that shows every reader on the host the generation of each registration.
 
-In: registrations' generations, from their owner. Out: what they are now, to whoever maps the page (read-only).
+In: registrations' generations, from their owner. Out: their current values, for readers that map the page (read-only).
 Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`host_endpoint`).
 
-    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, seal, serial, 0 | slot 1: ... (0: nobody's)
+    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
 
-The **serial** is the registration's, for as long as its memory is the same. The **seal** is a digest of the descriptor
-that was given, so a forged one is told from it. **Life** is a lock on the page that its owner holds; the kernel drops
-it when the owner dies. Order: an owner writes the generation before it changes a byte, a reader looks after the last;
-the interpreter's lock, taken in between, orders them.
+The **serial** identifies a registration for as long as its memory is the same. The **checksum** is a digest of its
+descriptor, so that a forged descriptor is detected. **Life** is a lock on the page that its owner has; the kernel drops
+it when the owner dies. Order: an owner writes the generation before it changes a byte, and a reader checks it after its
+last byte; the interpreter's lock, taken in between, orders the two.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def here() -> str:
 def seal_of(descriptor: Descriptor) -> int:
     """The digest of a descriptor that stands beside its generation."""
     # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
-    said = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
-    raw = msgspec.msgpack.encode((*said, descriptor.payload))
+    fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
+    raw = msgspec.msgpack.encode((*fields, descriptor.payload))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
@@ -97,7 +97,7 @@ class GenerationTable:
         return page
 
     def address(self, slot: int, serial: int = 0) -> GenerationAddress:
-        """For readers of the registration in this slot, which is the endpoint's so many-th."""
+        """Return the address for readers of the registration in this slot; `serial` identifies the registration."""
         return GenerationAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
 
     def take_slot(self) -> int:
@@ -112,6 +112,8 @@ class GenerationTable:
         """Say that the registration in this slot is now of this generation."""
         if self.is_mine:
             at = _SLOT_WORDS * slot
+            # Zero first and the generation last: a reader between these stores finds no valid generation, never a
+            # new generation with the checksum of an old one.
             self._words[at] = 0
             self._words[at + 1], self._words[at + 2] = checksum, serial
             self._words[at] = generation
@@ -124,7 +126,7 @@ class GenerationTable:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """Nobody's any more; readers find it dead. Idempotent."""
+        """End the page; readers find its owner dead. Idempotent."""
         if self.is_mine:
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
             self.forget()
@@ -178,6 +180,7 @@ class PeerGenerationTable:
 
     def is_alive(self) -> bool:
         """Return whether the owner still has its page open: False from its last instant, however it ended."""
+        # The owner has the exclusive lock for as long as it lives. A process id would not do: it can be used again.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,5 +202,5 @@ class PeerGenerationTable:
             raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
 
     def close(self) -> None:
-        """Let go. Idempotent; a page that nobody holds any more is closed too."""
+        """Close the page. Idempotent; a page that is collected is closed too."""
         self._closer()

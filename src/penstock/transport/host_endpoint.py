@@ -32,7 +32,7 @@ class FencedHandle:
         self.descriptor = self._begin()
 
     def _begin(self) -> Descriptor:
-        made = Descriptor(
+        descriptor = Descriptor(
             transport=self.endpoint.transport,
             endpoint=self.endpoint.page.name,
             generation=self.endpoint.next_generation(),
@@ -40,16 +40,16 @@ class FencedHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        self.endpoint.page.set(self._slot, made.generation, seal_of(made), self._serial)
-        return made
+        self.endpoint.page.set(self._slot, descriptor.generation, seal_of(descriptor), self._serial)
+        return descriptor
 
     def fence(self) -> Descriptor:
         """See `Handle.fence`."""
         self.check_open()
         with self.endpoint.changing:
             self.check_open()
-            self.descriptor = found = self._begin()
-        return found
+            self.descriptor = descriptor = self._begin()
+        return descriptor
 
     def close(self) -> None:
         """See `Handle.close`. Does nothing in a forked child."""
@@ -57,6 +57,7 @@ class FencedHandle:
             self.is_open = False
             return
         with self.endpoint.changing:
+            # Once only: a second `give_slot` would put the slot on the free list twice, for two registrations.
             if self.is_open:
                 self.is_open = False
                 self.endpoint.page.give_slot(self._slot)
@@ -123,8 +124,8 @@ class Mappings(Generic[_Mapped]):
 
     def get(self, claim: Claim, device: int = 0) -> _Mapped | None:
         """Return the mapping of this registration for this device."""
-        found = self._kept.get((claim.source.endpoint, claim.address.serial, device))
-        return found and found[0]
+        entry = self._kept.get((claim.source.endpoint, claim.address.serial, device))
+        return entry and entry[0]
 
     def put(self, claim: Claim, mapped: _Mapped, device: int = 0) -> None:
         """Keep it, and no longer what is over."""
@@ -133,7 +134,7 @@ class Mappings(Generic[_Mapped]):
 
     def sweep(self) -> None:
         """Let go of the memory of peers that are gone, and of registrations that were closed."""
-        self._kept = {key: kept for key, kept in self._kept.items() if kept[1].page.holds(kept[1].address)}
+        self._kept = {key: entry for key, entry in self._kept.items() if entry[1].page.holds(entry[1].address)}
 
     def clear(self) -> None:
         """Let go of all."""
@@ -201,6 +202,7 @@ class Endpoint:
         with self.changing:
             page = self._peers.get(source.endpoint)
             if page is None:
+                # Opening a page is rare: the moment to drop the pages of processes that ended.
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
                 page = self._peers[source.endpoint] = PeerGenerationTable.open(source, address)
         claim = Claim(page, source, address)

@@ -189,10 +189,10 @@ class HttpTransport:
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
-        found = decode_payload(source, _DECODER)
+        payload = decode_payload(source, _DECODER)
         read = HttpRead(
             generation=source.generation,
-            request=ReadRequest(endpoint=source.endpoint, key=found.key, nbytes=source.nbytes, src=b"", length=b""),
+            request=ReadRequest(endpoint=source.endpoint, key=payload.key, nbytes=source.nbytes, src=b"", length=b""),
             uri=f"{self.name}:{source.endpoint}",
             nbytes=int(segments.nbytes.sum()),
             owners=(into, into.memory.owner),
@@ -202,7 +202,7 @@ class HttpTransport:
             self._check_open()
             into.check_open()
             into.reads.add(read)
-            read.peer = self._peer(found.address)
+            read.peer = self._peer(payload.address)
         read.peer.post(parts)
         return read
 
@@ -215,7 +215,7 @@ class HttpTransport:
         """See `Coding.way`."""
         with self.changing:
             peer = self._peers.get(decode_payload(source, _DECODER).address)
-        is_coded, why = (False, "") if peer is None else peer.choice.told()
+        is_coded, why = (False, "") if peer is None else peer.choice.decision()
         return f"{self.name}+zstd" if is_coded else self.name, why
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class Part:
         self.read, self.src, self.length, self.views = read, src, length, views
 
     def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
-        """Offsets and bytes of its first runs, together at most so many bytes; None: of all."""
+        """Return offsets and bytes of its first runs, together at most `nbytes`; None: of all runs."""
         if nbytes is None or sum(self.length) <= nbytes:
             return self.src, self.length
         length: list[int] = []
@@ -130,7 +130,8 @@ class Read:
         self._owners = owners
 
     def begin(self, wire: HttpConnection) -> bool:
-        """A carrier is about to receive; False if nobody wants it to."""
+        """Register a connection that is about to receive; False if the read has failed already."""
+        # Registered before its first byte, so that `fail` can cut it: afterwards no byte may be written.
         with self.changed:
             if self.error is None:
                 self._receiving.add(wire)
@@ -163,6 +164,7 @@ class Read:
             self.error = error
             receiving = list(self._receiving)
             self.changed.notify_all()
+        # Without the lock: the carriers need it to report that they are done with the memory.
         for wire in receiving:
             wire.cut()
 
@@ -229,7 +231,7 @@ class Peer:
             self._changed.notify(len(parts))
 
     def close(self) -> None:
-        """Carry nothing more; whoever is idle leaves."""
+        """Stop carrying parts; idle threads end."""
         with self._changed:
             self._is_open = False
             self._queue.clear()
@@ -292,6 +294,7 @@ class _Carrier:
             except OSError as error:
                 why = str(error)
             self.close()
+            # Only fresh connections count: a kept one may have been closed by the server for being idle.
             fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
             if fruitless >= MAX_FRUITLESS:
                 read.fail(PeerLost(f"{fruitless} connections in a row ended without a byte: {why}", uri=read.uri))
@@ -308,8 +311,8 @@ class _Carrier:
     def _exchange(self, wire: HttpConnection, part: Part) -> bool:
         """Send one request for the part or its beginning, and receive; False if the connection ended before."""
         read, choice = part.read, self._peer.choice
-        asked = part.front(REQUEST_BYTES if choice.is_open else None)
-        src, length = (np.array(column, "<i8").tobytes() for column in asked)
+        runs = part.front(REQUEST_BYTES if choice.is_open else None)
+        src, length = (np.array(column, "<i8").tobytes() for column in runs)
         body = msgspec.msgpack.encode(msgspec.structs.replace(read.request, src=src, length=length))
         if not read.begin(wire):
             return False
@@ -324,20 +327,20 @@ class _Carrier:
             reply, behind = wire.head(SILENCE_S)
             if not reply:
                 return False
-            line, found = fields(reply)
+            line, headers = fields(reply)
             status = line.split(" ")[1:2]
             if status == ["503"]:
                 threading.Event().wait(FULL_S)
                 raise _Full
             if status != ["200"]:
                 raise _refusal(status, read)
-            if is_coded and found.get("content-encoding") == CODING:
-                return self._receive_coded(wire, part, sum(asked[1]), behind)
+            if is_coded and headers.get("content-encoding") == CODING:
+                return self._receive_coded(wire, part, sum(runs[1]), behind)
             if is_coded:
                 choice.declined()
-            if content_length(found) != sum(asked[1]) + TRAILER.size:
+            if content_length(headers) != sum(runs[1]) + TRAILER.size:
                 raise FormatError("the peer answered with a different length than was requested", uri=read.uri)
-            return self._receive(wire, part, sum(asked[1]), behind)
+            return self._receive(wire, part, sum(runs[1]), behind)
         finally:
             choice.end(is_coded)
             read.end(wire)
@@ -362,6 +365,8 @@ class _Carrier:
         if read.error is None:
             trailer = wire.body(TRAILER.size, behind, SILENCE_S)
             peer.progress_at = time.monotonic()
+        # The server writes the trailer only if the generation still held after the last byte: without it the bytes may
+        # be of two generations.
         return trailer == TRAILER.pack(TRAILER_WORD, read.generation)
 
     @property
@@ -403,7 +408,7 @@ class _Carrier:
 
 
 def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Planes) -> None:
-    """Decode a frame of so many bytes into views of as many. FormatError, with nothing touched."""
+    """Decode a frame of `nbytes` into views of as many bytes. FormatError, with nothing touched."""
     if len(views) == 1:
         planes.decode(frame, np.frombuffer(views[0], np.uint8))
         return

@@ -53,8 +53,8 @@ class LoopbackHandle:
         with _changing:
             self.check_open()
             _regions.pop(self.descriptor.generation, None)
-            self.descriptor = found = self._begin()
-        return found
+            self.descriptor = descriptor = self._begin()
+        return descriptor
 
     def close(self) -> None:
         """See `Handle.close`."""
@@ -84,7 +84,8 @@ class LoopbackRead(DeferredRead["LoopbackHandle", "LoopbackHandle", Segments]):
                 ctypes.memmove(into.memory.address + dst + at, source.memory.address + src + at, piece)
                 self.moved_bytes += piece
         into.check_open()
-        _find(self._source)  # a holder fences before it changes a byte: whoever still finds the generation saw none
+        # After the last byte: a holder fences before it changes a byte, so a generation that still holds saw no change.
+        _find(self._source)
 
 
 class LoopbackTransport:
@@ -128,10 +129,10 @@ class LoopbackTransport:
 
 def _find(source: Descriptor) -> LoopbackHandle:
     """The registration a descriptor stands for, if it is just as it was given and still holds."""
-    found = _regions.get(source.generation)
-    if found is None or found.descriptor != source:
+    handle = _regions.get(source.generation)
+    if handle is None or handle.descriptor != source:
         raise StaleDescriptor(f"generation {source.generation} is gone", uri=f"{source.transport}:{source.endpoint}")
-    return found
+    return handle
 
 
 _fits: type[Transport] = LoopbackTransport

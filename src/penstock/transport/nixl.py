@@ -6,8 +6,8 @@ The **word**, one a registration, lies in memory of the holder that is registere
 the descriptor (`generation_table`). A holder changes it before it changes a byte; a read whose word was the same
 after its last byte as before its first saw one generation. NIXL's descriptors are pickles, so what crosses is ours.
 
-Order: memory released here stays registered and alive for `LINGER_S`, for whoever looked at the word just before.
-Who has a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
+Order: memory released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
+A process with a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class NixlHandle:
 
     def _begin(self) -> Descriptor:
         at = self.transport
-        made = Descriptor(
+        descriptor = Descriptor(
             transport=at.name,
             endpoint=at.endpoint,
             generation=at.next_generation(),
@@ -86,17 +86,17 @@ class NixlHandle:
             payload=self._payload,
         )
         at.words[self.slot, 0] = 0
-        at.words[self.slot, 1] = seal_of(made)
-        at.words[self.slot, 0] = made.generation
-        return made
+        at.words[self.slot, 1] = seal_of(descriptor)
+        at.words[self.slot, 0] = descriptor.generation
+        return descriptor
 
     def fence(self) -> Descriptor:
         """See `Handle.fence`."""
         self.check_open()
         with self.transport.changing:
             self.check_open()
-            self.descriptor = found = self._begin()
-        return found
+            self.descriptor = descriptor = self._begin()
+        return descriptor
 
     def close(self) -> None:
         """See `Handle.close`. The memory stays alive for `LINGER_S`. Does nothing in a forked child."""
@@ -283,8 +283,8 @@ class NixlTransport:
     def _sweep(self, now: float) -> None:
         """Let go of what was released a while ago."""
         with self.changing:
-            over = [one for when, one in self._retired if when < now and not one.num_reads]
-            self._retired = [(when, one) for when, one in self._retired if one not in over]
+            over = [handle for when, handle in self._retired if when < now and not handle.num_reads]
+            self._retired = [(when, handle) for when, handle in self._retired if handle not in over]
             for handle in over:
                 if handle.registration is not None:
                     self.agent.deregister(handle.registration)

@@ -27,7 +27,7 @@ class Discarded(Cancelled):
     """This agent was ended; another can be opened."""
 
 
-class Flight:
+class PostedTransfer:
     """A posted transfer."""
 
     __slots__ = ("xfer",)
@@ -42,7 +42,7 @@ class Agent:
     def __init__(self, name: str, agent: Any, bind: Any) -> None:
         self.name, self._lock = name, threading.Lock()
         self._agent: Any = agent
-        self._flights: set[Flight] = set()
+        self._flights: set[PostedTransfer] = set()
         self._is_left = False
         self._unreachable: tuple[type[Exception], ...] = (bind.nixlBackendError, bind.nixlRemoteDisconnectError)
         self._not_found: tuple[type[Exception], ...] = (
@@ -132,7 +132,7 @@ class Agent:
                 except self._failed:
                     return  # it was not known any more
 
-    def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> Flight:
+    def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> PostedTransfer:
         """Post a transfer: rows of (address, bytes, device) of the peer's memory into ours; kinds are (ours, its).
 
         Raises:
@@ -144,7 +144,7 @@ class Agent:
             try:
                 here = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 there = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
-                flight = Flight(agent.initialize_xfer("READ", here, there, peer))
+                flight = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
                 self._flights.add(flight)
                 agent.transfer(flight.xfer)
                 return flight
@@ -153,7 +153,7 @@ class Agent:
             except self._failed as error:
                 raise PeerLost(f"no connection to the peer: {error}") from error
 
-    def is_done(self, flight: Flight) -> bool:
+    def is_done(self, flight: PostedTransfer) -> bool:
         """Return whether it has landed; makes progress. PeerLost if it never will."""
         with self._lock:
             agent = self._check_open()
@@ -165,7 +165,7 @@ class Agent:
             raise PeerLost("the transfer failed")
         return bool(state == "DONE")
 
-    def drop(self, flight: Flight) -> None:
+    def drop(self, flight: PostedTransfer) -> None:
         """Let go of a transfer that has ended."""
         with self._lock:
             self._flights.discard(flight)
@@ -187,7 +187,7 @@ class Agent:
             except self._failed:
                 return False
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: PostedTransfer) -> None:
         xfer, flight.xfer = flight.xfer, None
         try:
             if xfer is not None and not self._is_left:
@@ -210,7 +210,7 @@ class Agent:
 
 
 def _errors(bind: Any) -> tuple[type[Exception], ...]:
-    return tuple(one for one in vars(bind).values() if isinstance(one, type) and issubclass(one, Exception))
+    return tuple(kind for kind in vars(bind).values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 _left_behind: list[Any] = []

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled,
 from penstock.segments import Segments, gathered
 from penstock.transport.descriptor import Descriptor
 from penstock.transport.generation_table import seal_of
-from penstock.transport.nixl_agent import Agent, Discarded, Flight, place_of
+from penstock.transport.nixl_agent import Agent, Discarded, PostedTransfer, place_of
 from penstock.transport.protocol import Memory
 from penstock.types import I64, MIB
 
@@ -108,7 +108,7 @@ class Reader:
             self._agent.deregister(registration)
 
     def discard(self) -> None:
-        """End the agent and whatever it has in flight. Idempotent."""
+        """End the agent and all its transfers in flight. Idempotent."""
         self._agent.close()
 
     @property
@@ -123,15 +123,18 @@ class Reader:
     def carry(self, job: Job) -> None:
         """Carry out a read. Raises as `Transport.wait`, or Discarded: what is left is still to do."""
         with self._met(job) as remote, self._scratch_word() as slot:
-            flights: collections.deque[tuple[Flight, Piece]] = collections.deque()
+            flights: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
+            # The same word before and after: one generation for all bytes in between.
             try:
                 self._check_word(job, remote, slot)
                 self._move(job, remote, flights)
                 self._check_word(job, remote, slot)
             except Discarded:
+                # Another read ended the agent: what was in flight may be incomplete, and is read again.
                 job.todo.extendleft(piece for _, piece in reversed(flights))
                 raise
             except SourceStalled:
+                # The transfer in flight may still write when the peer goes on: only the agent's end stops it.
                 self.discard()
                 raise
             except PeerLost:
@@ -141,7 +144,7 @@ class Reader:
                 self._drain(job, remote, flights)
                 raise
 
-    def _move(self, job: Job, remote: _Remote, flights: collections.deque[tuple[Flight, Piece]]) -> None:
+    def _move(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         kinds = (place_of(job.memory.device)[0], place_of(job.source.device)[0])
         while job.todo or flights:
             while job.todo and len(flights) < WINDOW:
@@ -151,13 +154,13 @@ class Reader:
             self._land(job, remote, flights)
         job.check_wanted()
 
-    def _land(self, job: Job, remote: _Remote, flights: collections.deque[tuple[Flight, Piece]]) -> None:
+    def _land(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         self._wait(job, remote, flights[0][0])
         flight, piece = flights.popleft()
         self._agent.drop(flight)
         job.landed(int(piece[0][:, 1].sum()))
 
-    def _drain(self, job: Job, remote: _Remote, flights: collections.deque[tuple[Flight, Piece]]) -> None:
+    def _drain(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         """Wait for reads in flight: they would write to the memory after the caller was told that they ended."""
         try:
             while flights:
@@ -165,7 +168,7 @@ class Reader:
         except PenstockError:
             self.discard()
 
-    def _wait(self, job: Job, remote: _Remote, flight: Flight) -> None:
+    def _wait(self, job: Job, remote: _Remote, flight: PostedTransfer) -> None:
         """Wait until it has landed. SourceStalled, PeerLost, Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
@@ -189,7 +192,7 @@ class Reader:
         if self._scratch[slot].tolist() != [job.source.generation, seal_of(job.source)]:
             raise StaleDescriptor(f"generation {job.source.generation} is gone")
 
-    def _part(self, remote: _Remote, flights: list[Flight]) -> None:
+    def _part(self, remote: _Remote, flights: list[PostedTransfer]) -> None:
         """Disconnect from a peer that is gone; whatever is not known to have ended is ended with the agent."""
         deadline = time.monotonic() + 1.0
         for flight in flights:

@@ -34,10 +34,11 @@ MANY = 64
 
 
 class _Pinned:
-    """A peer's mapped memory, page-locked until nobody holds this any more; then it is unmapped."""
+    """A peer's mapped memory, page-locked until this object is collected; then it is unmapped."""
 
     def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
         self._driver, self._device = driver, device
+        # Set only after the pin: a failed pin must not be undone in `__del__`.
         self._mapped: MappedMemory | None = None
         with driver.entered(device):
             driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
@@ -78,7 +79,7 @@ class PinnedRead(DeferredRead[IntoHandle, Claim, _Pinned, int]):
             self._transport.gather(into, some, stall_s, keep=source)
             self.moved_bytes += int(some.nbytes.sum())
         into.check_open()
-        claim.check()  # a holder fences before it changes a byte
+        claim.check()  # after the last byte: a holder fences before it changes one
 
 
 class PinnedTransport(IntoDevice):
@@ -134,12 +135,12 @@ class PinnedTransport(IntoDevice):
         claim, mapped, base = self._shm.view(source)
         device = ordinal(into.memory.device)
         with self._lock:
-            found = self._kept.get(claim, device)
-            if found is None:
+            pinned = self._kept.get(claim, device)
+            if pinned is None:
                 self._endpoint.check_open()
-                found = _Pinned(self._driver, device, mapped)
-                self._kept.put(claim, found, device)
-        return claim, found, base
+                pinned = _Pinned(self._driver, device, mapped)
+                self._kept.put(claim, pinned, device)
+        return claim, pinned, base
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
         """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""

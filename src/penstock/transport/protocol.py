@@ -1,7 +1,8 @@
 """Reading a peer's memory, one-sided: the `Transport` protocol and the values that cross it.
 
 In: memory of this process, and descriptors of a peer's. Out: the peer's bytes in our memory.
-Not here: how they cross (`loopback`), what a peer is given (`descriptor`), which bytes and from whom (`plan`, `fleet`).
+Not here: moving the bytes (`loopback`), the form of a descriptor (`descriptor`), choosing bytes and sources (`plan`,
+`peer`).
 
     holder    register(memory) -> Handle, whose .descriptor is encoded and sent by any channel
     receiver  register(memory) -> Handle;  post_read(handle, descriptor, segments) -> Pending;  wait(pending)
@@ -69,7 +70,7 @@ class Lending(Protocol):
     """A handle whose descriptors can be taken back one by one, without a new generation for all readers."""
 
     def lend(self, borrower: str) -> Descriptor:
-        """A descriptor of the current generation for this borrower alone; the same one if it is asked for again."""
+        """Return a descriptor of the current generation for this borrower alone; the same one on a second call."""
         ...
 
     def take_back(self, borrower: str) -> None:

@@ -24,7 +24,7 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
     """Wait for all that is posted, well or not: what is read again must not be written over.
 
     Args:
-        posting: posts as it is iterated; what it raises ends the posting, and those before are waited for.
+        posting: posts a read per iteration; an error ends the posting, and the earlier reads are waited for.
         stall_s: see `Transport.wait`; less once one failed.
 
     Returns:
@@ -34,8 +34,8 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
     failed: PenstockError | None = None
     is_touched = False
     try:
-        for one in posting:
-            posted.append(one)  # one by one: those before one that fails are waited for
+        for read in posting:
+            posted.append(read)  # one by one: those before one that fails are waited for
     except PenstockError as error:
         failed, is_touched = error, error.mutated
     for transport, pending in posted:

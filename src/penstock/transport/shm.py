@@ -54,7 +54,7 @@ _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 
 
 class MappedMemory:
-    """A peer's memfd, mapped read-only until nobody holds this any more."""
+    """A peer's memfd, mapped read-only until this object is collected."""
 
     def __init__(self, fd: int) -> None:
         self.array = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
@@ -102,8 +102,8 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
             for row in range(0, count, block):
                 self._look(into, claim)
                 num = min(block, count - row)
-                given = _strided(theirs[src + row * src_pitch :], num, run, src_pitch)
-                _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = given
+                source = _strided(theirs[src + row * src_pitch :], num, run, src_pitch)
+                _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = source
                 self._moved(num * run)
 
     def _look(self, into: OwnHandle, claim: Claim) -> None:
@@ -178,7 +178,9 @@ class ShmTransport:
             mapped = self._mapped.get(claim)
             if mapped is None:
                 mapped = open_payload(source, payload, MappedMemory)
-                claim.check()  # so that the number that was opened was still the holder's memfd
+                # A number in /proc can be another file, or another process, by the time it is opened: the holder lives
+                # and has not released this memory, so the number was still its memfd.
+                claim.check()
                 self._mapped.put(claim, mapped)
         return claim, mapped, mapped.at(payload.offset, source)
 
@@ -212,6 +214,7 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
     uri = f"{source.transport}:{source.endpoint}"
     fd = open_peer(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
     try:
+        # The number may belong to another file of the same process by now: the inode tells them apart.
         if os.fstat(fd).st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed that memory", uri=uri)
         return mapping(fd)

@@ -116,9 +116,11 @@ class StagedTransport(IntoDevice):
         except BaseException as error:
             pool.release(buffer)
             if isinstance(error, PenstockError):
-                error.mutated = False  # of the buffer alone
+                error.mutated = False  # only the staging buffer was written
             raise
         rows = Segments(src=at, dst=batch.dst, nbytes=batch.nbytes)
+        # Released only after a copy that ended: after an error the device may still read the buffer, which then stays
+        # out of the pool for good.
         self.copy(into, buffer.address, rows, stall_s, keep=buffer)
         pool.release(buffer)
 
@@ -135,8 +137,8 @@ class StagedTransport(IntoDevice):
             if buffer.address not in self._staged:
                 memory = Memory(address=buffer.address, nbytes=buffer.nbytes, owner=buffer)
                 inner = self._inner
-                made = inner.register_into(memory) if isinstance(inner, Filling) else inner.register(memory)
-                self._staged[buffer.address] = made
+                handle = inner.register_into(memory) if isinstance(inner, Filling) else inner.register(memory)
+                self._staged[buffer.address] = handle
             return self._staged[buffer.address]
 
     def close(self) -> None:

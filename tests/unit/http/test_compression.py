@@ -63,11 +63,11 @@ def read(choice: Choice, clock: Clock, mb: int, *, raw: float, coded: float, cod
 
 def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
     choice = Choice()
-    assert "too little" in choice.told()[1]
+    assert "too little" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
     assert asked == [False] * asked.count(False) + [True] * asked.count(True)
     assert asked.count(False) * 4 <= 60
-    is_coded, why = choice.told()
+    is_coded, why = choice.decision()
     assert is_coded
     assert why == "1.50x by byte planes: 0.19 GB/s, raw 0.12"
 
@@ -75,7 +75,7 @@ def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
 def test_a_link_faster_than_the_codec_is_never_coded(clock: Clock) -> None:
     choice = Choice()
     assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
-    assert choice.told() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
+    assert choice.decision() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
 
 
 def test_the_gain_must_be_worth_it(clock: Clock) -> None:
@@ -88,7 +88,7 @@ def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
     assert 0 < asked.count(True) * 4 <= 60
     assert not asked[-1]
-    assert choice.told() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
+    assert choice.decision() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
 
 
 def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
@@ -96,7 +96,7 @@ def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
     assert 0 < asked.count(True) * 4 <= 68
-    assert choice.told() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
+    assert choice.decision() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
 
 
 def test_a_link_is_measured_anew(clock: Clock) -> None:
@@ -115,7 +115,7 @@ def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
     choice.declined()
     choice.end(is_coded)
     assert not choice.begin()
-    assert choice.told() == (False, "not compressed: the peer does not compress")
+    assert choice.decision() == (False, "not compressed: the peer does not compress")
 
 
 def test_answers_of_the_other_kind_do_not_count(clock: Clock) -> None:
