@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.jobs.job import plan_job
-from penstock.jobs.operations.spec import Word, operation_of
+from penstock.jobs.operations.spec import OperationSpec, operation_of
 from penstock.plan.cluster import CLUSTERS
 from penstock.plan.shapes import kimi_k2
 from penstock.plan.simulate_convert import simulate_convert
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1000)
     args = parser.parse_args(arguments)
     manifest = manifest_of(args.layers, args.experts)
-    word: Word = {"op": "linear"} if args.op == "linear" else {"op": "store", "format": args.op}
+    word: OperationSpec = {"op": "linear"} if args.op == "linear" else {"op": "store", "format": args.op}
     sources = [manifest] * (3 if args.op == "linear" else 1)
     operation = operation_of([word])
     touched = sum(sum(one.nbytes(0, one.num_rows)) for one in operation.recipes([one.tensors for one in sources]))

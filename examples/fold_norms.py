@@ -3,7 +3,7 @@
 import torch
 
 from penstock.errors import PlanError
-from penstock.jobs.operations.operation import FLOATS, all_of, as_it_is, one, specs_of, whole
+from penstock.jobs.operations.operation import FLOATS, all_of, copy_recipe, only_source, specs_of, whole
 from penstock.plan.tasks import Output, Recipe
 
 FOLLOWERS = {
@@ -18,7 +18,7 @@ class FoldNorms:
     name = "fold-norms"
 
     def recipes(self, sources):
-        specs = {spec.name: spec for spec in specs_of(one(sources, self.name))}
+        specs = {spec.name: spec for spec in specs_of(only_source(sources, self.name))}
         norm_of = {}
         for name in specs:
             layer, _, module = name.removesuffix(".weight").rpartition(".")
@@ -33,7 +33,7 @@ class FoldNorms:
 
     def recipe(self, spec, norm):
         if norm is None:
-            return as_it_is(0, spec)
+            return copy_recipe(0, spec)
         # Rows of the weight, whichever a task is given, and all of the norm.
         inputs = (whole(0, spec), all_of(0, norm))
         return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0])

@@ -150,10 +150,10 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
     monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
     with LocalLauncher() as launcher:
         launcher.begin()
-        early = [process for process, _ in launcher._early]
+        prewarmed = [process for process, _ in launcher._prewarmed]
         report = run(source, tmp_path / "out", workers=workers, launcher=launcher)
-        used = [process for process in launcher._processes.values() if process in early]
-        assert len(used) == min(2, workers) == len(early) - len(launcher._early)
+        used = [process for process in launcher._processes.values() if process in prewarmed]
+        assert len(used) == min(2, workers) == len(prewarmed) - len(launcher._prewarmed)
     assert [one.end for one in report.workers] == ["finished"] * workers
     assert files(tmp_path / "out") == expected
 
@@ -197,7 +197,7 @@ def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tm
     before = len(os.listdir("/proc/self/fd"))
     with LocalLauncher() as launcher:
         launcher.begin()
-        assert len(launcher._early) == 2 and launcher.gpus() == [] and not launcher._early
+        assert len(launcher._prewarmed) == 2 and launcher.gpus() == [] and not launcher._prewarmed
         run(source, tmp_path / "out", workers=2, launcher=launcher)
     assert files(tmp_path / "out") == expected
     assert len(os.listdir("/proc/self/fd")) == before

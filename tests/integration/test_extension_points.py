@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import NotFound
-from penstock.jobs.operations.operation import as_it_is, one, specs_of
+from penstock.jobs.operations.operation import copy_recipe, only_source, specs_of
 from penstock.storage import MemorySource, read_whole
 
 ROOT = Path(os.environ["VAULT_ROOT"])
@@ -76,7 +76,7 @@ class Negate:
     name = "negate"
 
     def recipes(self, sources):
-        return [as_it_is(0, spec) for spec in specs_of(one(sources, self.name))]
+        return [copy_recipe(0, spec) for spec in specs_of(only_source(sources, self.name))]
 
     def run(self, recipe, start, stop, inputs):
         return [-inputs[0]]

@@ -1,10 +1,10 @@
 """`convert`: any weight set to any other, out of core, resumable, published whole.
 
-In: URIs and words. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: what is asked (`request`), the plan (`job`), the workers (`coordinator`), what became of earlier runs
+In: URIs and operations. Out: a checkpoint where there was none, and a `ConvertReport`.
+Not here: opening sources (`request`), the plan (`job`), the workers (`coordinator`), results of earlier runs
 (`publish`).
 
-    ask: sources, plan_job --> _grow: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
+    plan_request --> _stage: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
-from penstock.jobs.cache_locality import came
+from penstock.jobs.cache_locality import bytes_read
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job
 from penstock.jobs.journal import Journal, Notes
 from penstock.jobs.memory_destination import ONE_FILE, SCHEME, MemoryDestination, fill
-from penstock.jobs.messages import EXECUTORS, Words
+from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.operations.spec import Operations
 from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.publish import (
@@ -122,16 +122,16 @@ def convert(
             request = plan_request(
                 sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes
             )
-            request.job.check_budget(request.words.memory_bytes, "one task")
+            request.job.check_budget(request.job_spec.memory_bytes, "one task")
         run = partial(_run, stack, stages, launcher, devices, workers, rates, progress)
-        made = _make(request, destination, scratch, run, stages, stack)
+        result = _make(request, destination, scratch, run, stages, stack)
         end = stack.pop_all()
     with stages.stage("close"):
         end.close()
     if trace is not None:
-        traces = () if made[2] is None else made[2][0].traces
+        traces = () if result[2] is None else result[2][0].traces
         save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
-    return _report(*made, began)
+    return _report(*result, began)
 
 
 def plan(
@@ -151,7 +151,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagedRequest(ConvertRequest):
-    """And where it grows until it is published."""
+    """A request with the staging directory that its result is written to until it is published."""
 
     into: str
     out: OutputSet
@@ -161,37 +161,38 @@ class _StagedRequest(ConvertRequest):
 
 
 _Ran = tuple[Coordinator, Predicted]
-"""Who ran it, and how long it was to take."""
+"""The coordinator of a run, and the predicted duration."""
 _Made = tuple[_StagedRequest, str, _Ran | None]
-"""What was made, its revision, and who ran it: nobody, where an earlier run had published it."""
+"""A finished request, its revision, and its run; None for the run where an earlier call had published the result."""
 
 
 def _stage(
     request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack
 ) -> _StagedRequest:
-    """Where the job's files grow, and what earlier runs say is done there; what no call can go on with goes at last."""
+    """Open the staging files and the journal of earlier runs; remove them at the end if no later call can use them."""
     if into.startswith(SCHEME):
         raise ConfigError(
-            "a keeper is no directory", uri=into, hint="give Keeper.into(MODEL), or use `penstock convert`"
+            "a keeper is not a directory", uri=into, hint="pass Keeper.into(MODEL), or use `penstock convert`"
         )
     job = request.job
     of_config = request.opened[small_from(job)].uri
-    config = config_of(of_config, job.operation, request.settings, request.words.storage_options)
-    staged_path = _growing(job, into, scratch)
+    # Before anything is written: a broken config.json must not cost hours of conversion.
+    config = config_of(of_config, job.operation, request.settings, request.job_spec.storage_options)
+    staged_path = _staging_path(job, into, scratch)
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
     out = OutputSet(staged_path, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     stack.push(partial(_leave, journal, out))
     return _staged_request(
-        request, msgspec.structs.replace(request.words, directory=str(staged_path)), into, out, journal, config
+        request, msgspec.structs.replace(request.job_spec, directory=str(staged_path)), into, out, journal, config
     )
 
 
 def _begin(staged: _StagedRequest) -> str | None:
-    """The revision, if this job's result is published already; else its files are there, and the journal is true."""
+    """Return the revision if this job's result is published already; else open its files and correct the journal."""
     job, journal, into, out = staged.job, staged.journal, staged.into, staged.out
-    settings, options = staged.settings, staged.words.storage_options
+    settings, options = staged.settings, staged.job_spec.storage_options
     if revision := published(job, into, settings, options):
         journal.kept = frozenset(range(len(job.tasks)))
         journal.remove()
@@ -217,7 +218,7 @@ def _make(
     stages: Trace,
     stack: ExitStack,
 ) -> _Made:
-    """Run what is left to do, and publish."""
+    """Run the tasks that are left, and publish the result."""
     if isinstance(destination, MemoryDestination):
         return _fill(request, destination, run)
     staged = _stage(request, os.fspath(destination), scratch, stack)
@@ -238,13 +239,15 @@ def _run(
     progress: ProgressOption,
     staged: _StagedRequest,
 ) -> _Ran:
-    """Have every task done that earlier runs did not do. Workers begin while room is made, and end after this."""
+    """Run every task that no earlier run finished. Workers start while disk space is allocated, and end after this."""
     job, journal = staged.job, staged.journal
-    if staged.words.in_memory and launcher.listen is not None:
-        raise ConfigError("workers of other hosts cannot write to it", uri=staged.into)
-    uris = [*(source.uri for one in staged.opened for source in one.sources), staged.into]
-    words = msgspec.structs.replace(staged.words, trace=stages.enabled)
+    if staged.job_spec.in_memory and launcher.listen is not None:
+        message = "workers on other hosts cannot write to memory of this host"
+        raise ConfigError(message, uri=staged.into, hint="leave out ray=, or convert to a directory")
+    uris = [*(source.uri for weights in staged.opened for source in weights.sources), staged.into]
+    job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
     is_over = threading.Event()
+    # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
         ends.callback(is_over.set)
         room = pool.submit(_make_room, staged.out, stages, is_over)
@@ -252,7 +255,7 @@ def _run(
         with stages.stage("workers"):
             where = devices_of(devices, workers, launcher.gpus if isinstance(launcher, LocalLauncher) else gpus)
             coordinator = stack.enter_context(
-                Coordinator(job, words, journal, launcher, where, stall_s=words.stall_s, on_progress=shown)
+                Coordinator(job, job_spec, journal, launcher, where, stall_s=job_spec.stall_s, on_progress=shown)
             )
             coordinator.begin()
         predicted = predict(job, journal.kept, uris, where if launcher.listen is None else (), rates)
@@ -269,11 +272,11 @@ def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
 
 
 def _publish(staged: _StagedRequest) -> str:
-    """Let the result appear, whole, if no source changed meanwhile: its revision."""
+    """Publish the complete result if no source changed meanwhile; return its revision."""
     job, out, into, settings = staged.job, staged.out, staged.into, staged.settings
-    options = staged.words.storage_options
-    for one in staged.opened:
-        check_unchanged(one)
+    options = staged.job_spec.storage_options
+    for weights in staged.opened:
+        check_unchanged(weights)
     manifest = manifest_of(job, staged.journal, out)
     of_small = staged.opened[small_from(job)].uri
     small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
@@ -282,33 +285,34 @@ def _publish(staged: _StagedRequest) -> str:
         publish_remote(out, into, small, settings=settings, storage_options=options)
     else:
         out.publish(Path(local_path(into)), small)
+    # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
     staged.journal.remove()
     return manifest.revision
 
 
 def _fill(request: ConvertRequest, target: MemoryDestination, run: Callable[[_StagedRequest], _Ran]) -> _Made:
     """Run the conversion into memory: no sidecar files are written, nothing is resumed."""
-    found: list[tuple[_StagedRequest, _Ran]] = []
+    results: list[tuple[_StagedRequest, _Ran]] = []
 
     def make(out: OutputRegion, notes: Notes) -> None:
-        words = msgspec.structs.replace(request.words, directory=str(out.directory), in_memory=True)
-        staged = _staged_request(request, words, target.uri, out, notes)
-        found.append((staged, run(staged)))
-        for one in request.opened:
-            check_unchanged(one)
+        job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
+        staged = _staged_request(request, job_spec, target.uri, out, notes)
+        results.append((staged, run(staged)))
+        for weights in request.opened:
+            check_unchanged(weights)
 
     revision = fill(target, request.job, make)
-    return found[0][0], revision, found[0][1]
+    return results[0][0], revision, results[0][1]
 
 
 def _staged_request(
-    request: ConvertRequest, words: Words, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
+    request: ConvertRequest, job_spec: JobSpec, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
 ) -> _StagedRequest:
     return _StagedRequest(
         settings=request.settings,
         opened=request.opened,
         job=request.job,
-        words=words,
+        job_spec=job_spec,
         into=into,
         out=out,
         journal=journal,
@@ -316,8 +320,8 @@ def _staged_request(
     )
 
 
-def _growing(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
-    """Where the files grow: beside the destination, so that a rename publishes them; or in the scratch directory."""
+def _staging_path(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
+    """Return the staging directory: next to the destination, so that a rename publishes it; or in `scratch`."""
     if is_remote(into):
         return Path(tempfile.gettempdir() if scratch is None else scratch) / f"penstock-{job.key[:12]}"
     final = Path(local_path(into)).absolute()
@@ -329,16 +333,16 @@ def _growing(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Pat
 def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Leave nothing behind that no later call can go on with: nothing was done, or the sources must be others first."""
+    """Remove staged files that no later call can resume from: no task is done, or the sources have to change first."""
     if kind is None:
         return
     if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):
         out.remove()
         journal.remove()
     elif isinstance(error, PenstockError):
-        kept = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
+        resume_hint = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
         first = "make room, then run it again" if isinstance(error, DiskFull) else None
-        error.hint = "; ".join(part for part in (error.hint, first, kept) if part)
+        error.hint = "; ".join(part for part in (error.hint, first, resume_hint) if part)
 
 
 def _launcher(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Launcher:
@@ -354,15 +358,15 @@ def _launcher(ray: str | None, devices: str | Sequence[str], workers: int | None
 
 
 def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: float) -> ConvertReport:
-    job, kept = staged.job, staged.journal.kept
+    job, resumed = staged.job, staged.journal.kept
     coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
     stats = () if coordinator is None else tuple(coordinator.stats)
-    came_here = came(staged.opened)
-    fetched_bytes = came_here[0] + sum(one.fetched_bytes for one in stats)
-    asked_bytes = came_here[1] + sum(one.asked_bytes for one in stats)
+    came_here = bytes_read(staged.opened)
+    fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
+    asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
     ended = time.monotonic()
     started = ended if coordinator is None else min(coordinator.began, ended)
-    read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in kept]].sum(axis=0)
+    read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in resumed]].sum(axis=0)
     return ConvertReport(
         uri=staged.into,
         revision=revision,
@@ -374,7 +378,7 @@ def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: floa
         fetched_bytes=fetched_bytes,
         held_bytes=max(0, asked_bytes - fetched_bytes),
         num_tasks=len(job.tasks),
-        num_resumed=len(kept),
+        num_resumed=len(resumed),
         num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,
         num_twice=0 if coordinator is None else coordinator.placement.num_twice,
         num_workers=0 if coordinator is None else coordinator.num_workers,
@@ -383,12 +387,14 @@ def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: floa
         moving_s=0.0 if coordinator is None else coordinator.moving_s,
         predicted_s=predicted_s,
         predicted_by=predicted_by,
-        busy_s={name: sum(one.busy_s.get(name, 0.0) for one in stats) for name in EXECUTORS},
+        busy_s={name: sum(worker.busy_s.get(name, 0.0) for worker in stats) for name in EXECUTORS},
         workers=stats,
-        peak_bytes=max((one.peak_bytes for one in stats), default=0),
+        peak_bytes=max((worker.peak_bytes for worker in stats), default=0),
         verified=all(job.held_to),
         left_out=tuple(
-            path for one in staged.opened for path in left_out(one.uri, [f.name for f in one.manifest.files])
+            path
+            for weights in staged.opened
+            for path in left_out(weights.uri, [f.name for f in weights.manifest.files])
         ),
-        why=how_verified(staged.opened, verify=staged.words.verify),
+        why=how_verified(staged.opened, verify=staged.job_spec.verify),
     )

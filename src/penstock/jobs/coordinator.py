@@ -1,9 +1,9 @@
-"""The coordinator of a job: starts workers, hands out tasks, notes what is done, outlives workers that die or hang.
+"""The coordinator of a job: starts workers, assigns tasks, records finished tasks, replaces workers that die or hang.
 
-In: a job in words, a journal, devices. Out: every task done, and who did what.
-Not here: which task to whom (`plan.placement`), the work (`jobs.workers.worker`), publishing (`convert`).
+In: a job spec, a journal, devices. Out: every task done, and statistics of each worker.
+Not here: which worker gets a task (`plan.placement`), the work (`jobs.workers.worker`), publishing (`convert`).
 
-    spawn --> Hello, Words, Ready --> placement.join --> Work ... Done --> journal --> Stop
+    spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
                 silent or dead: placement.lost, killed, replaced
 """
 
@@ -34,10 +34,10 @@ from penstock.jobs.messages import (
     Failure,
     FromWorker,
     Hello,
+    JobSpec,
     Ready,
     Stop,
     Wire,
-    Words,
     Work,
     end_with_peer,
     listen,
@@ -47,22 +47,22 @@ from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of
 
 TURN_S = 0.2
-"""Longest pause between looks at who is idle or silent."""
-LAST_S = 3.0
-"""What workers are given at the end to say how busy they were and to save their traces."""
+"""Longest pause between two checks for idle or silent workers."""
+LAST_BEATS_S = 3.0
+"""Time that workers have at the end to send their last statistics and trace spans."""
 PAUSE_S = 5.0
-"""A turn that took longer means that the coordinator itself stood still (stopped, swapped): nobody else is to blame."""
+"""A turn that took longer means that the coordinator itself was stopped or swapped out, so no worker is blamed."""
 STRIKES = 3
-"""Workers that may die or hang while the operation runs on one task before it is the task's fault."""
+"""Workers that may die or hang while the operation runs on one task, before the job fails because of that task."""
 RESPAWNS = 3
-"""Times a worker's place is filled anew."""
+"""Times a lost worker is replaced."""
 BEGIN_S = 120.0
 """Within which a new worker must be ready: it imports torch, opens the sources, plans."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """One worker as the coordinator sees it."""
+    """One worker, as the coordinator knows it."""
 
     stats: WorkerStats
     trace: WorkerTrace
@@ -71,19 +71,20 @@ class _Place:
     wire: Wire | None = None
     is_ready: bool = False
     spoke: float = 0.0
-    """When it last got on."""
+    """Monotonic time at which it last made progress."""
     at: int = -1
     """The task that the operation last began to run on."""
     num_reports: int = 0
-    """Times that the operation said that it gets on, as its last beat said."""
+    """Progress reports of the operation, as the last beat counted them."""
 
     def note(self, beat: Beat) -> None:
-        """Take over what it says of itself."""
+        """Record the statistics and spans of a beat."""
         self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
         self.num_reports = beat.num_reports
-        self.stats.came(beat.fetched_bytes, beat.asked_bytes)
+        self.stats.note_read(beat.fetched_bytes, beat.asked_bytes)
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
         self.trace.spans += beat.spans
+        # A message can only arrive late, so the smallest difference seen is the closest to the true clock offset.
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
 
 
@@ -91,18 +92,18 @@ class Coordinator(Closing):
     """Runs one job. One thread.
 
     Args:
-        job, words: the same job, both ways.
-        journal: what was done before; what is done now is added.
-        launcher: who starts workers.
+        job, job_spec: the same job, planned, and in the form that is sent to workers.
+        journal: tasks that earlier runs finished; tasks that this run finishes are added.
+        launcher: starts workers.
         devices: one worker for each.
-        stall_s: a worker that does not get on for so long is replaced.
+        stall_s: a worker that makes no progress for this long is replaced.
         on_progress: called with tasks done and tasks in all, after each.
     """
 
     def __init__(
         self,
         job: Job,
-        words: Words,
+        job_spec: JobSpec,
         journal: Journal,
         launcher: Launcher,
         devices: Sequence[str],
@@ -110,9 +111,14 @@ class Coordinator(Closing):
         stall_s: float,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._job, self._journal, self._launcher = job, journal, launcher
-        self._words = msgspec.structs.replace(words, asks_held=launcher.listen is not None)
-        self._devices, self._stall_s, self._on_progress = devices, stall_s, on_progress
+        self._job = job
+        self._journal = journal
+        self._launcher = launcher
+        # Workers of this host share one cache, so locality only matters once they may be on several hosts.
+        self._job_spec = msgspec.structs.replace(job_spec, reports_cached=launcher.listen is not None)
+        self._devices = devices
+        self._stall_s = stall_s
+        self._on_progress = on_progress
         self.num_workers = len(devices)
         self.placement = Placement(job.tasks.cost.tolist(), depth=depth_of(devices), done=journal.done)
         self.stats: list[WorkerStats] = []
@@ -120,20 +126,20 @@ class Coordinator(Closing):
         self._places: dict[str, _Place] = {}
         self._strikes: dict[int, int] = {}
         self._tried, self.repeated = set[int](), set[int]()
-        """Tasks that the operation began to run on, and those of them on which it did again."""
+        """Tasks that the operation began to run on, and those of them that it ran on more than once."""
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self.began, self.moving_s = math.inf, 0.0
         """When the first worker was ready, and seconds from then to the last task's end."""
-        self._unknown: dict[Wire, Connection] = {}
-        """Connections that have not said who they are, and their places at the listener."""
-        self._looked = time.monotonic()
+        self._unidentified: dict[Wire, Connection] = {}
+        """Connections without a valid `Hello` so far, with the listener's connection that admission counts."""
+        self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
         self._listener, self._address = listen(launcher.listen, secrets.token_hex(8))
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:
-        """Start the workers, which get ready to be told words. ConfigError, PeerLost."""
+        """Start the workers; they load their libraries while this process goes on. ConfigError, PeerLost."""
         for device in () if self.placement.is_done else self._devices:
             self._spawn(device, 0)
 
@@ -141,7 +147,7 @@ class Coordinator(Closing):
         """Return once every task is done and in the journal, and no worker writes any more. Order: after `begin`.
 
         Raises:
-            PenstockError: what a worker could not go on for.
+            PenstockError: the error that stopped a worker.
             OperationFailed: workers died or hung at one task.
             PeerLost: all workers are gone, and replacing them did not help.
         """
@@ -152,17 +158,18 @@ class Coordinator(Closing):
                 if key.data is None:
                     self._accept()
                 elif isinstance(key.data, Wire):
-                    self._greet(key.data)
+                    self._identify(key.data)
                 else:
-                    self._hear(key.data)
-            self._look()
+                    self._receive(key.data)
+            self._check_workers()
+            # A copy of the names: assigning a task can lose a worker, which changes `_places`.
             for name in [name for name, place in self._places.items() if place.is_ready]:
-                self._feed(name)
+                self._assign(name)
             if not self._places:
-                ends = "; ".join(dict.fromkeys(one.end for one in self.stats))
+                ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
         self.moving_s = time.monotonic() - self.began
-        self._last_words()
+        self._collect_last_beats()
 
     def _spawn(self, device: str, respawns: int) -> None:
         name = f"w{self._numbers}"
@@ -173,79 +180,84 @@ class Coordinator(Closing):
         self._launcher.spawn(name, device, self._address, self._secret)
         self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
 
-    # -- what comes
+    # -- messages received
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it gave up meanwhile, or was not let in
+            return  # the peer closed the connection meanwhile, or admission refused it
+        # Sends block this one thread, so a worker that no longer reads must not hold up all the others for ever.
         connection.settimeout(self._stall_s)
         if self._launcher.listen is not None:
             end_with_peer(connection, self._stall_s)
         wire = Wire(connection, max_frame_bytes=HELLO_BYTES)
-        self._unknown[wire] = connection.connection
+        self._unidentified[wire] = connection.connection
         self._select.register(wire, selectors.EVENT_READ, wire)
 
-    def _greet(self, wire: Wire) -> None:
-        """Find out who somebody is; whoever is nobody of ours is turned away."""
+    def _identify(self, wire: Wire) -> None:
+        """Match a new connection with a spawned worker by its `Hello`; close it if there is no such worker."""
         try:
-            said = wire.from_worker()
+            messages = wire.from_worker()
         except (PeerLost, FormatError):
             self._turn_away(wire)
             return
-        if not said:
+        if not messages:
             return
-        hello = said[0]
+        hello = messages[0]
         place = self._places.get(hello.worker) if isinstance(hello, Hello) else None
+        # One connection a worker: a second one under the same name would mix the messages of two processes.
         if not isinstance(hello, Hello) or place is None or place.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
-        admitted = self._unknown.pop(wire)
+        admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
-        admitted.begin(math.inf)  # from here on `_look` judges it, by what it does
+        admitted.begin(math.inf)  # from here on `_check_workers` applies the deadline by progress instead
+        # Before the secret was checked, a large frame could have made this process allocate memory for a stranger.
         wire.max_frame_bytes = MAX_FRAME_BYTES
         self._select.modify(wire, selectors.EVENT_READ, hello.worker)
         place.wire, place.spoke = wire, time.monotonic()
-        self._tell(hello.worker, self._words)
+        self._send(hello.worker, self._job_spec)
 
     def _turn_away(self, wire: Wire) -> None:
-        del self._unknown[wire]
+        del self._unidentified[wire]
         self._select.unregister(wire)
         wire.close()
 
     def _is_ours(self, hello: Hello) -> bool:
         return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
-    def _hear(self, name: str) -> None:
+    def _receive(self, name: str) -> None:
         place = self._places.get(name)
         if place is None or place.wire is None:
             return
         try:
-            said = place.wire.from_worker()
+            messages = place.wire.from_worker()
         except (PeerLost, FormatError) as error:
             self._lose(name, error.message if isinstance(error, FormatError) else None)
             return
-        for message in said:
-            self._take(name, place, message)
+        for message in messages:
+            self._handle(name, place, message)
 
-    def _take(self, name: str, place: _Place, message: FromWorker) -> None:
+    def _handle(self, name: str, place: _Place, message: FromWorker) -> None:
         now = time.monotonic()
         if isinstance(message, Done):
             place.spoke = now
             place.stats.num_tasks += 1
-            place.stats.came(message.fetched_bytes, message.asked_bytes)
+            place.stats.note_read(message.fetched_bytes, message.asked_bytes)
             self._ended(name, message, now)
         elif isinstance(message, Began):
             self._begins(place, message.task)
         elif isinstance(message, Beat):
             moves = message.moved_bytes != place.stats.moved_bytes or message.num_reports != place.num_reports
-            if moves or not self._given(name):
+            # A beat alone is no progress: its thread also runs while the operation hangs. An idle worker cannot hang.
+            if moves or not self._assigned(name):
                 place.spoke = now
             place.note(message)
         elif isinstance(message, Ready):
             place.is_ready, place.spoke = True, now
             self.began = min(self.began, now)
+            # Numbers come from another process, so they are checked before they index anything.
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, Failure):
@@ -253,6 +265,7 @@ class Coordinator(Closing):
 
     def _begins(self, place: _Place, task: int) -> None:
         place.at = task
+        # A second run may have written over the first one's bytes: `check_repeated` reads those tasks back at the end.
         (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: Done, now: float) -> None:
@@ -262,6 +275,7 @@ class Coordinator(Closing):
         if len(digests) != self._job.num_pieces(message.task):
             raise FormatError(f"worker {name} reported {len(digests)} digests of task {message.task}")
         outcome = self.placement.done(name, message.task, now)
+        # A task may finish on two workers; only the first result is recorded, so progress never counts it twice.
         if outcome.first:
             self._journal.add(message.task, digests)
             if self._on_progress is not None:
@@ -269,24 +283,24 @@ class Coordinator(Closing):
                 self._on_progress(total - self.placement.num_left, total)
         self._revoke(outcome.revoked)
 
-    # -- what goes
+    # -- messages sent
 
-    def _feed(self, name: str) -> None:
+    def _assign(self, name: str) -> None:
         if name not in self._places:
-            return  # it was lost while another was told something
-        given = self.placement.next(name, time.monotonic())
-        self._revoke(given.revoked)
-        if given.tasks:
-            if len(self._given(name)) == len(given.tasks):
-                self._places[name].spoke = time.monotonic()  # it had nothing to do until now
-            self._tell(name, Work(tasks=given.tasks))
+            return  # it was lost while a message was sent to another worker
+        assignment = self.placement.next(name, time.monotonic())
+        self._revoke(assignment.revoked)
+        if assignment.tasks:
+            if len(self._assigned(name)) == len(assignment.tasks):
+                self._places[name].spoke = time.monotonic()  # it was idle until now: its deadline starts here
+            self._send(name, Work(tasks=assignment.tasks))
 
     def _revoke(self, revoked: Sequence[tuple[str, int]]) -> None:
         for name, task in revoked:
             if name in self._places:
-                self._tell(name, Work(revoked=(task,)))
+                self._send(name, Work(revoked=(task,)))
 
-    def _tell(self, name: str, message: Words | Work | Stop) -> None:
+    def _send(self, name: str, message: JobSpec | Work | Stop) -> None:
         wire = self._places[name].wire
         assert wire is not None
         try:
@@ -294,43 +308,47 @@ class Coordinator(Closing):
         except PeerLost:
             self._lose(name, None)
 
-    def _given(self, name: str) -> tuple[int, ...]:
+    def _assigned(self, name: str) -> tuple[int, ...]:
         return self.placement.given(name) if self._places[name].is_ready else ()
 
-    # -- who is still there
+    # -- lost workers
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         now = time.monotonic()
-        stood_s, self._looked = now - self._looked, now
+        stood_s, self._checked_at = now - self._checked_at, now
         self._listener.admission.sweep()
         for name, place in list(self._places.items()):
+            # Messages of workers waited in the socket while this process stood still: move every deadline by that time.
             if stood_s > PAUSE_S:
                 place.begun, place.spoke = place.begun + stood_s, place.spoke + stood_s
             if place.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
+            # A longer stall deadline also covers the start: who raises it expects slow storage, and planning reads it.
             elif not place.is_ready and now - place.begun > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it did not get ready")
-            elif place.is_ready and self._given(name) and now - place.spoke > self._stall_s:
+            elif place.is_ready and self._assigned(name) and now - place.spoke > self._stall_s:
                 self._lose(name, f"it made no progress for {self._stall_s:g} s")
 
     def _lose(self, name: str, why: str | None) -> None:
-        """A worker is gone, or taken for it: its tasks are others', its place is filled. `why` None: as it ended."""
+        """Remove a worker that ended or hangs, return its tasks, start another. `why` None: as the launcher says."""
         place = self._places.pop(name)
-        given = self.placement.given(name) if place.is_ready else ()
+        assigned = self.placement.given(name) if place.is_ready else ()
         if place.is_ready:
             self.placement.lost(name)
         if place.wire is not None:
             self._select.unregister(place.wire)
             place.wire.close()
+        # Killed before its tasks run elsewhere: a worker that only hung must not write over a later result.
         self._launcher.kill(name)
         place.stats.end = why or self._launcher.ended(name) or "its connection was lost"
-        if place.at in given:
+        # Only the task under the operation is blamed: the others were queued, or were being read or written.
+        if place.at in assigned:
             self._strike(place.at, place.stats.end)
         if place.respawns < RESPAWNS:
             self._spawn(place.stats.device, place.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
-        """A worker was lost while the operation ran on a task: once may be chance."""
+        """Count a worker that was lost while the operation ran on a task; OperationFailed after `STRIKES`."""
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
             recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
@@ -348,21 +366,21 @@ class Coordinator(Closing):
             self._launcher.kill(name)
             if place.wire is not None:
                 place.wire.close()
-        for wire in self._unknown:
+        for wire in self._unidentified:
             wire.close()
         self._places.clear()
-        self._unknown.clear()
+        self._unidentified.clear()
         self._select.close()
         self._listener.close()
 
-    def _last_words(self) -> None:
-        """Hear all last beats: until every connection has ended, or `LAST_S`. All that workers then do is to end."""
+    def _collect_last_beats(self) -> None:
+        """Record the last beats until every connection has ended, or for `LAST_BEATS_S`; then end the workers."""
         left = {name: place for name, place in self._places.items() if place.wire is not None}
         for place in left.values():
             assert place.wire is not None
             with contextlib.suppress(PeerLost):
                 place.wire.send(Stop())
-        deadline = time.monotonic() + LAST_S
+        deadline = time.monotonic() + LAST_BEATS_S
         while left and (wait_s := deadline - time.monotonic()) > 0:
             for name in [key.data for key, _ in self._select.select(wait_s) if key.data in left]:
                 place = left[name]
@@ -383,17 +401,18 @@ class Coordinator(Closing):
 
 
 def _error_of(failure: Failure) -> PenstockError:
-    """Return what a worker could not go on for, as the error it was there."""
+    """Return the error that stopped a worker, of the class that it had there."""
+    # The class name comes from another process: anything but an error of Penstock is not instantiated.
     kind = getattr(errors, failure.kind, PenstockError)
     if kind is BudgetTooSmall:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
     if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
         kind = PenstockError
-    found: PenstockError = kind(
+    error: PenstockError = kind(
         failure.message,
         uri=failure.uri or None,
         tensor=failure.tensor or None,
         byte_range=failure.byte_range,
         hint=failure.hint or None,
     )
-    return found
+    return error

@@ -1,7 +1,7 @@
-"""A job: all of a conversion that is decided before it begins. The same words give the same job in every process.
+"""A job: the plan of a conversion. The same specification gives the same job in every process.
 
-In: an operation and the tables of its sources. Out: a `Job`: recipes, files, tasks, and the key they are known by.
-Not here: running it (`jobs.workers.worker`, `coordinator`), what was done of it (`journal`).
+In: an operation and the tables of its sources. Out: a `Job`: recipes, files, tasks, and the key that identifies them.
+Not here: running it (`jobs.workers.worker`, `coordinator`), which tasks are done (`journal`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.jobs.operations.operation import UNKNOWN, Operation, Streamed
-from penstock.jobs.operations.spec import Word
+from penstock.jobs.operations.spec import OperationSpec
 from penstock.jobs.operations.user_function import code_of
 from penstock.plan.cuts import cut, read_bytes, spread
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
 from penstock.types import GB, I64, Manifest
 
 SHARD_BYTES = 5 * GB
-"""Of a file of the output. Source: transformers' `max_shard_size` default until 4.x, which every hub is used to."""
+"""Size of a file of the output. Source: transformers' `max_shard_size` default until 4.x, which every hub accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class Written:
     stop: int
 
     def pieces(self, leaf_bytes: int) -> list[tuple[int, int]]:
-        """Cut at the tensor's leaves: what is digested, each for itself."""
+        """Cut the range at the tensor's leaves; each piece is digested separately."""
         cuts = [self.start, *range((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes), self.stop]
         return [(a, b) for a, b in pairwise(cuts) if a < b]
 
     def num_pieces(self, leaf_bytes: int) -> int:
-        """Return how many these are."""
+        """Return the number of `pieces`."""
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Job:
-    """See the module."""
+    """The plan of a conversion: see the module."""
 
     operation: Operation
     recipes: tuple[Recipe, ...]
@@ -57,32 +57,32 @@ class Job:
     tasks: Tasks
     leaf_bytes: int
     key: str
-    """32 hex digits: of the operation, the sources' revisions, and all that decides the output's bytes; and of what
-    these are held to, so that no job goes on with what another did not verify."""
+    """32 hex digits: of the operation, the sources' revisions, and everything that decides the output's bytes; and of
+    `held_to`, so that a verified job never resumes from tasks that were not verified."""
     row_of: dict[str, int]
     """Row of the output's table by path."""
     held_to: tuple[int, ...]
-    """Per source: bytes of the leaves to whose digests all that is read of it is held; 0: to none."""
+    """Per source: leaf size of the digests that everything read of it is compared with; 0: nothing is compared."""
     read_bytes: I64
-    """[num_tasks, num_sources] what each task reads of each source, out to the ends of leaves."""
+    """[num_tasks, num_sources] bytes that each task reads of each source, rounded out to whole leaves."""
     memory_bytes: I64
-    """Of each task: what it reads, and what it gives."""
+    """Of each task: bytes of its inputs and of its outputs."""
     least_bytes: I64
-    """The same where it is made in the smallest parts that its operation can make it in."""
+    """The same, for a task that is made in the smallest parts that its operation allows."""
 
     def written(self, task: int) -> Iterator[Written]:
-        """Yield what a task writes, output after output."""
+        """Yield the byte ranges that a task writes, output after output."""
         for index, start, stop in self.tasks.entries(task):
             for out in self.recipes[index].outputs:
                 first, last = out.byte_range(start, stop)
                 yield Written(row=self.row_of[out.spec.path], start=first, stop=last)
 
     def num_pieces(self, task: int) -> int:
-        """Digests that a task reports."""
-        return sum(one.num_pieces(self.leaf_bytes) for one in self.written(task))
+        """Return the number of digests that a task reports."""
+        return sum(written.num_pieces(self.leaf_bytes) for written in self.written(task))
 
     def part_elements(self, task: int, memory_bytes: int) -> int:
-        """Elements of the parts that a task is made in, to hold at most `memory_bytes`; 0: it is made at once.
+        """Return the elements per part so that a task holds at most `memory_bytes`; 0: it is made at once.
 
         Order: after `check_budget`: the smallest part fits.
         """
@@ -92,12 +92,12 @@ class Job:
         return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
 
     def part_bytes(self, task: int, num_part: int) -> int:
-        """Host memory of a task that is made in parts of so many elements."""
+        """Return the host memory of a task that is made in parts of `num_part` elements."""
         ((index, _, _),) = self.tasks.entries(task)
         return _part_bytes(self.recipes[index], self.held_to, num_part)
 
     def check_budget(self, memory_bytes: int, what: str) -> None:
-        """BudgetTooSmall where the largest task needs more than `memory_bytes`."""
+        """Raise BudgetTooSmall if the largest task needs more than `memory_bytes`."""
         if not len(self.tasks):
             return
         largest = int(self.least_bytes.argmax())
@@ -119,13 +119,16 @@ def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, ta
 
 
 def _part_bytes(recipe: Recipe, held_to: Sequence[int], num_part: int) -> int:
-    """What a part of so many elements holds: of each input, out to the ends of leaves, of the outputs, and what a chain
-    keeps of one part for the next."""
+    """Return the memory of a part of `num_part` elements: its inputs out to whole leaves, its outputs, and the rest of
+    one part that a chain keeps for the next."""
     num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
-    given = sum(num_part * one.spec.dtype.bits // 8 + 2 * held_to[one.source] for one in recipe.inputs)
-    _, made = recipe.nbytes(0, recipe.num_rows)
-    kept = num_part * recipe.inputs[0].spec.dtype.bits // 8
-    return given + kept + -(-made * num_part // num_elements) + LEAF_BYTES * len(recipe.outputs)
+    input_bytes = sum(
+        num_part * source_input.spec.dtype.bits // 8 + 2 * held_to[source_input.source]
+        for source_input in recipe.inputs
+    )
+    _, output_bytes = recipe.nbytes(0, recipe.num_rows)
+    between_bytes = num_part * recipe.inputs[0].spec.dtype.bits // 8
+    return input_bytes + between_bytes + -(-output_bytes * num_part // num_elements) + LEAF_BYTES * len(recipe.outputs)
 
 
 def plan_job(
@@ -136,21 +139,22 @@ def plan_job(
     shard_bytes: int = SHARD_BYTES,
     leaf_bytes: int = LEAF_BYTES,
     verify: bool = True,
-    words: Sequence[Word] = (),
+    operation_specs: Sequence[OperationSpec] = (),
 ) -> Job:
-    """Decide all of a conversion.
+    """Plan a conversion.
 
     Args:
-        operation: what is done.
+        operation: the operation on all sources.
         sources: manifests of its sources, in its order.
         task_bytes: see `plan.cuts.cut`.
-        shard_bytes: files of at most so many bytes.
+        shard_bytes: largest size of an output file.
         leaf_bytes: of the output's digests.
-        verify: hold what is read to the sources' digests, where they have any.
-        words: what the operation was made of: a user's may leave some of them out of its name.
+        verify: compare what is read with the sources' digests, where they have any.
+        operation_specs: specs that made the operation: a user's operation may leave some options out of its name.
 
     Raises:
-        PlanError: see `Operation.recipes`; or torch has no dtype for what is computed with. ConfigError: of the words.
+        PlanError: see `Operation.recipes`; or torch has no dtype for a tensor to compute with.
+        ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
@@ -159,17 +163,19 @@ def plan_job(
             raise PlanError(message, tensor=spec.name, hint="leave it out before: `rename` it to nothing")
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     files = lay_out(specs, shard_bytes=shard_bytes)
-    held_to = tuple(one.leaf_bytes if verify and one.leaves is not None else 0 for one in sources)
-    told = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
+    held_to = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
+    key_parts = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
     try:
-        told.append(msgspec.msgpack.encode(words).hex())
+        key_parts.append(msgspec.msgpack.encode(operation_specs).hex())
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{operation.name}: its words are not plain values: {error}") from error
     for manifest in sources:
-        told += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
+        key_parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
+    # The number changes whenever the same request would be cut or computed differently: old journals are then ignored.
     digest = blake3(b"penstock job 5\0")
-    for word in told:
-        digest.update(len(word.encode()).to_bytes(8, "little") + word.encode())
+    # Each part is preceded by its length: otherwise "ab" + "c" and "a" + "bc" would give one key to two jobs.
+    for part in key_parts:
+        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     digest.update(canonical(files.table, name_order(files.table)))
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
     row_of = {name: row for row, name in enumerate(files.table.names)}
@@ -179,6 +185,7 @@ def plan_job(
     memory_bytes = read.sum(axis=1) + tasks.out_bytes
     least_bytes = memory_bytes.copy()
     if isinstance(operation, Streamed):
+        # Only large tasks can exceed a budget; the small ones, perhaps hundreds of thousands, need no second estimate.
         for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
             if unit := _part_unit(operation, recipes, tasks, task):
                 recipe = recipes[int(tasks.recipe[tasks.first[task]])]

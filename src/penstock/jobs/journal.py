@@ -1,10 +1,10 @@
-"""What is done of a job, on disk: finished tasks with the digests of what they wrote.
+"""The journal of a job on disk: its finished tasks, with the digests of the bytes they wrote.
 
-In: ends of tasks. Out: what an earlier run had done of the same job, and the leaves of the output.
-Not here: the bytes (`storage.output`), whether they are still there (`resume`).
+In: finished tasks. Out: tasks that an earlier run of the same job finished, and the leaves of the output.
+Not here: the bytes (`storage.output`), whether they are still on disk (`publish`).
 
-    {"job": key}                     one line each, appended, never synced: what a crash left of it is held to
-    {"task": 7, "digests": "<hex>"}  the bytes, and from the first line that cannot be read on nothing was done
+    {"job": key}                     one line each, appended, never synced: after a crash the bytes on disk are
+    {"task": 7, "digests": "<hex>"}  compared with it, and everything from the first unreadable line on is ignored
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 
 
 class Journal:
-    """Append-only, of one job. One thread writes it; while it is open nobody else opens it.
+    """An append-only file of one job. One thread writes it; an exclusive lock keeps other processes out.
 
     Args:
         path: of the file; made if it is not there.
@@ -52,18 +52,21 @@ class Journal:
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.done, self.kept = path, dict[int, U64](), frozenset[int]()
+        self.path = path
+        self.done = dict[int, U64]()
+        self.kept = frozenset[int]()
         with typed(path):
             self._fd = _locked(path)
             try:
                 self._read(key)
             except BaseException:
-                if not os.fstat(self._fd).st_size:  # no room even for its first line: nobody can go on with it
+                if not os.fstat(self._fd).st_size:  # the disk is too full even for its first line: it is of no use
                     self.remove()
                 os.close(self._fd)
                 raise
 
     def _read(self, key: str) -> None:
+        # A crash can leave half a line, or blocks of zeros: the lines before it are good, and only they are kept.
         whole = 0
         with suppress(msgspec.DecodeError, ValueError), open(self._fd, "rb", closefd=False) as file:
             for line in file:
@@ -71,7 +74,8 @@ class Journal:
                     break
                 if not whole:
                     if _HEAD.decode(line).job != key:
-                        raise DestinationError("the journal is of another job", uri=str(self.path), hint="remove it")
+                        message = "the journal belongs to another job"
+                        raise DestinationError(message, uri=str(self.path), hint="remove it")
                     whole = len(line)
                     continue
                 entry = _ENTRY.decode(line)
@@ -82,7 +86,7 @@ class Journal:
             self._write(msgspec.json.encode(_Head(job=key)) + b"\n")
 
     def add(self, task: int, digests: U64) -> None:
-        """A task has written its bytes. DiskFull, DestinationError."""
+        """Record a task that has written its bytes. DiskFull, DestinationError."""
         self.done[task] = digests
         line = msgspec.json.encode(_Entry(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
         with typed(self.path):
@@ -93,18 +97,20 @@ class Journal:
             raise DiskFull("cannot write: part of a line was written", uri=str(self.path))
 
     def forget(self, tasks: Mapping[int, object]) -> None:
-        """These did not last: write the journal anew without them."""
-        kept = {task: digests for task, digests in self.done.items() if task not in tasks}
+        """Rewrite the journal without these tasks, whose bytes are no longer what they wrote."""
+        lasting = {task: digests for task, digests in self.done.items() if task not in tasks}
+        # In place, not by a rename: the lock belongs to this file, and another process could open a new one.
+        # A crash in between only forgets finished tasks, which are then run again.
         with typed(self.path):
             head = os.pread(self._fd, 4096, 0).partition(b"\n")[0] + b"\n"
             os.ftruncate(self._fd, 0)
             self._write(head)
         self.done = {}
-        for task, digests in kept.items():
+        for task, digests in lasting.items():
             self.add(task, digests)
 
     def remove(self) -> None:
-        """The job is done, or nothing of it: the file goes."""
+        """Delete the file: the job is published, or no task of it is done."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -115,7 +121,7 @@ class Journal:
 
 
 class Notes(Journal):
-    """The same of a job whose output does not outlive its coordinator: nothing is written."""
+    """A journal in memory, for a job whose output does not outlive its coordinator."""
 
     def __init__(self) -> None:
         self.done, self.kept, self._fd = dict[int, U64](), frozenset[int](), -1
@@ -131,10 +137,11 @@ def _locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.stat(path) if path.exists() else None
+            # The lock was taken on an open file, but the path may name another one by now: see below.
+            at_path = os.stat(path) if path.exists() else None
         except BlockingIOError as error:
             os.close(fd)
             raise DestinationError("another process runs this very job", uri=str(path), hint="wait for it") from error
-        if found is not None and os.path.samestat(found, os.fstat(fd)):
+        if at_path is not None and os.path.samestat(at_path, os.fstat(fd)):
             return fd
-        os.close(fd)  # who had it was done, and removed it
+        os.close(fd)  # the process that had it finished and removed the file between our open and our lock: try again

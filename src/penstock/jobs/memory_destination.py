@@ -1,6 +1,6 @@
-"""Memory as a conversion's destination: what is made lies where it is used from, and was never on a disk.
+"""Memory as a conversion's destination: the result is written where it is used from, and never to a disk.
 
-In: a job in one file. Out: its bytes in memory of the memory destination's, shown whole.
+In: a job in one file. Out: its bytes in memory that the destination owns, visible once they are complete.
 Not here: whose memory that is (`keeper.keeper`), the job's run (`convert`), directories and object stores (`storage`).
 """
 
@@ -21,21 +21,21 @@ from penstock.types import Manifest
 SCHEME = "keeper:"
 """Of a memory destination's `uri`, and of a destination on a command line."""
 ONE_FILE = 1 << 62
-"""`shard_bytes` of a job whose result is one piece of memory."""
+"""`shard_bytes` of a job whose result is one region of memory."""
 
 
 @runtime_checkable
 class MemoryDestination(Protocol):
-    """Memory of this host that results are made in.
+    """Memory of this host that a conversion writes its result to.
 
     Attributes:
-        uri: what reports and errors call it.
+        uri: its name in reports and errors.
     """
 
     uri: str
 
     def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
-        """Make room for the job's one file, have it filled, and show it: all at once, or nothing is left of it.
+        """Allocate memory for the job's one file, have it filled, and publish it: completely, or not at all.
 
         Args:
             fill: to be called once, with a path that processes of this user and host write to.
@@ -47,17 +47,18 @@ class MemoryDestination(Protocol):
 
 
 def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes], None]) -> str:
-    """Have a job run into a memory destination: the result's revision.
+    """Run a job into a memory destination; return the result's revision.
 
     Args:
-        run: has every task done, told where to write and where to note it; raises if a source changed meanwhile.
+        run: runs every task, given the output and the notes of finished tasks; raises if a source changed meanwhile.
 
     Raises:
         ConfigError: the result is not one piece. See `MemoryDestination.take`.
     """
     if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
         raise ConfigError(f"{target.uri} takes one weight set, and {job.operation.name} gives several", uri=target.uri)
-    made: list[Manifest] = []
+    # `take` returns nothing and may wrap the call in code of its own, so the manifest leaves `make` through a list.
+    manifests: list[Manifest] = []
 
     def make(path: Path) -> Manifest:
         out, notes = OutputRegion(path, job.files.table), Notes()
@@ -67,10 +68,11 @@ def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes
             manifest = manifest_of(job, notes, out)
         finally:
             out.close()
+        # Inside `take`: an operation that rejects the result must do so before anyone can see that memory.
         if isinstance(job.operation, Attested):
             job.operation.check(manifest)
-        made.append(manifest)
+        manifests.append(manifest)
         return manifest
 
     target.take(job, make)
-    return made[0].revision
+    return manifests[0].revision

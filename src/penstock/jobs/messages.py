@@ -1,4 +1,4 @@
-"""What the coordinator of a job and its workers say: typed values, msgpack, framed by their length, on one socket.
+"""Messages between the coordinator of a job and its workers: typed values in msgpack, framed by length, on a socket.
 
 In / Out: frozen structs; decoding refuses unknown fields and frames past their bound.
 Not here: who sends them (`coordinator`, `jobs.workers.worker`).
@@ -21,23 +21,23 @@ from penstock.net.limits import ConnectionLimits, descriptor_limit
 from penstock.net.listener import GuardedListener
 
 MAX_FRAME_BYTES = 64 << 20
-"""A task's digests are 8 bytes a leaf: this is one of two terabytes."""
+"""A task's digests are 8 bytes a leaf: this is enough for a task of two terabytes."""
 HELLO_BYTES = 4096
-"""Of a message of somebody who has not yet said who they are."""
+"""Longest message of a peer that has not identified itself."""
 HELLO_S = 5.0
-"""Within which a connection must say who it is."""
+"""Time within which a new connection must send its `Hello`."""
 EXECUTORS = ("fetch", "place", "compute", "send")
 """Of a worker, in the order of a task's way through them."""
 
 
-class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="words"):
-    """A job in words, from which every process makes the same `Job`."""
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="job"):
+    """The specification of a job, from which every process plans the same `Job`."""
 
     sources: tuple[str, ...]
     operation: tuple[dict[str, object], ...]
-    """Operations one after the other, each `{"op": name, ...}`; see `words`."""
+    """Operations one after the other, each `{"op": name, ...}`; see `operations.spec`."""
     key: str
-    """Of the job these words gave where it was planned: a worker that gets another job refuses."""
+    """Key of the job that the coordinator planned: a worker whose plan has another key refuses to work."""
     directory: str
     task_bytes: int
     shard_bytes: int
@@ -47,17 +47,17 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stall_s: float
     storage_options: dict[str, str] = {}
     verify: bool = True
-    """Whether what is read is held to the digests that the sources have."""
+    """Whether what is read is compared with the digests that the sources have."""
     trace: bool = False
     """Whether beats are to bring spans."""
-    asks_held: bool = False
-    """Whether workers are to say what their caches hold: they may be on several hosts."""
+    reports_cached: bool = False
+    """Whether workers report the tasks whose input their cache has: they may be on several hosts."""
     in_memory: bool = False
-    """Whether `directory` is one piece of memory."""
+    """Whether `directory` is one region of memory."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
-    """A worker is there. It shows what it was started with, since anybody may connect."""
+    """The first message of a worker. It shows the secret it was started with, since any process may connect."""
 
     worker: str
     secret: str
@@ -65,17 +65,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ready"):
-    """It has planned the job, and can work."""
+    """The worker has planned the job and can take tasks."""
 
     key: str
     at: str = ""
-    """What it shares with workers that read through the same cache; empty: it reads through none."""
+    """Identity of the cache that the worker reads through, equal for all workers that share it; empty: none."""
     holds: list[int] = []
-    """Tasks most of whose input is in that."""
+    """Tasks that have most of their input in that cache."""
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="began"):
-    """The operation runs on a task now: what to blame if the worker is lost."""
+    """The operation runs on a task now: the task to blame if the worker is lost."""
 
     task: int
 
@@ -88,16 +88,16 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """uint64, little endian: of its pieces, in order."""
     fetched_bytes: int = 0
     asked_bytes: int = 0
-    """As of `Beat`, when it ended: what a worker that dies has read for nobody is all that is not known."""
+    """The counts of `Beat` when the task ended: if the worker dies, only what it read for unfinished tasks is lost."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="beat"):
-    """How far it is."""
+    """A worker's progress and statistics, sent every `BEAT_S`."""
 
     moved_bytes: int
     """Read and written so far."""
     num_reports: int = 0
-    """Times that the operation said that it gets on."""
+    """Progress reports of the operation so far."""
     fetched_bytes: int = 0
     """Read from the sources; through a cache whole chunks, headers too."""
     asked_bytes: int = 0
@@ -109,11 +109,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     spans: list[Span] = []
     """Of the trace, since the last beat."""
     clock: float = 0.0
-    """`time.perf_counter()` when it was said: spans' clock is that of the worker's host."""
+    """`time.perf_counter()` of the worker's host when this was sent: spans are measured by the same clock."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="failure"):
-    """It cannot go on."""
+    """The error that stopped the worker."""
 
     kind: str
     """Name of the error's class in `penstock.errors`."""
@@ -126,18 +126,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="work"):
-    """Tasks to do, in order; and some that it need not begin."""
+    """Tasks to run, in order; and tasks that the worker may skip."""
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[int, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stop"):
-    """Finish: nothing is left to do."""
+    """Request to finish: no task is left."""
 
 
 FromWorker = Hello | Ready | Began | Done | Beat | Failure
-ToWorker = Words | Work | Stop
+ToWorker = JobSpec | Work | Stop
 T = TypeVar("T")
 
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -152,16 +152,18 @@ class Wire:
     """
 
     def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._socket, self.max_frame_bytes = connection, max_frame_bytes
+        self._socket = connection
+        self.max_frame_bytes = max_frame_bytes
+        # Executor threads send results while another thread sends beats: two frames must not interleave.
         self._sending = threading.Lock()
         self._came = bytearray()
 
     def fileno(self) -> int:
-        """Of the socket, to select on."""
+        """Return the socket's descriptor, for a selector."""
         return self._socket.fileno()
 
     def send(self, message: FromWorker | ToWorker) -> None:
-        """Send it whole. PeerLost when the other side is gone."""
+        """Send a complete message. PeerLost if the other side is gone."""
         raw = msgspec.msgpack.encode(message)
         with self._sending:
             try:
@@ -170,21 +172,21 @@ class Wire:
                 raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Return whether something came within `timeout_s`."""
+        """Return whether bytes can be read within `timeout_s`."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def from_worker(self) -> list[FromWorker]:
-        """Return what came of a worker; none: part of a message. It does not wait where something came.
+        """Return the messages received from a worker; none if a message is still incomplete. Waits for the first byte.
 
         Raises:
-            PeerLost: it has ended. FormatError: what came is no message.
+            PeerLost: the worker has ended. FormatError: the bytes are not a message.
         """
         return self._decoded(_FROM_WORKER)
 
     def to_worker(self) -> list[ToWorker]:
-        """Return what came of the coordinator; see `from_worker`."""
+        """Return the messages received from the coordinator; see `from_worker`."""
         return self._decoded(_TO_WORKER)
 
     def _decoded(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
@@ -195,31 +197,32 @@ class Wire:
         if not part:
             raise PeerLost("a process of the job is gone")
         self._came += part
-        found = []
+        messages = []
         while len(self._came) >= 4:
             stop = 4 + int.from_bytes(self._came[:4], "little")
+            # Checked on the length alone: waiting for such a frame would let the peer fill this process's memory.
             if stop > 4 + self.max_frame_bytes:
-                raise FormatError(f"a message of {stop - 4} bytes")
+                raise FormatError(f"a message of {stop - 4} bytes exceeds the limit of {self.max_frame_bytes}")
             if len(self._came) < stop:
                 break
             try:
-                found.append(decoder.decode(bytes(self._came[4:stop])))
+                messages.append(decoder.decode(bytes(self._came[4:stop])))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise FormatError(f"not a message of a job: {error}") from error
             del self._came[:stop]
-        return found
+        return messages
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         self._socket.close()
 
 
 def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
-    """Listen for workers within the limits of every listener; and what workers are told of the address.
+    """Listen for workers within the limits of every listener; return the listener and the address for workers.
 
     Args:
-        host: address of this host; None: they are all here, as processes of this user.
-        name: unlike that of any other job.
+        host: address of this host; None: all workers are processes of this user on this host.
+        name: a name that no other job has.
     """
     # Half of the descriptors: the rest of this process needs some, too.
     limits = replace(ConnectionLimits.for_descriptors(descriptor_limit() // 2), head_s=HELLO_S)
@@ -227,18 +230,20 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
         bound = socket.create_server((host, 0))
         address = f"tcp:{host}:{bound.getsockname()[1]}"
     else:
-        # A name without a file: nothing of it remains, however the coordinator ends. It has no mode either, so the
-        # listener looks at the user of each connection.
-        bound, told = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
-        bound.bind(f"\0{told}")
-        address = f"unix:{told}"
+        # An abstract name without a file: nothing of it remains, however the coordinator ends. It has no file mode
+        # either, so the listener checks the user of each connection.
+        bound, socket_name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
+        bound.bind(f"\0{socket_name}")
+        address = f"unix:{socket_name}"
     listener = GuardedListener(bound, Admission(limits, name="job"))
     listener.listen()
     return listener, address
 
 
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:
-    """Let a connection to another host end once that is silent for `stall_s`."""
+    """Set a connection to another host to fail once that host is silent for `stall_s`."""
+    # A host that loses power sends no FIN. Keep-alive finds that on an idle connection, TCP_USER_TIMEOUT while data is
+    # unacknowledged; by the kernel's defaults the first takes two hours and the second a quarter of one.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_s / 3)))

@@ -1,6 +1,6 @@
-"""How long the tasks of a job should take on the machine at hand.
+"""Prediction of a job's duration on this machine.
 
-In: tasks, the devices of workers, rates. Out: seconds by the simulation, and what they rest on; or why there are none.
+In: tasks, the devices of workers, rates. Out: seconds by the simulation and their basis; or why there are none.
 Not here: the simulation (`plan.simulate_convert`), measuring rates (`penstock doctor --calibrate`).
 """
 
@@ -20,40 +20,41 @@ from penstock.plan.simulate_convert import simulate_convert
 from penstock.storage import is_remote
 
 _MODELS = {"H200": "h200", "H100": "h100"}
-"""What a GPU's name holds, and the cluster whose GPUs are such."""
+"""Part of a GPU's name -> the cluster description with that GPU."""
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A directory for each GPU. Source: README of NVIDIA's Linux driver, "The /proc Interface"."""
 
 
 Predicted = tuple[float | None, str]
-"""Seconds, from the first worker's readiness to the last task's end, and what they rest on; or why there are none."""
+"""Seconds from the first worker's readiness to the last task's end, and their basis; or None and the reason."""
 
 
 def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str], rates: Rates | None) -> Predicted:
     """Predict a run.
 
     Args:
-        job: what tasks are of.
+        job: the planned job.
         kept: tasks that are done already.
-        uris: what is read, and what is written.
-        devices: of each worker, where they are of this host; else none.
-        rates: of this machine's stages; None: those known of its GPUs.
+        uris: of the sources and of the destination.
+        devices: the device of each worker, if they are on this host; else none.
+        rates: of this machine's stages; None: the known rates of its GPUs.
     """
     rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
     if not len(rows):
         return None, "nothing was left to do"
+    # A store's rate depends on the network and on its other users: a guess would look like a measurement.
     if away := next((uri for uri in uris if is_remote(uri)), None):
         return None, f"no rate is known of {away}"
-    found = _machine(devices, rates) if devices else "no rates are known of other hosts"
-    if isinstance(found, str):
-        return None, found
+    machine = _machine(devices, rates) if devices else "no rates are known of other hosts"
+    if isinstance(machine, str):
+        return None, machine
     read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
-    made = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *found, depth=depth)
-    return made.predicted_s, f"the rates of {found[1].name}, a disk that keeps up"
+    simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *machine, depth=depth)
+    return simulated.predicted_s, f"the rates of {machine[1].name}, a disk that keeps up"
 
 
 def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
-    """This host as a cluster of a worker each, and the rates of its stages; or why that is not known."""
+    """Return this host as a cluster with one GPU for each worker, and its rates; or why they are not known."""
     count = len(devices)
     if all(device == "cpu" for device in devices):
         if rates is None:
@@ -75,9 +76,9 @@ def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
 
 
 def _gpus() -> set[str]:
-    """Models of this host's NVIDIA GPUs, as the driver says them: CUDA is not woken for it."""
-    found = set()
+    """Return the models of this host's NVIDIA GPUs from /proc: initialising CUDA for it would take seconds."""
+    models = set()
     for path in GPUS.glob("*/information"):
         facts = dict(line.partition(":")[::2] for line in path.read_text(encoding="utf-8").splitlines())
-        found.add(facts.get("Model", "").strip())
-    return found
+        models.add(facts.get("Model", "").strip())
+    return models

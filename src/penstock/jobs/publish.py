@@ -1,6 +1,6 @@
-"""What became of a job: bytes of earlier runs held to their digests, the manifest, the small files beside weights.
+"""Results of a job: checks of what earlier runs wrote, the manifest, and the small files next to the weights.
 
-In: a job, its journal, its output. Out: a journal that is true; a `Manifest`; files by name.
+In: a job, its journal, its output. Out: a journal that matches the disk; a `Manifest`; files by name.
 Not here: the run (`coordinator`), publishing (`convert`).
 """
 
@@ -32,17 +32,17 @@ from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
 STAMP = "penstock.job"
-"""Beside a result: which job made it. The same call, made again, then finds its own result and is done."""
+"""File in a result that names the job. If the same call is made again, it finds its own result and returns."""
 METADATA = {"format": "pt"}
-"""Of every file: what transformers asks for."""
+"""Metadata of every file: transformers asks for it."""
 _CONFIG = "config.json"
 _SMALL = re.compile(
     r"\.(json|txt|model|jinja|tiktoken|py|bpe|vocab|spm|yaml)$|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
     r"(?!.*(safetensors|bin|pt|pth|gguf|onnx)$)"
 )
-"""What is copied along: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, model code."""
+"""Names of files that are copied: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, code."""
 _MAX_SMALL_BYTES = 64 * MIB
-"""Longest configuration or tokenizer that is copied along."""
+"""Largest configuration or tokenizer that is copied."""
 
 
 def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
@@ -54,22 +54,22 @@ def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None
 
 
 def check_repeated(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> None:
-    """Read back tasks that were run more than once. Order: once nobody writes any more.
+    """Read back tasks that were run more than once. Order: after the last worker has stopped writing.
 
     Raises:
-        OperationFailed: their runs gave different bytes, which lie over each other.
+        OperationFailed: the runs gave different bytes, and the output is a mixture of them.
     """
     if lost := _lost(job, journal, out, tasks):
         recipe = job.recipes[next(job.tasks.entries(lost[0]))[0]]
         raise OperationFailed(
-            f"{job.operation.name} gave other bytes when it ran on a task again",
+            f"{job.operation.name} returned different bytes when it ran on a task again",
             tensor=recipe.outputs[0].spec.name,
-            hint="it must give the same for the same inputs, on all devices at once",
+            hint="it must return the same bytes for the same inputs, on every device that a job uses",
         )
 
 
 def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> list[int]:
-    """Return those of the tasks whose bytes are not those of their digests."""
+    """Return the tasks whose bytes on disk do not match their digests."""
 
     def lasted(task: int) -> bool:
         return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
@@ -80,12 +80,12 @@ def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> l
 
 
 def _digests_of(job: Job, task: int, out: OutputSet) -> U64:
-    found = []
-    for one in job.written(task):
-        at = int(job.files.table.offset[one.row])
-        for start, stop in one.pieces(job.leaf_bytes):
-            found.append(_digest(out, int(job.files.table.file_index[one.row]), at + start, stop - start))
-    return np.array(found, np.uint64)
+    digests = []
+    for written in job.written(task):
+        at = int(job.files.table.offset[written.row])
+        for start, stop in written.pieces(job.leaf_bytes):
+            digests.append(_digest(out, int(job.files.table.file_index[written.row]), at + start, stop - start))
+    return np.array(digests, np.uint64)
 
 
 def _digest(out: OutputSet, file: int, offset: int, nbytes: int) -> int:
@@ -96,7 +96,7 @@ def _digest(out: OutputSet, file: int, offset: int, nbytes: int) -> int:
 
 
 class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a result says of the job that made it, in `STAMP`."""
+    """The content of `STAMP`: the job that made a result, and the result's revision."""
 
     job: str
     revision: str
@@ -111,10 +111,10 @@ def stamp(job: Job, revision: str) -> bytes:
 
 
 def published(job: Job, into: str, settings: Settings, storage_options: Mapping[str, str] | None) -> str | None:
-    """Revision of what is at the destination, if this very job put it there; None: it is another's, or nothing.
+    """Return the revision at the destination if this very job wrote it; None: another job did, or nothing is there.
 
-    The key stands for the operation and its words, the sources' revisions, files and identities, and the sizes. The
-    files beside it must be those of the manifest: their bytes are compared by `penstock verify`, not here.
+    The key covers the operation and its options, the sources' revisions, files and identities, and the sizes. The
+    files next to it must be those of the manifest: `penstock verify` compares their bytes, this function does not.
     """
     place, options = into.rstrip("/"), storage_options
     raw = read_small(f"{place}/{STAMP}", settings=settings, storage_options=options)
@@ -122,10 +122,10 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
     if raw is None or manifest is None:
         return None
     try:
-        said, there = _STAMP.decode(raw), decode(manifest, uri=into)
+        mark, there = _STAMP.decode(raw), decode(manifest, uri=into)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError, IntegrityError):
-        return None  # then something else is there, and stays
-    if said.job != job.key or said.revision != there.revision:
+        return None  # something else is there: it stays, and the call fails before it writes
+    if mark.job != job.key or mark.revision != there.revision:
         return None
     table = job.files.table
     row_of = {name: row for row, name in enumerate(there.tensors.names)}  # a manifest has an order of its own
@@ -134,7 +134,7 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
     if not np.array_equal(there.tensors.nbytes[[row_of[name] for name in table.names]], table.nbytes):
         return None
     if is_remote(into):
-        return there.revision  # the manifest came last
+        return there.revision  # an upload writes the manifest last, so the files before it are complete
     paths = [Path(local_path(place), file.name) for file in there.files]
     is_whole = all(
         path.is_file() and path.stat().st_size == file.nbytes for path, file in zip(paths, there.files, strict=True)
@@ -143,25 +143,26 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
 
 
 def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
-    """Digests of the output's leaves, and which are known: those that one task wrote whole."""
+    """Return the digests of the output's leaves, and which of them are known: those that one task wrote whole."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
     for task in range(len(job.tasks)):
         digests = iter(journal.done[task].tolist())
-        for one in job.written(task):
-            for start, stop in one.pieces(leaf_bytes):
+        for written in job.written(task):
+            for start, stop in written.pieces(leaf_bytes):
                 digest = next(digests)
-                whole = min((start // leaf_bytes + 1) * leaf_bytes, int(table.nbytes[one.row]))
+                whole = min((start // leaf_bytes + 1) * leaf_bytes, int(table.nbytes[written.row]))
                 if start % leaf_bytes == 0 and stop == whole:
-                    at = int(first[one.row]) + start // leaf_bytes
+                    at = int(first[written.row]) + start // leaf_bytes
                     leaves[at], is_known[at] = digest, True
     return leaves, is_known
 
 
 def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
-    """Return the output's, from what tasks said; leaves that no one task wrote whole are read back."""
+    """Return the output's manifest from the tasks' digests; leaves that several tasks wrote are read back."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
+    # A digest of a leaf cannot be made of digests of its parts; there are at most two such leaves for each task.
     leaves, is_known = _leaves(job, journal)
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     for at in np.flatnonzero(~is_known).tolist():
@@ -188,7 +189,7 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
 
 
 def check_unchanged(weights: WeightSet) -> None:
-    """SourceChanged if a local file is another than when the job began: what workers opened later is it, too."""
+    """Raise SourceChanged if a local file was replaced since the job began: workers may have opened the new one."""
     for source in weights.sources:
         if isinstance(source, FileSource):
             source.check_unchanged()
@@ -197,43 +198,45 @@ def check_unchanged(weights: WeightSet) -> None:
 def config_of(
     uri: str, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> bytes | None:
-    """Return the result's `config.json`: that of a source as the operation changes it; None where the source has none.
+    """Return the result's `config.json`: that of a source, changed by the operation; None if the source has none.
 
-    Order: before anything else is read, so that what is wrong with it does not cost a conversion.
+    Order: before anything else is read, so that an error in it does not cost a whole conversion.
 
     Raises:
-        FormatError: the source's is no object of JSON. OperationFailed: the operation's `config` raised, or gave none.
+        FormatError: the source's file is not a JSON object.
+        OperationFailed: the operation's `config` raised, or returned no mapping.
     """
     listed = list_uris(uri, settings=settings, storage_options=storage_options)
-    at = next((one for one in listed if one.rpartition("/")[2] == _CONFIG), None)
+    at = next((file for file in listed if file.rpartition("/")[2] == _CONFIG), None)
     raw = None if at is None else read_small(at, settings=settings, storage_options=storage_options)
     if raw is None:
         return None
     try:
         config = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = f"it is not an object of JSON: {error}"
+        message = f"it is not a JSON object: {error}"
         raise FormatError(message, uri=at, hint="repair it, or convert a directory without it") from error
     try:
-        made = msgspec.json.encode(dict(operation.config(config)))
+        encoded = msgspec.json.encode(dict(operation.config(config)))
     except PenstockError:
         raise
-    except Exception as error:
+    except Exception as error:  # any error: `config` may be a user's code
         message = f"{operation.name}: its config() failed on {_CONFIG}: {type(error).__name__}: {error}"
         raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
-    return msgspec.json.format(made, indent=2)
+    return msgspec.json.format(encoded, indent=2)
 
 
 def small_files(
     uri: str, config: bytes | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> dict[str, bytes]:
-    """Tokenizer and other small files of a source, and the configuration that `config_of` gave."""
-    found: dict[str, bytes] = {} if config is None else {_CONFIG: config}
-    for one in list_uris(uri, settings=settings, storage_options=storage_options):
-        name = one.rpartition("/")[2]
+    """Return the tokenizer and other small files of a source, and the configuration that `config_of` returned."""
+    files: dict[str, bytes] = {} if config is None else {_CONFIG: config}
+    for file in list_uris(uri, settings=settings, storage_options=storage_options):
+        name = file.rpartition("/")[2]
+        # The source's index names the source's shards: the result has an index of its own.
         if name == _CONFIG or not _SMALL.search(name) or name.endswith(".safetensors.index.json"):
             continue
-        raw = read_small(one, settings=settings, storage_options=storage_options)
+        raw = read_small(file, settings=settings, storage_options=storage_options)
         if raw is not None and len(raw) <= _MAX_SMALL_BYTES:
-            found[name] = raw
-    return found
+            files[name] = raw
+    return files

@@ -1,4 +1,4 @@
-"""What a conversion did: bytes read and verified, tasks, seconds beside those predicted, each worker.
+"""Report of a conversion: bytes read and verified, tasks, measured and predicted seconds, each worker.
 
 In: measurements of a run. Out: a frozen value.
 Not here: the run (`convert`), how it is printed (`cli.convert`).
@@ -17,10 +17,10 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport(Summarised):
-    """What a conversion did."""
+    """The measurements of one conversion."""
 
     uri: str
-    """Where the result is."""
+    """The destination."""
     revision: str
     operation: str
     num_tensors: int
@@ -29,34 +29,34 @@ class ConvertReport(Summarised):
     read_bytes: int
     """Of the tasks done in this run, as planned; where they are verified, out to the ends of leaves."""
     verified_bytes: int
-    """Of these, those that were held to the digests of their source's manifest."""
+    """Of these, those that were compared with the digests of their source's manifest."""
     fetched_bytes: int
     """Read from the sources by this process and its workers; through a cache whole chunks, headers too."""
     held_bytes: int
-    """What else was read: from the caches of their hosts."""
+    """Read from the caches of the workers' hosts instead."""
     num_tasks: int
     num_resumed: int
     """Tasks that an earlier run had done."""
     num_stolen: int
     num_twice: int
     num_workers: int
-    """That were to run at once."""
+    """Workers that ran at the same time."""
     wall_s: float
     start_s: float
     """Of these, to the first worker's readiness."""
     moving_s: float
     """Of these, from the first worker's readiness to the last task's end."""
     predicted_s: float | None
-    """What the simulation says that they take."""
+    """Duration by the simulation."""
     predicted_by: str
-    """What it goes by, or why there is no prediction."""
+    """The basis of the prediction, or why there is none."""
     busy_s: Mapping[str, float]
     """Per executor, summed over workers and their threads."""
     workers: tuple[WorkerStats, ...]
     peak_bytes: int
     """Most host memory that any worker's tasks held at once."""
     verified: bool
-    """All that was read of the sources, in this run and those before, was held to digests."""
+    """Everything that was read of the sources, in this run and earlier ones, was compared with digests."""
     left_out: tuple[str, ...]
     """Files of safetensors in the sources' directories that are not of their weight sets, and were not read."""
     why: str
@@ -75,28 +75,28 @@ class ConvertReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes read a second."""
+        """Return gigabytes read per second."""
         return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
 
     @property
     def end_s(self) -> float:
-        """Of `wall_s`, from the last task's end: the manifest, publishing, processes that end."""
+        """Return the seconds of `wall_s` after the last task's end: the manifest, publishing, ending processes."""
         return self.wall_s - self.start_s - self.moving_s
 
     @property
     def off_by(self) -> float | None:
-        """How much longer it took than was predicted, as a share: 0.1 is a tenth. None where nothing was."""
+        """Return the difference from the prediction as a share: 0.1 is a tenth longer. None without a prediction."""
         return self.moving_s / self.predicted_s - 1.0 if self.predicted_s and self.moving_s else None
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """Of each executor: threads busy at a time, as a mean over `num_workers` and `wall_s`."""
+        """Return the mean number of busy threads of each executor, over `num_workers` and `wall_s`."""
         return {name: busy_s / (self.wall_s * max(1, self.num_workers)) for name, busy_s in self.busy_s.items()}
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
     """Return what `ConvertReport.why` says."""
-    bare = [one.why_unverified for one in sources if one.why_unverified is not None]
+    bare = [weights.why_unverified for weights in sources if weights.why_unverified is not None]
     if not verify:
         return "verify=False"
     if bare:

@@ -1,8 +1,8 @@
-"""Words completed with what lies beside the sources, so that every worker is told the same.
+"""Defaults of operation specs, read from the files next to the sources, so that all workers get the same spec.
 
-In: an operation's words, its sources, opened. Out: words that say all: an adapter's configuration, heads, a delta, how
-sources are quantised.
-Not here: words of a command line (`cli.convert`), operations made of words (`jobs.operations.spec`).
+In: operation specs and their opened sources. Out: complete specs, with an adapter's configuration, heads, a delta, or
+the quantisation of sources.
+Not here: options of a command line (`cli.convert`), operations made from specs (`jobs.operations.spec`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.errors import FormatError, PlanError
 from penstock.jobs.operations.delta import FILE, decoded, delta_of, encoded
-from penstock.jobs.operations.spec import COMPUTES_WITH_ALL, Word
+from penstock.jobs.operations.spec import COMPUTES_WITH_ALL, OperationSpec
 from penstock.storage import read_small
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.stored import declared, find
@@ -26,30 +26,32 @@ from penstock.types import Manifest
 Options = Mapping[str, str] | None
 
 
-def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Settings, options: Options) -> list[Word]:
-    """Return the words, the first of them completed: it is the one that has all sources; and each `dequantise`.
+def completed(
+    specs: Sequence[OperationSpec], sources: Sequence[WeightSet], settings: Settings, options: Options
+) -> list[OperationSpec]:
+    """Return the specs with the first one completed (it reads all sources), and each `dequantise`.
 
     Raises:
-        PlanError: a file that it needs is not beside the source, or a delta is of another base.
-        FormatError: it is not what it should be. SourceError: of reading.
+        PlanError: a required file is not next to the source, or a delta is of another base.
+        FormatError: one of these files cannot be decoded. SourceError: it cannot be read.
     """
-    if not words:
+    if not specs:
         return []
-    first = dict(words[0])
+    first = dict(specs[0])
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
-        raw = _beside(sources[1].uri, "adapter_config.json", settings, options)
+        raw = _read_sibling(sources[1].uri, "adapter_config.json", settings, options)
         if raw is None:
             hint = "give adapter_config=..."
             raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
         first["adapter_config"] = _json(raw, sources[1].uri)
     if op == "lora-merge" and "tied" not in first and sources:
-        raw = _beside(sources[0].uri, "config.json", settings, options)
+        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
         first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
     if op == "reshard" and len(sources) > 1:
         _check_ranks(sources)
     if op == "reshard" and "heads" not in first and sources:
-        raw = _beside(sources[0].uri, "config.json", settings, options)
+        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
         first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
     elif op in {"delta", "delta-apply"}:
         if len(sources) != 2:
@@ -57,38 +59,40 @@ def completed(words: Sequence[Word], sources: Sequence[WeightSet], settings: Set
         base = _digested(sources[0])
         first["delta"] = _made(base, sources[1]) if op == "delta" else _read(base, sources[1], settings, options)
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
-        quantised = [_quantised(one, settings, options) for one in sources]
-        if any(one is not None for one in quantised):
+        quantised = [_quantised(source, settings, options) for source in sources]
+        if any(dequantise is not None for dequantise in quantised):
             first["dequantise"] = quantised
     return [
-        {**word, "quantization": _quantization(sources[0], settings, options)}
-        if word.get("op") == "dequantise" and "quantization" not in word and sources
-        else word
-        for word in (first, *words[1:])
+        {**spec, "quantization": _quantization(sources[0], settings, options)}
+        if spec.get("op") == "dequantise" and "quantization" not in spec and sources
+        else spec
+        for spec in (first, *specs[1:])
     ]
 
 
 def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
-    """Return the words of `dequantise` for a source; None: nothing of it is quantised."""
+    """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
     table = source.manifest.tensors
     config = _quantization(source, settings, options)
-    found = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
-    return {"quantization": config} if config is not None or found.any else None
+    stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
+    return {"quantization": config} if config is not None or stored.any else None
 
 
 def _quantization(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the `quantization_config` of a source; None: it has none."""
-    raw = _beside(source.uri, "config.json", settings, options)
-    said = None if raw is None else declared(_json(raw, source.uri))
-    if said is not None:
-        return dict(said)
-    for name in ("quantize_config.json", "hf_quant_config.json"):  # AutoGPTQ's and ModelOpt's own
-        if _beside(source.uri, name, settings, options) is not None:
+    raw = _read_sibling(source.uri, "config.json", settings, options)
+    config = None if raw is None else declared(_json(raw, source.uri))
+    if config is not None:
+        return dict(config)
+    # AutoGPTQ and ModelOpt write files of their own. A source that has only these must be refused by name: without a
+    # quantization_config its codes would be copied as if they were plain weights.
+    for name in ("quantize_config.json", "hf_quant_config.json"):
+        if _read_sibling(source.uri, name, settings, options) is not None:
             return {"quant_method": f"of {name}"}
     return None
 
 
-def _beside(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
+def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
     directory = uri.rpartition("/")[0] if uri.endswith(".safetensors") else uri.rstrip("/")
     where = f"{directory}/{name}" if directory else name
     return read_small(where, settings=settings, storage_options=options)
@@ -98,21 +102,21 @@ def _json(raw: bytes, uri: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"a configuration that is no object of JSON: {error}", uri=uri) from error
+        raise FormatError(f"a configuration file of this source is not a JSON object: {error}", uri=uri) from error
 
 
 _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
 
 
 def _check_ranks(sources: Sequence[WeightSet]) -> None:
-    """PlanError where sources are surely not the ranks in order: by the numbers in their names, or one is there twice.
+    """Raise PlanError if the sources cannot be the ranks in order: by numbers in their names, or one is given twice.
 
-    Names without a number say nothing: then the order is the caller's word.
+    Names without a number prove nothing: then the caller's order is used.
     """
-    found = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
-    for rank, (source, numbers) in enumerate(zip(sources, found, strict=True)):
+    ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
+    for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
         number, count = numbers[-1] if numbers else ("", "")
-        if all(found) and int(number) != rank:
+        if all(ranks) and int(number) != rank:
             hint = "give every rank once, in order: rank 0 first"
             raise PlanError(f"reshard: source {rank} is rank {int(number)} by its name: {source.uri}", hint=hint)
         if count and int(count) != len(sources) and len(sources) > 1:
@@ -126,21 +130,21 @@ def _check_ranks(sources: Sequence[WeightSet]) -> None:
 
 
 def _heads(config: dict[str, Any]) -> list[int]:
-    """Of queries and of keys, as transformers' configurations say them; none where they do not."""
-    told = config.get("text_config") or config
-    queries = told.get("num_attention_heads")
-    return [queries, told.get("num_key_value_heads") or queries] if queries else []
+    """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
+    text = config.get("text_config") or config
+    queries = text.get("num_attention_heads")
+    return [queries, text.get("num_key_value_heads") or queries] if queries else []
 
 
 def _tied(config: dict[str, Any]) -> bool | None:
-    """Whether embedding and head are one tensor, as transformers' configurations say it; None where they do not."""
+    """Return whether a transformers configuration ties embedding and head; None if it does not say."""
     text = config.get("text_config")
-    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
-    return None if said is None else bool(said)
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return None if tied is None else bool(tied)
 
 
 def _digested(source: WeightSet) -> Manifest:
-    """Its manifest with digests: as it has them, else read whole."""
+    """Return a source's manifest with digests; if it has none, read the whole source to compute them."""
     stated = source.manifest
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
@@ -150,12 +154,12 @@ def _made(base: Manifest, new: WeightSet) -> bytes:
 
 
 def _read(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
-    raw = _beside(delta.uri, FILE, settings, options)
+    raw = _read_sibling(delta.uri, FILE, settings, options)
     if raw is None:
         raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
-    told = decoded(raw)
-    if told.base != base.revision:
-        raise PlanError(f"the delta is of {told.base}, and the base is {base.revision}")
-    if told.leaf_bytes != LEAF_BYTES:
-        raise PlanError(f"the delta has leaves of {told.leaf_bytes} bytes, not {LEAF_BYTES}")
+    changes = decoded(raw)
+    if changes.base != base.revision:
+        raise PlanError(f"the delta is of {changes.base}, and the base is {base.revision}")
+    if changes.leaf_bytes != LEAF_BYTES:
+        raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, not {LEAF_BYTES}")
     return raw

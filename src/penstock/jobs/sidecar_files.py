@@ -1,4 +1,4 @@
-"""What lies beside the files of a result: manifests, configuration and tokenizer, what an operation adds.
+"""Sidecar files of a result: manifests, configuration and tokenizer, and files that an operation adds.
 
 In: a job, the manifest of all its outputs, small files of a source. Out: small files of the result, by path.
 Not here: the index (`storage.output`), which source's small files (`small_from`), writing them.
@@ -21,7 +21,7 @@ from penstock.types import Manifest
 
 @runtime_checkable
 class Attested(Protocol):
-    """An operation whose result is more than its tensors, or is known before it is made.
+    """An operation that adds files to its result, or that knows the result's revision beforehand.
 
     Attributes:
         small_from: the source whose configuration and tokenizer the result has.
@@ -30,11 +30,11 @@ class Attested(Protocol):
     small_from: int
 
     def files(self) -> Mapping[str, bytes]:
-        """More small files of the result."""
+        """Return additional small files of the result."""
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """IntegrityError where the result is not what it should be; nothing is published then."""
+        """Raise IntegrityError if the result is not the expected one; nothing is published then."""
         ...
 
 
@@ -44,26 +44,26 @@ def small_from(job: Job) -> int:
 
 
 def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return all sidecar files, once the operation has agreed to the result.
+    """Return all sidecar files, after the operation has checked the result.
 
-    Where it is several weight sets, each directory of one has small files and a manifest of its own; of files of
-    several sets in one directory, each file has its manifest, and the directory the small files. The manifest of all,
-    by paths, is at the root too: it says that the whole is there.
+    A result of several weight sets has small files and a manifest in the directory of each. If several sets share one
+    directory, each file has its own manifest, and the directory has the small files. The manifest of all sets, by
+    paths, is at the root too: it shows that the result is complete.
     """
-    made = dict(small)
+    in_each_set = dict(small)
     if isinstance(job.operation, Attested):
         job.operation.check(manifest)
-        made |= job.operation.files()
+        in_each_set |= job.operation.files()
     groups = dict.fromkeys(group for group in job.files.groups if group)
-    found = {} if groups and not any("*" in group for group in groups) else dict(made)
+    sidecars = {} if groups and not any("*" in group for group in groups) else dict(in_each_set)
     for group in groups:
-        files = [i for i, one in enumerate(job.files.groups) if one == group]
+        files = [i for i, of_file in enumerate(job.files.groups) if of_file == group]
         if "*" in group:
-            found |= {f"{manifest.files[i].name}.{SIDECAR}": encode(_part(manifest, [i], group, "")) for i in files}
+            sidecars |= {f"{manifest.files[i].name}.{SIDECAR}": encode(_part(manifest, [i], group, "")) for i in files}
         else:
-            found |= {f"{group}/{name}": data for name, data in made.items()}
-            found[f"{group}/{SIDECAR}"] = encode(_part(manifest, files, group, f"{group}/"))
-    return found | {SIDECAR: encode(manifest)}
+            sidecars |= {f"{group}/{name}": data for name, data in in_each_set.items()}
+            sidecars[f"{group}/{SIDECAR}"] = encode(_part(manifest, files, group, f"{group}/"))
+    return sidecars | {SIDECAR: encode(manifest)}
 
 
 def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manifest:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.jobs import cache_locality
-from penstock.jobs.cache_locality import cached_tasks, came, shared_as
+from penstock.jobs.cache_locality import bytes_read, cached_tasks, shared_as
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
 from penstock.storage import cache
@@ -53,7 +53,7 @@ def test_an_empty_cache_has_nothing(opened: WeightSet) -> None:
 
 def test_what_is_not_cached_is_nowhere(opened: WeightSet, tmp_path: Path) -> None:
     plain = open_weights(tmp_path / "m", settings=Settings())
-    assert cached_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and came([plain]) == (0, 0)
+    assert cached_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and bytes_read([plain]) == (0, 0)
 
 
 def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet) -> None:
@@ -70,7 +70,7 @@ def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet)
     found = cached_tasks(job, [opened])
     assert of_one[0] and of_one[1]
     assert set(of_one[1]) <= set(found) and not set(of_one[0]) & set(found)
-    assert came([opened]) == (source.nbytes, request)
+    assert bytes_read([opened]) == (source.nbytes, request)
 
 
 def test_half_of_a_tasks_input_is_enough_and_less_is_not(opened: WeightSet) -> None:

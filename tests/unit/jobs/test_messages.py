@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import FormatError, PeerLost
-from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, Stop, Wire, Words, Work
+from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, JobSpec, Stop, Wire, Work
 from penstock.jobs.workers.process import serve
 
 Pair = tuple[socket.socket, Wire]
@@ -65,7 +65,7 @@ def test_an_end_within_a_message_is_an_end(pair: Pair):
 
 def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
     here, there = socket.socketpair()
-    words = Words(
+    words = JobSpec(
         sources=("nowhere",),
         operation=(),
         key="",

@@ -1,9 +1,9 @@
-"""What changed between two versions of a checkpoint: made as a small checkpoint, applied to the old to give the new.
+"""Deltas between two versions of a checkpoint: a small checkpoint that turns the old version into the new one.
 
 In: base and new; or base and a delta. Out: the changed leaves alone; or the new version, bit for bit.
-Not here: which leaves changed, known from digests before a byte is planned (`jobs.request_defaults`).
+Not here: comparing the digests of both versions before the job is planned (`jobs.request_defaults`).
 
-    new's leaves that base has not --> one U8 tensor a changed tensor: their bytes, in order
+    leaves of new that differ from base --> one U8 tensor for each changed tensor: their bytes, in order
     `penstock.delta`: both revisions, and for each changed tensor its dtype, shape and runs of leaves
 """
 
@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from penstock.digest.leaf import num_leaves
 from penstock.errors import FormatError, IntegrityError, PlanError
-from penstock.jobs.operations.operation import Unchanged, as_it_is, specs_of
+from penstock.jobs.operations.operation import Unchanged, copy_recipe, specs_of
 from penstock.plan.tasks import Input, Output, Recipe, Spec
 from penstock.types import U64, Box, DType, Manifest, TensorTable
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "penstock.delta"
-"""Beside a delta's files."""
+"""File next to a delta's weights that describes it."""
 Runs = list[tuple[int, int]]
 """`[start, stop)`, of leaves or of bytes."""
 
 
 class Changed(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor of the new version that the base has not so."""
+    """A tensor of the new version that differs from the base."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Changed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Delta(msgspec.Struct, forbid_unknown_fields=True):
-    """What a delta is of."""
+    """The description of a delta."""
 
     base: str
     """Revision that it is applied to."""
     new: str
-    """Revision that it gives."""
+    """Revision of the result."""
     leaf_bytes: int
     tensors: dict[str, Changed]
     removed: tuple[str, ...]
@@ -57,17 +57,18 @@ class Delta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> Delta:
-    """Return what changed, from digests. Both must have them, of leaves of one size."""
+    """Return the changes, found from digests. Both manifests must have them, with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
-    found = {}
+    changed = {}
     for name, (dtype, shape, leaves) in _leaves_by_name(new.tensors, new.leaf_bytes, new.leaves).items():
         old = had.pop(name, None)
+        # A tensor of another dtype or shape is sent whole: its leaves cover other elements, so they cannot be compared.
         if old is None or old[:2] != (dtype, shape):
-            found[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
+            changed[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
         elif runs := _runs(np.flatnonzero(old[2] != leaves).tolist()):
-            found[name] = Changed(dtype, shape, runs)
-    return Delta(base.revision, new.revision, base.leaf_bytes, found, tuple(sorted(had)))
+            changed[name] = Changed(dtype, shape, runs)
+    return Delta(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
 
 
 def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[str, tuple[DType, tuple[int, ...], U64]]:
@@ -77,21 +78,21 @@ def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[st
 
 
 def _runs(numbers: Sequence[int]) -> Runs:
-    found: Runs = []
+    runs: Runs = []
     for number in numbers:
-        if found and found[-1][1] == number:
-            found[-1] = found[-1][0], number + 1
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
         else:
-            found.append((number, number + 1))
-    return found
+            runs.append((number, number + 1))
+    return runs
 
 
 @dataclass(frozen=True)
-class _Told(Unchanged):
-    """What both directions share: the second source's configuration is the result's.
+class _DeltaOperation(Unchanged):
+    """Base of both directions: the result has the second source's configuration.
 
     Args:
-        delta: what changed, as `encoded`.
+        delta: the changes, as `encoded` returns them.
     """
 
     delta: bytes
@@ -107,22 +108,22 @@ class _Told(Unchanged):
 
 
 def encoded(delta: Delta) -> bytes:
-    """As it is in `FILE`."""
+    """Return the content of `FILE`."""
     return msgspec.json.encode(delta)
 
 
 def decoded(raw: bytes) -> Delta:
-    """Return what `encoded` gave. FormatError for anything else."""
+    """Decode what `encoded` returned. FormatError for anything else."""
     try:
-        found = msgspec.json.decode(raw, type=Delta)
+        delta = msgspec.json.decode(raw, type=Delta)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"not a delta: {error}") from error
-    if found.version != 1 or found.leaf_bytes < 1:
-        raise FormatError(f"a delta of version {found.version}, leaves of {found.leaf_bytes} bytes")
-    return found
+    if delta.version != 1 or delta.leaf_bytes < 1:
+        raise FormatError(f"a delta of version {delta.version}, leaves of {delta.leaf_bytes} bytes")
+    return delta
 
 
-class MakeDelta(_Told):
+class MakeDelta(_DeltaOperation):
     """Sources: base, new."""
 
     @property
@@ -132,7 +133,7 @@ class MakeDelta(_Told):
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
-        found = []
+        recipes = []
         for spec in specs_of(sources[1]):
             if spec.name not in self._delta.tensors:
                 continue
@@ -143,8 +144,8 @@ class MakeDelta(_Told):
             if inputs:
                 out = Output(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
-                found.append(Recipe(outputs=(out,), inputs=tuple(inputs), num_rows=at, align=align))
-        return found
+                recipes.append(Recipe(outputs=(out,), inputs=tuple(inputs), num_rows=at, align=align))
+        return recipes
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -162,7 +163,7 @@ class MakeDelta(_Told):
         """See `Attested.check`."""
 
 
-class ApplyDelta(_Told):
+class ApplyDelta(_DeltaOperation):
     """Sources: base, delta."""
 
     @property
@@ -171,27 +172,31 @@ class ApplyDelta(_Told):
         return f"delta applied to {self._delta.base} for {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError where the delta's files are not what it says."""
+        """See `Operation.recipes`. PlanError where the delta's tensors do not match its description."""
         base = {spec.name: spec for spec in specs_of(sources[0])}
         parts = {spec.name: spec for spec in specs_of(sources[1])}
         changed, first = self._delta.tensors, next(iter(base.values()), None)
-        found = [
-            as_it_is(0, spec) for name, spec in base.items() if name not in changed and name not in self._delta.removed
+        recipes = [
+            copy_recipe(0, spec)
+            for name, spec in base.items()
+            if name not in changed and name not in self._delta.removed
         ]
-        for name, one in changed.items():
-            spec = Spec(name=name, dtype=one.dtype, shape=one.shape)
+        for name, change in changed.items():
+            spec = Spec(name=name, dtype=change.dtype, shape=change.shape)
             runs = self._byte_runs(name, spec.nbytes)
             part = parts.pop(name, None)
             total = sum(stop - start for start, stop in runs)
+            # Runs come from a file that another process may have written: they must stay inside the tensor.
             if (0 if part is None else part.nbytes) != total or any(not 0 <= a <= b <= spec.nbytes for a, b in runs):
-                raise PlanError("the delta's bytes are not those that it names", tensor=name)
+                raise PlanError("the delta's tensor has not the size that its description says", tensor=name)
             old = base.get(name)
             if total < spec.nbytes and (old is None or old.nbytes != spec.nbytes):
-                raise PlanError("the base has not the tensor that the delta changes", tensor=name)
-            found.append(_recipe(spec, list(_sources(runs, spec.nbytes)), old or first, part))
+                raise PlanError("the base does not have the tensor that the delta changes", tensor=name)
+            recipes.append(_recipe(spec, list(_sources(runs, spec.nbytes)), old or first, part))
         if parts:
-            raise PlanError(f"the delta holds {len(parts)} tensors that it does not name", tensor=next(iter(parts)))
-        return found
+            message = f"the delta has {len(parts)} tensors that its description does not name"
+            raise PlanError(message, tensor=next(iter(parts)))
+        return recipes
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -220,7 +225,7 @@ class ApplyDelta(_Told):
 
 
 def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Source, first byte in it, bytes, place in the result: kept and changed runs in turn."""
+    """Yield (source, first byte in it, bytes, position in the result), with unchanged and changed runs in turn."""
     at = taken = 0
     for start, stop in [*runs, (nbytes, nbytes)]:
         if at < start:
@@ -231,13 +236,13 @@ def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec | None, part: Spec | None) -> Recipe:
-    """Rows of the recipe are bytes; those of the result are so many of them each."""
+    """Return the recipe of one tensor, whose rows are bytes: a row of the result is `per` of them."""
     inputs = []
     for source, start, nbytes, at in pieces:
-        given = old if source == 0 else part
-        assert given is not None
+        tensor = old if source == 0 else part
+        assert tensor is not None
         box = Box(start=(start,), stop=(start + nbytes,))
-        inputs.append(Input(source=source, spec=_flat(given), box=box, at=at))
+        inputs.append(Input(source=source, spec=_flat(tensor), box=box, at=at))
     if not inputs and old is not None:  # of no bytes: it needs a device to be made on
         inputs = [Input(source=0, spec=_flat(old), box=Box(start=(0,), stop=(0,)))]
     bits = math.prod(spec.shape[1:]) * spec.dtype.bits

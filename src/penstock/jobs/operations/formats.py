@@ -1,7 +1,7 @@
 """Operations that change how values are stored: casts and block formats, and back.
 
 In / Out: see `operation`.
-Not here: what the bits are, and which tensors a format is for when nobody says (`penstock.transform`).
+Not here: the bits of each format, and the default choice of tensors (`penstock.transform`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operations.operation import all_of, as_it_is, one, specs_of, whole
+from penstock.jobs.operations.operation import all_of, copy_recipe, only_source, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.transform.formats import Format, format_of
 from penstock.transform.geometry import alignment, fault, outputs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CACHED = 1 << 18
 """Elements made at a time on the CPU. Reason: 1 MiB in FP32, a core's L2 cache."""
 _SHOWN_CHARACTERS = 400
-"""Of a configuration in a message."""
+"""Longest part of a configuration that a message shows."""
 _CONFIG_DTYPES = {
     DType.F64: "float64",
     DType.F32: "float32",
@@ -35,19 +35,19 @@ _CONFIG_DTYPES = {
     DType.F8_E4M3: "float8_e4m3fn",
     DType.F8_E5M2: "float8_e5m2",
 }
-"""What a cast or a dequantisation gives, as `config.json` says it: torch's name."""
+"""Result dtype of a cast or a dequantisation -> torch's name, which `config.json` uses."""
 
 
 class Store:
-    """Tensors in a format: those that are selected and that it takes; the others as they are.
+    """Store tensors in a format: those that are selected and that the format allows. Others are copied.
 
-    On a device by one kernel a tensor, whose bits are those of the CPU (`transform.fuse`).
+    On a device one kernel per tensor makes the same bits as the CPU (`transform.fuse`).
 
     Args:
         format: a tag of `transform.formats.FORMATS`.
         only: a shell pattern of names, or several, the whole name; none: linear weights for block formats,
             everything for casts.
-        keep: likewise, of names that stay as they are; none: what `transform.select` keeps, nothing for casts.
+        keep: likewise, of names that are only copied; none: those that `transform.select` keeps, nothing for casts.
 
     Raises:
         ConfigError: no format has this tag.
@@ -55,29 +55,31 @@ class Store:
 
     def __init__(self, format: str, only: str | Sequence[str] = (), keep: str | Sequence[str] = ()) -> None:
         self._form = format_of(format)
-        self._only, self._keep = ((one,) if isinstance(one, str) else tuple(one) for one in (only, keep))
+        self._only, self._keep = (
+            (patterns,) if isinstance(patterns, str) else tuple(patterns) for patterns in (only, keep)
+        )
         self._selection: Selection | None = None
 
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        told = [*(f"only {one}" for one in self._only), *(f"not {one}" for one in self._keep)]
-        return f"to {self._form.tag}" + (f" ({', '.join(told)})" if told else "")
+        filters = [*(f"only {pattern}" for pattern in self._only), *(f"not {pattern}" for pattern in self._keep)]
+        return f"to {self._form.tag}" + (f" ({', '.join(filters)})" if filters else "")
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also where nothing is left to store so."""
-        specs = specs_of(one(sources, self.name))
+        """See `Operation.recipes`. PlanError also if no tensor is left to store in this format."""
+        specs = specs_of(only_source(sources, self.name))
         taken = self._cast(specs) if self._form.scaling == "none" else self._quantised(specs)
-        return [self._recipe(spec) if spec.name in taken else as_it_is(0, spec) for spec in specs]
+        return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
-        tensors = [_told(spec) for spec in specs]
+        tensors = [_named_layout(spec) for spec in specs]
         dtypes = {spec.name: spec.dtype for spec in specs}
-        found = find(tensors)
-        stored = [layout.codes for layout in found.stored.values() if is_in(self._form, layout, dtypes)]
-        other = [one.codes for one in found.stored.values() if not is_in(self._form, one, dtypes)] + [
-            *found.unread,
-            *sorted(found.plain),
+        stored_as = find(tensors)
+        stored = [layout.codes for layout in stored_as.stored.values() if is_in(self._form, layout, dtypes)]
+        other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)] + [
+            *stored_as.unread,
+            *sorted(stored_as.plain),
         ]
         if other:
             more = f", as {len(other) - 1} more tensors" if len(other) > 1 else ""
@@ -94,11 +96,11 @@ class Store:
         def named(spec: Spec, patterns: Sequence[str]) -> bool:
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
-        found = find(map(_told, specs))
+        stored_as = find(map(_named_layout, specs))
         return frozenset(
             spec.name
             for spec in specs
-            if spec.name not in found.companions  # scales have the dtype that their readers ask for
+            if spec.name not in stored_as.companions  # scales have the dtype that their readers ask for
             and named(spec, self._only or ("*",))
             and not named(spec, self._keep)
             and spec.dtype is not self._form.values
@@ -107,16 +109,20 @@ class Store:
 
     def _recipe(self, spec: Spec) -> Recipe:
         form = self._form
-        made = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
+        stored_parts = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
-        pers = [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(made))] if align else [0] * len(made)
-        given = (whole(0, spec),) if align else (all_of(0, spec),)
+        pers = (
+            [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(stored_parts))]
+            if align
+            else [0] * len(stored_parts)
+        )
+        inputs = (whole(0, spec),) if align else (all_of(0, spec),)
         return Recipe(
             outputs=tuple(
                 Output(spec=Spec(name=out.name, dtype=out.dtype, shape=out.shape), per=per)
-                for out, per in zip(made, pers, strict=True)
+                for out, per in zip(stored_parts, pers, strict=True)
             ),
-            inputs=given,
+            inputs=inputs,
             num_rows=spec.shape[0] if align else 1,
             align=align,
         )
@@ -137,12 +143,12 @@ class Store:
             return [source]
         shape = tuple(source.shape)
         parts = outputs(self._form, "", dtype_of(source), shape, Box.full(shape))
-        made = tuple(torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts)
+        results = tuple(torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts)
         if source.device.type == "cpu":
-            _quantise_rows(self._form, source, made)
+            _quantise_rows(self._form, source, results)
         else:
-            fuse(self._form, [FusedJob(source=source, outputs=made)]).run()
-        return made
+            fuse(self._form, [FusedJob(source=source, outputs=results)]).run()
+        return results
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`."""
@@ -151,13 +157,14 @@ class Store:
         return {**config, "quantization_config": quantization_config(self._form, self._selection)}
 
 
-def _quantise_rows(form: Format, source: torch.Tensor, made: Sequence[torch.Tensor]) -> None:
-    """`quantise`, some rows after others: what it makes meanwhile stays in the cache."""
+def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+    """Quantise a few rows at a time, so that intermediate values stay in the processor's cache."""
     import torch
 
     from penstock.transform.quantize import magnitude, quantise
 
     amax = None
+    # One scale for the whole tensor needs its largest magnitude before the first row can be made: a pass of its own.
     if form.global_suffix and source.numel():
         amax = torch.stack([magnitude(some.float()).amax() for some in source.split(_rows(source, 1))]).amax()
         amax = amax.view(torch.float32)
@@ -165,7 +172,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, made: Sequence[torch.Tens
     step = _rows(source, align)
     for start in range(0, max(1, len(source)) if source.ndim else 1, step):
         some = source[start : start + step] if source.ndim else source
-        for number, (out, part) in enumerate(zip(made, quantise(form, some, amax=amax), strict=True)):
+        for number, (out, part) in enumerate(zip(results, quantise(form, some, amax=amax), strict=True)):
             if number == 2 or not source.ndim:
                 out.copy_(part)
                 continue
@@ -180,17 +187,17 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    """A model's configuration that names a dtype: under `dtype`, as of transformers 5, or `torch_dtype`, as before."""
+    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before)."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     return {**config, key: _CONFIG_DTYPES[dtype]}
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """Tensors out of the codes and scales that they are stored as; the others as they are.
+    """Restore tensors from the codes and scales that they are stored as. Others are copied.
 
-    Every tensor that has to do with quantisation is either read or refused, and what is of activations is left out, so
-    that nothing quantised is left once the configuration says nothing of it.
+    Every tensor of a quantisation is either read or refused, and scales of activations are left out: the result's
+    configuration has no quantisation, so no quantised tensor may be left in it.
 
     Args:
         to: the dtype they get.
@@ -214,42 +221,44 @@ class Dequantise:
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`. PlanError also where something quantised cannot be read."""
-        specs = {spec.name: spec for spec in specs_of(one(sources, self.name))}
-        found = find(map(_told, specs.values()), self.quantization)
-        self._check_readable(found)
+        specs = {spec.name: spec for spec in specs_of(only_source(sources, self.name))}
+        stored_as = find(map(_named_layout, specs.values()), self.quantization)
+        self._check_readable(stored_as)
         recipes = []
-        by_codes = {one.codes: one for one in found.stored.values()}
+        by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
-            if spec.name in found.plain:
-                as_values = as_it_is(0, spec)
+            if spec.name in stored_as.plain:
+                as_values = copy_recipe(0, spec)
                 values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))
                 recipes.append(replace(as_values, outputs=(values,), copies=False))
             elif layout := by_codes.get(spec.name):
                 out = Spec(name=layout.name, dtype=DType(self.to), shape=layout.shape)
                 others = tuple(all_of(0, specs[name]) for name in layout.parts[1:])
                 rows = layout.shape[0] if layout.shape else 1
-                given = whole(0, spec) if layout.shape else all_of(0, spec)
+                codes = whole(0, spec) if layout.shape else all_of(0, spec)
                 recipes.append(
                     Recipe(
                         outputs=(Output(spec=out, per=1 if layout.shape else 0),),
-                        inputs=(given, *others),
+                        inputs=(codes, *others),
                         num_rows=rows,
                         align=1 if layout.shape else 0,
                     )
                 )
-            elif spec.name not in found.companions:
-                recipes.append(as_it_is(0, spec))
+            elif spec.name not in stored_as.companions:
+                recipes.append(copy_recipe(0, spec))
         return recipes
 
-    def _check_readable(self, found: Quantised) -> None:
+    def _check_readable(self, stored_as: Quantised) -> None:
         """Raise PlanError for a configuration or tensors that are of no known layout."""
-        said = self.quantization
-        hint = f"the configuration says {_shortened(said)}" if said else "no quantization_config says how it is stored"
-        if said and (why := unreadable(said)):
+        config = self.quantization
+        hint = (
+            f"the configuration says {_shortened(config)}" if config else "no quantization_config says how it is stored"
+        )
+        if config and (why := unreadable(config)):
             raise PlanError(f"{self.name}: the quantization_config cannot be read: {why}", hint=hint)
-        if found.unread:
-            name, why = next(iter(found.unread.items()))
-            more = f" ({len(found.unread) - 1} more tensors likewise)" if len(found.unread) > 1 else ""
+        if stored_as.unread:
+            name, why = next(iter(stored_as.unread.items()))
+            more = f" ({len(stored_as.unread) - 1} more tensors likewise)" if len(stored_as.unread) > 1 else ""
             raise PlanError(f"{self.name}: a quantised tensor cannot be read: {why}{more}", tensor=name, hint=hint)
 
     def run(
@@ -266,9 +275,13 @@ class Dequantise:
         if len(present) == 1:
             return [read_codes(present[0], torch.ones((), device=present[0].device), (1, 1), DType(self.to))]
         codes, scales, *rest = present
-        (layout,) = find((_told(given.spec) for given in recipe.inputs), self.quantization).stored.values()
+        (layout,) = find(
+            (_named_layout(recipe_input.spec) for recipe_input in recipe.inputs), self.quantization
+        ).stored.values()
         if scales.numel() > 1:
             scales = scales.view(layout.shape_of_scales())
+        # Experts are stacked on the first dim and have scales each, so scales are cut along with rows; the scales of a
+        # plain matrix span blocks of rows, and are found by the number of the first row.
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
@@ -288,14 +301,16 @@ class Dequantise:
         return [torch.cat([read(at, min(at + step, stop - start)) for at in range(0, stop - start, step)])]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`. PlanError: it declares another quantisation than the plan was made for."""
-        if (said := declared(config)) != self.quantization:
+        """See `Operation.config`. PlanError if it declares another quantisation than the plan was made for."""
+        if (declares := declared(config)) != self.quantization:
             message = f"{self.name}: config.json has another quantization_config than the tensors were read by"
-            raise PlanError(message, hint=f"it says {_shortened(said)}; planned for {_shortened(self.quantization)}")
+            raise PlanError(
+                message, hint=f"it says {_shortened(declares)}; planned for {_shortened(self.quantization)}"
+            )
         return _with_dtype(without_declared(config), DType(self.to))
 
 
-def _told(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:
+def _named_layout(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:
     return spec.name, spec.dtype, spec.shape
 
 

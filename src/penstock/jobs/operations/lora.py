@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operations.operation import FLOATS, all_of, as_it_is, specs_of, whole
+from penstock.jobs.operations.operation import FLOATS, all_of, copy_recipe, specs_of, whole
 from penstock.plan.tasks import Input, Output, Recipe, Spec
 from penstock.types import TensorTable
 
@@ -33,9 +33,10 @@ that they are the same however tasks are cut."""
 _SHOWN = 5
 _PREFIX = "base_model.model."
 _NAMED = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out")
-"""Of the configuration: what the operation's name says."""
+"""Options of the configuration that appear in the operation's name, and so in the job's key."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Of `init_lora_weights`. Source: PEFT 0.21, tuners/lora/layer.py: these take what they begin with out of the base."""
+"""Values of `init_lora_weights` that subtract the adapter's first values from the base.
+Source: PEFT 0.21, tuners/lora/layer.py."""
 _NOT_A_SUM = {
     "use_dora": "DoRA rescales the base's columns",
     "alora_invocation_tokens": "an activated adapter (aLoRA) applies to some tokens only",
@@ -57,14 +58,14 @@ _HEADS = {
 }
 """Input embedding -> output head, which ties to it. Source: `_tied_weights_keys` of transformers 5's causal models."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in|tok_embeddings|lm_head)\.weight$")
-"""What may be tied to something."""
+"""Names of tensors that may be tied to another one."""
 
 _FUSED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.weight$")
 
 
 @dataclass(slots=True)
 class _Change:
-    """What an adapter does to one tensor of the base."""
+    """The change that an adapter makes to one tensor of the base."""
 
     replaced: Spec | None = None
     """The adapter's own tensor, in place of the base's."""
@@ -76,24 +77,25 @@ class _Change:
 
     @property
     def is_of_embedding(self) -> bool:
-        """Whether the product is that of an embedding, which PEFT keeps transposed."""
+        """Return whether the product is that of an embedding, which PEFT keeps transposed."""
         return self.a is not None and self.a.name.endswith("lora_embedding_A")
 
     @property
     def specs(self) -> list[Spec]:
-        """All tensors of the adapter that it takes."""
+        """Return all tensors of the adapter that this change uses."""
         return [spec for spec in (self.replaced, self.a, self.b, self.bias) if spec is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraMerge:
-    """See the module. Results are the same bit for bit on one kind of processor: products are the library's own.
+    """Merge an adapter into its base: see the module. Results are the same bit for bit on one kind of processor only,
+    because the matrix product is the library's.
 
     Source: Hu et al., "LoRA", 2021, section 4.1; names and options as of PEFT 0.21.
 
     Args:
-        adapter_config: what `adapter_config.json` says.
-        tied: what the base's `config.json` says of `tie_word_embeddings`; None: nothing.
+        adapter_config: content of `adapter_config.json`.
+        tied: `tie_word_embeddings` of the base's `config.json`; None: it is not there.
 
     Raises:
         ConfigError: the adapter is of a kind that is not a sum.
@@ -102,7 +104,7 @@ class LoraMerge:
     adapter_config: Mapping[str, Any] = field(hash=False)
     tied: bool | None = None
     _of_config: dict[str, Any] = field(default_factory=dict, init=False, compare=False, hash=False, repr=False)
-    """What `recipes` found that `config` has to say: of a resized vocabulary, of embeddings that are no longer tied."""
+    """Changes that `recipes` found for `config`: a resized vocabulary, embeddings that are no longer tied."""
 
     def __post_init__(self) -> None:
         options, begun = self.adapter_config, str(self.adapter_config.get("init_lora_weights", ""))
@@ -126,7 +128,7 @@ class LoraMerge:
             raise PlanError(f"lora-merge takes a base and an adapter, not {len(sources)} sources")
         base = {spec.name: spec for spec in specs_of(sources[0])}
         changes = _changes_of(specs_of(sources[1]))
-        self._of_config.clear()
+        self._of_config.clear()  # `recipes` may be called again, with other sources
         added, dropped = self._untie(base, changes)
         if unused := [spec.name for name in changes if name not in base | added for spec in changes[name].specs]:
             shown = ", ".join(sorted(unused)[:_SHOWN])
@@ -135,13 +137,13 @@ class LoraMerge:
             if any(_FUSED_EXPERTS.search(name) for name in unused):
                 hint = "adapters of fused experts (target_parameters) are not supported: merge it with PEFT"
             raise PlanError(message, hint=hint)
-        kept = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
+        remaining = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
         are_turned = bool(self.adapter_config.get("fan_in_fan_out")) or any(
             _ways(base[name].shape, change.a, change.b) == (False, True)
             for name, change in changes.items()
             if name in base and change.a is not None and change.b is not None and not change.is_of_embedding
         )
-        return [self._recipe(name, spec, changes.get(name), are_turned) for name, spec in (*kept, *added.items())]
+        return [self._recipe(name, spec, changes.get(name), are_turned) for name, spec in (*remaining, *added.items())]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`. Order: after `recipes`."""
@@ -156,8 +158,8 @@ class LoraMerge:
         return changed
 
     def _untie(self, base: Mapping[str, Spec], changes: dict[str, _Change]) -> tuple[dict[str, Spec], set[str]]:
-        """The head that the result has besides the base's tensors, by the base's tensor it begins as; and what of the
-        base it has not. Notes what that means for the configuration.
+        """Return the head that the result has in addition to the base's tensors, with the tensor that it starts from;
+        and the names that it drops from the base. Record what changes in the configuration.
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
@@ -190,22 +192,24 @@ class LoraMerge:
         return ({} if head in base else {head: begins}), set()
 
     def _stays_tied(self, embedding: _Change | None, head: _Change | None) -> bool:
-        """Whether embedding and head were changed alike: tied while they were trained, or resized and not trained."""
+        """Return whether embedding and head were changed alike: tied in training, or resized and not trained."""
         if embedding is None or head is None:
             return False
         trained = self.adapter_config.get("modules_to_save") or ()
-        are_trained = embedding.a or head.a or any(re.search(r"(embed_tokens|wte|lm_head)$", one) for one in trained)
+        are_trained = (
+            embedding.a or head.a or any(re.search(r"(embed_tokens|wte|lm_head)$", module) for module in trained)
+        )
         return bool(self.adapter_config.get("ensure_weight_tying")) or not are_trained
 
     def _recipe(self, name: str, base: Spec, change: _Change | None, are_turned: bool) -> Recipe:
-        """One tensor of the result, which begins as `base` of the first source.
+        """Return the recipe of one tensor of the result, which starts from `base` of the first source.
 
         Args:
             name, base, change: of the tensor.
             are_turned: whether linear layers' weights are [in, out], where a shape does not tell.
         """
         if change is None:
-            return as_it_is(0, base, name)
+            return copy_recipe(0, base, name)
         source, begins = (0, base) if change.replaced is None else (1, change.replaced)
         if not all(spec.dtype in FLOATS for spec in (base, *change.specs)):
             raise PlanError(
@@ -217,7 +221,7 @@ class LoraMerge:
             raise PlanError(message, tensor=name, hint="is it of this base?")
         output = replace(base, name=name, shape=begins.shape)
         if change.a is None and change.b is None and change.bias is None and begins.dtype == base.dtype:
-            return as_it_is(source, begins, name)
+            return copy_recipe(source, begins, name)
         inputs: tuple[Input, ...] = (whole(source, begins),)
         if change.bias is not None:
             if change.bias.shape != begins.shape:
@@ -231,6 +235,7 @@ class LoraMerge:
             if not (plain or turned) or (change.is_of_embedding and not turned):
                 message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"
                 raise PlanError(message, tensor=name)
+            # A square weight fits both ways, so its shape cannot tell: the configuration or the other layers do.
             if plain and turned and not change.is_of_embedding:
                 turned = are_turned and name not in _HEADS.values()  # a head is no Conv1D
             inputs += (all_of(1, a), all_of(1, b) if turned else whole(1, b))
@@ -251,17 +256,17 @@ class LoraMerge:
             return [weight.to(dtype)]
         module = re.sub(r"\.(weight|bias)$", "", output.name)
         if len(others) == 1:
-            # The rank of a bias is that of the weight beside it, which the configuration says.
+            # The rank of a bias is that of its layer's weight, which only the configuration gives here.
             return [others[0].float().mul_(self._scale(module, None)).add_(weight).to(dtype)]
-        a, b = (one.float() for one in others)
+        a, b = (factor.float() for factor in others)
         scale = self._scale(module, a.shape[0])
         if recipe.inputs[2].at is None:  # transposed: rows of the result are columns of A
             a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
-        made = weight.new_empty(weight.shape, dtype=dtype)
+        merged = weight.new_empty(weight.shape, dtype=dtype)
         for at in range(0, len(weight), _ROWS):
             change = (b[at : at + _ROWS] @ a).mul_(scale)
-            made[at : at + _ROWS] = change.add_(weight[at : at + _ROWS])
-        return [made]
+            merged[at : at + _ROWS] = change.add_(weight[at : at + _ROWS])
+        return [merged]
 
     def _scale(self, module: str, rank: int | None) -> float:
         if rank is None:
@@ -281,8 +286,8 @@ def _ways(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
     """Return whether B @ A has this shape, and whether its transpose has."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         return False, False
-    made = (b.shape[0], a.shape[1])
-    return tuple(shape) == made, tuple(shape) == made[::-1]
+    product = (b.shape[0], a.shape[1])
+    return tuple(shape) == product, tuple(shape) == product[::-1]
 
 
 def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
@@ -314,4 +319,4 @@ _PARTS = (
     (".lora_embedding_A", ".weight", "a"),
     (".lora_embedding_B", ".weight", "b"),
 )
-"""Suffix of an adapter's tensor -> the base's tensor that it changes, and as what."""
+"""Suffix of an adapter's tensor -> suffix of the base's tensor that it changes, and the field of `_Change`."""

@@ -3,7 +3,7 @@
 In / Out: see `operation`. All numbers are FP32, each step rounded once, to the first source's dtype at last.
 Not here: an adapter into its base (`lora`), storing the result in a format (`formats`, in a chain).
 
-Tensors are walked in blocks that stay in the cache: nothing as large as a tensor is made beside the result.
+Tensors are processed in blocks that stay in the cache: apart from the result, no buffer is as large as a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.jobs.operations.operation import (
     ReadPart,
     Unchanged,
     all_of,
-    as_it_is,
+    copy_recipe,
     report_progress,
     specs_of,
     whole,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 5
 _BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 24
-"""Elements walked at once. Reason: 1 MiB in FP32, a core's L2 cache; on a device a block is
-launches that take longer than they cost."""
+"""Elements processed at once. Reason: 1 MiB in FP32, a core's L2 cache; on a device large enough that a kernel runs
+longer than its launch takes."""
 COLINEAR = 0.9995
 """Cosine beyond which the arc is taken for a line. Source: mergekit 0.1.5, merge_methods/slerp.py."""
 _LOW_BITS = 16
@@ -43,13 +43,13 @@ _LOW_BITS = 16
 
 
 def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
-    """Each tensor in every source, in the first one's order. PlanError where names or shapes differ, with some."""
+    """Return each tensor in every source, in the first one's order. PlanError if names or shapes differ."""
     first, *others = (specs_of(table) for table in sources)
     named = [{spec.name: spec for spec in specs} for specs in others]
-    for i, found in enumerate(named, 1):
-        missing = [spec.name for spec in first if spec.name not in found]
-        extra = sorted(found.keys() - {spec.name for spec in first})
-        differ = [spec.name for spec in first if spec.name in found and found[spec.name].shape != spec.shape]
+    for i, by_name in enumerate(named, 1):
+        missing = [spec.name for spec in first if spec.name not in by_name]
+        extra = sorted(by_name.keys() - {spec.name for spec in first})
+        differ = [spec.name for spec in first if spec.name in by_name and by_name[spec.name].shape != spec.shape]
         wrong = [
             f"{len(names)} {what} ({', '.join(names[:_SHOWN])})"
             for what, names in (("missing", missing), ("more", extra), ("of another shape", differ))
@@ -58,21 +58,21 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
         if wrong:
             message = f"{operation}: source {i} has not the tensors of source 0: {'; '.join(wrong)}"
             raise PlanError(message, hint="compare them by `penstock inspect`; `rename` brings names together")
-    return [[spec, *(found[spec.name] for found in named)] for spec in first]
+    return [[spec, *(by_name[spec.name] for by_name in named)] for spec in first]
 
 
 def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
-    """One output of the same rows of all, or of all of all."""
+    """Return a recipe with one output, from the same rows of all sources, or from the whole tensors."""
     spec = specs[0]
     if not rows or not spec.shape:
-        inputs = tuple(all_of(i, one) for i, one in enumerate(specs))
+        inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
         return Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
-    inputs = tuple(whole(i, one) for i, one in enumerate(specs))
+    inputs = tuple(whole(i, source_spec) for i, source_spec in enumerate(specs))
     return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
 
 
 class _Merge(Unchanged):
-    """What merges share: tensors that float everywhere are merged, others are the first source's."""
+    """Base of merges: tensors that are floating in every source are merged; others are the first source's."""
 
     rows = True
 
@@ -88,14 +88,14 @@ class _Merge(Unchanged):
             if codes := find(zip(table.names, table.dtypes, table.shapes, strict=True)).any:
                 message = f"{self.name}: source {i} is quantised: its codes mean nothing without their scales"
                 raise PlanError(message, tensor=codes, hint="`dequantise` it first")
-        found = []
+        recipes = []
         for specs in same_everywhere(sources, self.name):
             merged = all(spec.dtype in FLOATS for spec in specs)
-            found.append(_together(specs, rows=self.rows) if merged else as_it_is(0, specs[0]))
-        return found
+            recipes.append(_together(specs, rows=self.rows) if merged else copy_recipe(0, specs[0]))
+        return recipes
 
     def check(self, num_sources: int) -> None:
-        """Raise PlanError where the operation does not take so many."""
+        """Raise PlanError if the operation does not take this number of sources."""
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -110,16 +110,16 @@ class _Merge(Unchanged):
 
 
 def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same elements of each, flat, `step` at a time; 0: as many as suit the device."""
+    """Yield the same elements of each tensor, flat, `step` at a time; 0: a block size that suits the device."""
     step = step or (_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK)
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
-        yield tuple(one[at : at + step] for one in flat)
-        report_progress()
+        yield tuple(tensor[at : at + step] for tensor in flat)
+        report_progress()  # a merge of a large tensor on the CPU may take longer than the stall deadline
 
 
 def _check_finite(operation: str, numbers: Sequence[float]) -> None:
-    """ConfigError where one of them is infinite or no number: every value of the result would be."""
+    """Raise ConfigError if a number is infinite or NaN: every value of the result would be, too."""
     if wrong := [number for number in numbers if not math.isfinite(number)]:
         raise ConfigError(f"{operation}: {wrong[0]} is not a finite number", hint="look at weights and scale")
 
@@ -129,15 +129,15 @@ Blocks = Callable[[], "Iterator[tuple[torch.Tensor, ...]]"]
 
 
 class _WholeMerge(_Merge):
-    """What merges share that need all of a tensor before they can make any of it: passes over it, then the result.
+    """Base of merges that need a whole tensor before they can make any element: passes over it, then the result.
 
-    Passes are over blocks of a fixed size: sums have the same bits whether a tensor is in memory or read in parts.
+    Passes use blocks of a fixed size, so that sums have the same bits whether a tensor is in memory or read in parts.
     """
 
     rows = False
 
     def measure(self, blocks: Blocks, num_elements: int) -> Any:
-        """Return what is to be known of whole tensors, for `apply`."""
+        """Return the measurements of whole tensors that `apply` needs."""
         raise NotImplementedError
 
     def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -173,15 +173,15 @@ def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
     """Return the weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
     import torch
 
-    made = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
-    size = min(_BLOCK if made.device.type == "cpu" else _DEVICE_BLOCK, made.numel())
-    total, term = (torch.empty(size, dtype=torch.float32, device=made.device) for _ in range(2))
-    for out, *parts in _blocks(made, *tensors):
+    result = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
+    size = min(_BLOCK if result.device.type == "cpu" else _DEVICE_BLOCK, result.numel())
+    total, term = (torch.empty(size, dtype=torch.float32, device=result.device) for _ in range(2))
+    for out, *parts in _blocks(result, *tensors):
         some = total[: len(out)].copy_(parts[0]).mul_(weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             some.add_(term[: len(out)].copy_(part).mul_(weight))
         out.copy_(some)
-    return made
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Linear(_Merge):
 
 @dataclass(frozen=True, slots=True)
 class Slerp(_WholeMerge):
-    """On the arc between two tensors, each taken as one vector; on the line where they are nearly parallel.
+    """Spherical interpolation between two tensors, each as one vector; linear where they are nearly parallel.
 
     Source: Shoemake, "Animating rotation with quaternion curves", 1985. As mergekit's `slerp`, but for lengths and
     cosine in FP64, and the line also where a tensor is all zero (it takes a right angle there).
@@ -250,6 +250,7 @@ class Slerp(_WholeMerge):
         """See `_WholeMerge.measure`: the weight of each tensor."""
         import torch
 
+        # FP64: an FP32 sum over a hundred million squares loses digits that the angle needs.
         sums = torch.zeros(3, dtype=torch.float64)
         for a, b in blocks():
             x, y = a.double(), b.double()
@@ -268,11 +269,11 @@ class Slerp(_WholeMerge):
 
 @dataclass(frozen=True, slots=True)
 class Ties(_WholeMerge):
-    """What fine-tuned models changed of their base, trimmed, signs voted on, those that agree averaged.
+    """Sum of the changes that fine-tuned models made: trimmed, with a vote on the sign, averaged where signs agree.
 
     The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. As mergekit's `ties`, but for:
-    FP32 where it has the sources' dtype; changes as large as the least that is kept are kept too; where a vote ends in
-    a tie nothing changes (it takes it for positive).
+    FP32 where mergekit has the sources' dtype; changes as large as the least one that is kept are kept too; where a
+    vote ends in a tie nothing changes (mergekit counts it as positive).
 
     Args:
         density: the share of each tensor's changes that is kept, the largest.
@@ -304,16 +305,17 @@ class Ties(_WholeMerge):
 
         Two passes: counts of the magnitudes' upper bits, then of the lower ones within the bucket that has the least.
         """
-        kept = max(1, int(self.density * num_elements))
-        if kept >= num_elements:
+        num_kept = max(1, int(self.density * num_elements))
+        if num_kept >= num_elements:
             return []
         high = _counted(blocks, None)
+        # Sorting for the k-th largest would need the whole tensor in memory; counts need 2^16 numbers at most.
         buckets, left = list[int](), list[int]()
         for counts in high:
             above = counts.flip(0).cumsum(0)
-            top = int((above >= kept).int().argmax())
+            top = int((above >= num_kept).int().argmax())
             buckets.append(len(counts) - 1 - top)
-            left.append(kept - (int(above[top - 1]) if top else 0))
+            left.append(num_kept - (int(above[top - 1]) if top else 0))
         low = _counted(blocks, buckets)
         ranks = [int((counts.flip(0).cumsum(0) >= rest).int().argmax()) for counts, rest in zip(low, left, strict=True)]
         return [bucket << _LOW_BITS | (1 << _LOW_BITS) - 1 - rank for bucket, rank in zip(buckets, ranks, strict=True)]
@@ -342,21 +344,21 @@ class Ties(_WholeMerge):
 
 
 def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor]:
-    """For each model how many changes have each value of a magnitude's upper bits; or, given a bucket of those for each
-    model, of its lower bits within that bucket."""
+    """Count for each model the changes by the upper bits of their magnitude; or, with a bucket of those for each model,
+    by the lower bits within that bucket."""
     import torch
 
-    found: list[torch.Tensor] = []
+    counts: list[torch.Tensor] = []
     size = 1 << (_LOW_BITS if buckets is not None else 31 - _LOW_BITS)
     for base, *models in blocks():
-        found = found or [torch.zeros(size, dtype=torch.int64) for _ in models]
+        counts = counts or [torch.zeros(size, dtype=torch.int64) for _ in models]
         start = base.float()
         for i, model in enumerate(models):
             bits = _magnitude(model.float() - start)
             upper = bits >> _LOW_BITS
             some = upper if buckets is None else bits[upper == buckets[i]] & ((1 << _LOW_BITS) - 1)
-            found[i] += torch.bincount(some, minlength=size).cpu()
-    return found
+            counts[i] += torch.bincount(some, minlength=size).cpu()
+    return counts
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Operations: what a conversion does to tensors. The protocol, copying and renaming, and one operation after another.
+"""Operations, which a conversion applies to tensors: the protocol, copying, renaming, and chains of operations.
 
-In: the sources' tensors, without bytes. Out: recipes (what is made of what); then, for rows of one, its tensors.
+In: the sources' tensors, without bytes. Out: recipes (inputs of each output); then the tensors for rows of a recipe.
 Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.cuts`).
 
     recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
-"""What is computed with."""
+"""Dtypes that operations compute with."""
 UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
-"""What torch has no dtype for: it is copied, and shown to no operation."""
+"""Dtypes that torch does not have: their bytes are copied, and no operation gets them."""
 
 
 class Operation(Protocol):
-    """What is done. Immutable, and made anew in every worker from the same words (`penstock.jobs.operations.spec`)."""
+    """A step of a conversion. Immutable; every worker makes it from the same spec (`penstock.jobs.operations.spec`)."""
 
     @property
     def name(self) -> str:
-        """What it is called in reports, with what it was told; part of the job's key."""
+        """Return its name in reports, with its options; part of the job's key."""
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """Return what is made of what, in the order in which the inputs lie in storage.
+        """Return the inputs of each output, in the order in which the inputs lie in storage.
 
         Raises:
             PlanError: the sources do not fit each other or the operation.
@@ -53,8 +53,8 @@ class Operation(Protocol):
         Args:
             recipe: one of `recipes`.
             start, stop: rows of it.
-            inputs: what `Input.taken` says of each, contiguous, on one device; None: nothing of it. Not
-                to be kept; may be overwritten: nobody else has them.
+            inputs: the part of each that `Input.taken` names, contiguous, on one device; None: nothing of it.
+                `run` may overwrite them, and must not keep them.
 
         Returns:
             One tensor for each output, of the rows it gives, on the same device; the same bits however rows are cut.
@@ -62,24 +62,24 @@ class Operation(Protocol):
         ...
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the checkpoint's `config.json` as it is to be afterwards."""
+        """Return the result's `config.json`, made from the source's."""
         ...
 
 
 ReadPart = Callable[[int, int, int], "torch.Tensor"]
 """`(input, start, stop)` -> elements [start, stop) of an input of a recipe, flat. Valid until the same input is read
-again; whoever asked may write into it."""
+again; the caller may write into it."""
 
 
 @runtime_checkable
 class Streamed(Protocol):
-    """An operation that can also make a tensor which it needs whole from parts that it reads, perhaps more than once.
+    """An operation that can also read its inputs in parts, perhaps more than once, instead of as whole tensors.
 
-    A worker asks for parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
+    A worker uses parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
     """
 
     def part_unit(self, recipe: Recipe) -> int:
-        """Elements that a part's size is a multiple of, but for the last part; 0: the recipe is made at once only."""
+        """Return the unit of part sizes in elements, for all parts but the last; 0: parts are not possible."""
         ...
 
     def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
@@ -88,20 +88,20 @@ class Streamed(Protocol):
         Args:
             recipe: one of `recipes` that has a `part_unit`.
             num_part: elements of a part.
-            read: reads a part of an input. Raises what reading raises.
+            read: reads a part of an input, and raises the error of a failed read.
 
         Returns:
-            For each part one tensor for each output: the bytes of it that come next.
+            For each part one tensor for each output: its next bytes.
         """
         ...
 
 
 report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
-"""Whom a worker has told to listen while an operation runs."""
+"""Function of the worker that counts progress reports while an operation runs."""
 
 
 def report_progress() -> None:
-    """Say that the running operation gets on. Cheap; a task that says so is not taken for hung, however long it takes.
+    """Report that the running operation makes progress. Cheap. A task that reports is never taken for hung.
 
     Order: from the thread that `run` was called on; elsewhere it does nothing.
     """
@@ -121,18 +121,18 @@ def whole(source: int, spec: Spec) -> Input:
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """Return all of a tensor, for whatever rows of the recipe."""
+    """Return a whole tensor as an input of any rows of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
-def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """Return a tensor copied, perhaps under another name."""
-    made = spec if name is None else replace(spec, name=name)
+def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
+    """Return a recipe that copies a tensor, perhaps under another name."""
+    output = spec if name is None else replace(spec, name=name)
     # Rows of packed elements may end within a byte: such a tensor is not cut.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(
-        outputs=(Output(spec=made),),
+        outputs=(Output(spec=output),),
         inputs=(whole(source, spec),),
         num_rows=spec.shape[0] if spec.shape else 1,
         align=align,
@@ -140,7 +140,7 @@ def as_it_is(source: int, spec: Spec, name: str | None = None) -> Recipe:
     )
 
 
-def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
+def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
     """Return the only source. PlanError where there are several."""
     if len(sources) != 1:
         hint = "merge them first: average, linear, slerp, ties"
@@ -149,7 +149,7 @@ def one(sources: Sequence[TensorTable], operation: str) -> TensorTable:
 
 
 class Unchanged:
-    """The configuration stays."""
+    """Base of operations that keep the source's configuration."""
 
     __slots__ = ()
 
@@ -160,13 +160,13 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class Copy(Unchanged):
-    """Tensors as they are: into shards of another size, into one file, out of one store into another."""
+    """Copy tensors: into shards of another size, into one file, or from one store to another."""
 
     name = "copy"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
-        return [as_it_is(0, spec) for spec in specs_of(one(sources, self.name))]
+        return [copy_recipe(0, spec) for spec in specs_of(only_source(sources, self.name))]
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -177,7 +177,7 @@ class Copy(Unchanged):
 
 @dataclass(frozen=True, slots=True)
 class Rename(Copy):
-    """Tensors under other names; those renamed to nothing are left out.
+    """Copy tensors under other names; those renamed to nothing are left out.
 
     Args:
         rules: (pattern, replacement) as of `re.sub`; the first whose pattern is found anywhere in a name counts.
@@ -199,29 +199,28 @@ class Rename(Copy):
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
-        found = []
-        for spec in specs_of(one(sources, "rename")):
+        recipes = []
+        for spec in specs_of(only_source(sources, "rename")):
             name = spec.name
             for pattern, replacement in self.rules:
                 if re.search(pattern, name):
                     name = re.sub(pattern, replacement, name)
                     break
             if name:
-                found.append(as_it_is(0, spec, name))
-        if sources[0].names and not found:
+                recipes.append(copy_recipe(0, spec, name))
+        if sources[0].names and not recipes:
             raise PlanError("rename: every tensor is left out", hint="its rules give empty names for all")
-        return found
+        return recipes
 
 
 class Chain:
-    """One operation on what others give, in one reading and one writing.
+    """Two operations in one pass: the second works on the first one's outputs, which are never written.
 
-    What the last makes of several recipes that are not cut alike, or otherwise than row by row, is one recipe that is
-    not cut.
+    If recipes of both are not cut alike, or do not work row by row, they become one recipe that is not cut.
 
     Args:
-        first: what is done before: to all sources by one operation, or to each source by one of its own.
-        second: what is done with what they give.
+        first: one operation on all sources, or one operation for each source.
+        second: the operation on their outputs.
     """
 
     def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
@@ -233,7 +232,7 @@ class Chain:
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        before = f"[{'; '.join(one.name for one in self._each)}]" if self._each else self._first.name
+        before = f"[{'; '.join(operation.name for operation in self._each)}]" if self._each else self._first.name
         return f"{before}, {self._second.name}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -247,6 +246,7 @@ class Chain:
             tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
         seconds = list(self._second.recipes(tables))
         maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
+        # Union-find: recipes of the first operation whose outputs one recipe of the second reads must run together.
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
@@ -255,27 +255,27 @@ class Chain:
             return i
 
         for recipe in seconds:
-            makers = [root(maker[given.source, given.spec.name]) for given in recipe.inputs]
+            makers = [root(maker[between.source, between.spec.name]) for between in recipe.inputs]
             for other in makers:
                 group[root(other)] = min(makers)
         parts: dict[int, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
         for recipe in seconds:
-            given = recipe.inputs[0]
-            parts.setdefault(root(maker[given.source, given.spec.name]), ([], []))[1].append(recipe)
-        for i, found in enumerate(firsts):
+            first_input = recipe.inputs[0]
+            parts.setdefault(root(maker[first_input.source, first_input.spec.name]), ([], []))[1].append(recipe)
+        for i, first in enumerate(firsts):
             if root(i) in parts:
-                parts[root(i)][0].append(found)
-        made = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
-        self._parts = {made[i].outputs[0].spec.path: parts[at] for i, at in enumerate(sorted(parts))}
-        return made
+                parts[root(i)][0].append(first)
+        joined = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
+        self._parts = {joined[i].outputs[0].spec.path: parts[at] for i, at in enumerate(sorted(parts))}
+        return joined
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return what it is made of."""
+        """Return the operations of the chain, in order."""
         return (*(self._each or (self._first,)), self._second)
 
     def _firsts(self, sources: Sequence[TensorTable]) -> Iterator[tuple[Operation, int, Recipe]]:
-        """What is done before: by which operation, to which of the tables that the second gets, by which recipe."""
+        """Yield each recipe of the first step with its operation and the number of the table that it contributes to."""
         if not self._each:
             yield from ((self._first, 0, recipe) for recipe in self._first.recipes(sources))
             return
@@ -283,7 +283,11 @@ class Chain:
             raise PlanError(f"{self.name}: prepared for {len(self._each)} sources, not {len(sources)}")
         for i, (operation, table) in enumerate(zip(self._each, sources, strict=True)):
             for recipe in operation.recipes([table]):
-                yield operation, i, replace(recipe, inputs=tuple(replace(one, source=i) for one in recipe.inputs))
+                yield (
+                    operation,
+                    i,
+                    replace(recipe, inputs=tuple(replace(recipe_input, source=i) for recipe_input in recipe.inputs)),
+                )
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -294,17 +298,21 @@ class Chain:
         between: dict[tuple[int, str], torch.Tensor] = {}
         for operation, source, part in firsts:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
-            found = operation.run(part, *rows, [next(left) for _ in part.inputs])
-            between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, found, strict=True)}
-        made: list[torch.Tensor] = []
-        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
+            outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
+            between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
+        results: list[torch.Tensor] = []
+        used = Counter(
+            (second_input.source, second_input.spec.name) for part in seconds for second_input in part.inputs
+        )
         for part in seconds:
             rows = (start, stop) if recipe.align else (0, part.num_rows)
-            made += self._second.run(part, *rows, [_cut(between, given, used) for given in part.inputs])
-        return made
+            results += self._second.run(
+                part, *rows, [_cut(between, second_input, used) for second_input in part.inputs]
+            )
+        return results
 
     def part_unit(self, recipe: Recipe) -> int:
-        """See `Streamed.part_unit`. The second must take rows by themselves; a part is at least as many as it takes."""
+        """See `Streamed.part_unit`. The second must work row by row; a part has at least the rows that it needs."""
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, Streamed):
@@ -312,7 +320,10 @@ class Chain:
         unit, spec = operation.part_unit(first), first.outputs[0].spec
         for part in seconds:
             by_rows = part.align > 0 and spec.shape[:1] == (part.num_rows,)
-            if not by_rows or any(given.at != 0 or given.box != Box.full(given.spec.shape) for given in part.inputs):
+            if not by_rows or any(
+                second_input.at != 0 or second_input.box != Box.full(second_input.spec.shape)
+                for second_input in part.inputs
+            ):
                 return 0
         return unit and -(-_row_unit(spec, seconds) // unit) * unit
 
@@ -324,21 +335,23 @@ class Chain:
         assert isinstance(operation, Streamed)
         spec, num_done = first.outputs[0].spec, 0
         unit = _row_unit(spec, seconds)
-        used = Counter((given.source, given.spec.name) for part in seconds for given in part.inputs)
+        used = Counter(
+            (second_input.source, second_input.spec.name) for part in seconds for second_input in part.inputs
+        )
 
         def made_of(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
             rows = flat.reshape(-1, *spec.shape[1:])
-            between, made = {(source, spec.name): rows}, list[torch.Tensor]()
+            between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:
-                inputs = [_cut(between, given, used) for given in part.inputs]
-                made += self._second.run(part, start, start + len(rows), inputs)
-            return made
+                inputs = [_cut(between, second_input, used) for second_input in part.inputs]
+                results += self._second.run(part, start, start + len(rows), inputs)
+            return results
 
         rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
         for (part,) in operation.run_parts(first, num_part, read):
             flat = torch.cat([rest, part]) if len(rest) else part
             whole = len(flat) // unit * unit
-            rest = flat[whole:].clone()  # what it lies in is overwritten by the next part
+            rest = flat[whole:].clone()  # the next part is read into the same memory
             if whole:
                 yield made_of(flat[:whole], num_done // row)
                 num_done += whole
@@ -351,36 +364,41 @@ class Chain:
 
 
 def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
-    """Elements of the fewest rows that recipes of a tensor take."""
+    """Return the elements in the smallest number of rows that all recipes of a tensor accept."""
     return max(1, math.prod(spec.shape[1:])) * math.lcm(*(part.align for part in seconds))
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
-    """Return a group of recipes and those of what they give, as one."""
+    """Join a group of recipes and the recipes on their outputs into one."""
+    # Cutting by rows is only right if row i of every step needs nothing but row i of the step before.
     rows = firsts[0].num_rows
     row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
     row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
     for recipe in seconds:
-        for given in recipe.inputs:
-            row_by_row &= given.at == 0 and given.box == Box.full(given.spec.shape)
+        for second_input in recipe.inputs:
+            row_by_row &= second_input.at == 0 and second_input.box == Box.full(second_input.spec.shape)
     outputs = tuple(out for recipe in seconds for out in recipe.outputs)
-    inputs = tuple(given for recipe in firsts for given in recipe.inputs)
+    inputs = tuple(first_input for recipe in firsts for first_input in recipe.inputs)
     copies = len(outputs) == len(inputs) == 1 and all(recipe.copies for recipe in (*firsts, *seconds))
     if row_by_row:
         align = math.lcm(*(recipe.align for recipe in (*firsts, *seconds)))
         return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align, copies=copies)
     return Recipe(
         outputs=tuple(replace(out, per=0) for out in outputs),
-        inputs=tuple(replace(given, at=None) for given in inputs),
+        inputs=tuple(replace(first_input, at=None) for first_input in inputs),
         num_rows=1,
         align=0,
         copies=copies,
     )
 
 
-def _cut(between: Mapping[tuple[int, str], torch.Tensor], given: Input, used: Counter[tuple[int, str]]) -> torch.Tensor:
+def _cut(
+    between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
+) -> torch.Tensor:
     """Return a whole tensor as an input of the second operation; row by row it is the rows already."""
-    at = given.source, given.spec.name
-    if given.box == Box.full(given.spec.shape):
+    at = second_input.source, second_input.spec.name
+    if second_input.box == Box.full(second_input.spec.shape):
         return between[at] if used[at] == 1 else between[at].clone()
-    return between[at][tuple(slice(a, b) for a, b in zip(given.box.start, given.box.stop, strict=True))].contiguous()
+    return between[at][
+        tuple(slice(a, b) for a, b in zip(second_input.box.start, second_input.box.stop, strict=True))
+    ].contiguous()

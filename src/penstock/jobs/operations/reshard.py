@@ -1,4 +1,4 @@
-"""Tensor-parallel checkpoints of n ranks into m: every output of a tensor from one reading of it.
+"""Resharding of tensor-parallel checkpoints from n ranks to m: each tensor is read once for all its outputs.
 
 In: n sources, one a rank, of the same names and shapes; a rule for each name. Out: m weight sets, or one that is whole.
 Not here: the files of each set (`plan.tasks`, `storage.output`); heads, which `jobs.request_defaults` reads from
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUTS = ("directories", "vllm")
-"""Of several sets: `rank-00000-of-00002/`, each a weight set; or all in one directory, called as vLLM's loader
-`sharded_state` looks for them. Source: vLLM 0.11, sharded_state_loader.py, DEFAULT_PATTERN."""
+"""Layouts of several sets: `rank-00000-of-00002/`, each a weight set; or all in one directory, under the names that
+vLLM's loader `sharded_state` expects. Source: vLLM 0.11, sharded_state_loader.py, DEFAULT_PATTERN."""
 _HEADS = "heads"
 _SHOWN = 5
 _FP8_BLOCK = 128
@@ -43,16 +43,17 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.bias$", "replicate"),
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.", "1"),
 )
-"""Pattern found in a name -> what is done, the first that is found. Names and dims as of transformers' Llama, Qwen and
+"""Pattern found in a name -> rule; the first match counts. Names and dims as of transformers' Llama, Qwen and
 DeepSeek models, their fused and expert tensors as of vLLM's; column-parallel layers are cut by rows, row-parallel ones
 by columns, whose bias every rank has. Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a tensor is shared out.
+    """The rule that splits a tensor between ranks.
 
-    `dim` None: every rank has all of it. `parts`: the shares of what is fused along `dim`, each shared out for itself.
+    `dim` None: every rank has all of it. `parts`: relative sizes of the tensors fused along `dim`; each is split
+    separately.
     """
 
     dim: int | None
@@ -61,16 +62,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Reshard(Unchanged):
-    """See the module.
+    """Reshard tensor-parallel checkpoints: see the module.
 
     Args:
         to: ranks of the result; 1: a checkpoint that is whole.
-        rules: before `RULES`: pairs of a pattern and `replicate`, a dim, or `dim:parts` (`0:4,1,1`).
+        rules: used before `RULES`: pairs of a pattern and `replicate`, a dim, or `dim:parts` (`0:4,1,1`).
         layout: one of `LAYOUTS`.
-        heads: of queries and of keys, in all: shares of a fused `qkv_proj`, and how far heads can be shared out.
+        heads: total number of query heads and of key heads: they give the parts of a fused `qkv_proj`, and limit the
+            number of ranks.
 
     Raises:
-        ConfigError: words that mean nothing.
+        ConfigError: an option has no valid value.
     """
 
     to: int
@@ -92,26 +94,26 @@ class Reshard(Unchanged):
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        told = [*(f"{a}={b}" for a, b in self.rules), *([f"heads {self.heads}"] if self.heads else [])]
-        return f"reshard to {self.to} in {self.layout}" + (f" ({', '.join(told)})" if told else "")
+        options = [*(f"{a}={b}" for a, b in self.rules), *([f"heads {self.heads}"] if self.heads else [])]
+        return f"reshard to {self.to} in {self.layout}" + (f" ({', '.join(options)})" if options else "")
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also where tensors have no rule, listed; or cannot be shared out so."""
+        """See `Operation.recipes`. PlanError also if tensors have no rule (it lists them), or cannot be split by it."""
         named = same_everywhere(sources, "reshard")
         if unknown := [specs[0].name for specs in named if self._how(specs[0].name) is None and specs[0].shape]:
             shown = ", ".join(unknown[:_SHOWN])
             hint = "give rules: a pattern and a dim, dim:parts or replicate"
             raise PlanError(f"no rule says how {len(unknown)} tensors are shared out: {shown}", hint=hint)
         shapes = {specs[0].name: specs[0].shape for specs in named}
-        found = []
+        recipes = []
         for specs in named:
             rule = self._rule_of(specs[0])
             if rule.dim is None:
-                found.append(self._replicated(specs))
+                recipes.append(self._replicated(specs))
                 continue
             self._check(specs, rule, shapes)
-            found.append(self._by_rows(specs, rule) if rule.dim == 0 else self._by_columns(specs, rule))
-        return found
+            recipes.append(self._by_rows(specs, rule) if rule.dim == 0 else self._by_columns(specs, rule))
+        return recipes
 
     def _how(self, name: str) -> str | None:
         return next((str(how) for pattern, how in (*self.rules, *RULES) if re.search(pattern, name)), None)
@@ -144,7 +146,7 @@ class Reshard(Unchanged):
         return rule
 
     def _check(self, specs: Sequence[Spec], rule: Rule, shapes: dict[str, tuple[int, ...]]) -> None:
-        """PlanError where a share would not be whole: of elements, of heads, of a block format's blocks."""
+        """Raise PlanError if a split would cut through an element, a head, or a block of a block format."""
         spec, dim, ranks = specs[0], rule.dim or 0, len(specs)
         size, unit = spec.shape[dim], sum(rule.parts)
         if size % unit or any(size * ranks // unit * part % self.to for part in rule.parts):
@@ -167,43 +169,45 @@ class Reshard(Unchanged):
                 raise PlanError(message, tensor=spec.name, hint="dequantise first")
 
     def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[Output, ...]:
-        made = []
+        outputs = []
         for rank in range(self.to):
             group = f"rank-{rank:05d}-of-{self.to:05d}" if self.to > 1 else ""
             group = f"model-rank-{rank}-part-*" if self.layout == "vllm" else group
-            made.append(Output(spec=Spec(name=spec.name, dtype=spec.dtype, shape=shape, group=group), per=per))
-        return tuple(made)
+            outputs.append(Output(spec=Spec(name=spec.name, dtype=spec.dtype, shape=shape, group=group), per=per))
+        return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
         spec = specs[0]
         if not spec.shape or math.prod(spec.shape[1:]) * spec.dtype.bits % 8:
-            inputs = tuple(all_of(i, one) for i, one in enumerate(specs))
+            inputs = tuple(all_of(i, rank_spec) for i, rank_spec in enumerate(specs))
             return Recipe(outputs=self._outputs(spec, spec.shape, 0), inputs=inputs, num_rows=1, align=0)
-        inputs = tuple(whole(i, one) for i, one in enumerate(specs))
+        inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
     def _by_rows(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
-        """Rows of the recipe are those of each output; part after part, rank after rank of the sources."""
+        """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank."""
         spec, ranks, unit = specs[0], len(specs), sum(rule.parts)
         have = [spec.shape[0] // unit * part for part in rule.parts]  # of each part, in one source
         give = [rows * ranks // self.to for rows in have]
         inputs = []
         for rank in range(self.to):
             for part, (here, there) in enumerate(zip(have, give, strict=True)):
-                for i, one in enumerate(specs):
+                for i, rank_spec in enumerate(specs):
                     low, high = max(rank * there, i * here), min((rank + 1) * there, (i + 1) * here)
                     if low < high:
                         first = sum(have[:part]) - i * here
-                        start = (first + low, *(0,) * (len(one.shape) - 1))
-                        box = Box(start=start, stop=(first + high, *one.shape[1:]))
-                        inputs.append(Input(source=i, spec=one, box=box, at=sum(give[:part]) + low - rank * there))
+                        start = (first + low, *(0,) * (len(rank_spec.shape) - 1))
+                        box = Box(start=start, stop=(first + high, *rank_spec.shape[1:]))
+                        inputs.append(
+                            Input(source=i, spec=rank_spec, box=box, at=sum(give[:part]) + low - rank * there)
+                        )
         rows = sum(give)
         return Recipe(outputs=self._outputs(spec, (rows, *spec.shape[1:])), inputs=tuple(inputs), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
-        inputs = tuple(whole(i, one) for i, one in enumerate(specs))
+        inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
         return Recipe(outputs=self._outputs(spec, shape), inputs=inputs, num_rows=shape[0])
 
     def run(
@@ -212,21 +216,21 @@ class Reshard(Unchanged):
         """See `Operation.run`. PlanError where ranks differ in what each of them should have."""
         spec = recipe.inputs[0].spec
         rule = self._rule_of(spec)
-        tensors = [None if one is None else _plain(one) for one in inputs]
+        tensors = [None if tensor is None else _plain(tensor) for tensor in inputs]
         if rule.dim == 0:
-            made = self._shared(recipe, tensors)
+            results = self._shared(recipe, tensors)
         else:
-            present = [one for one in tensors if one is not None]
-            made = _columns(present, rule.dim, rule.parts, self.to) if rule.dim else self._same(present, spec.name)
-        dtype = next(one.dtype for one in inputs if one is not None)
-        return [one.view(dtype) for one in made]
+            present = [tensor for tensor in tensors if tensor is not None]
+            results = _columns(present, rule.dim, rule.parts, self.to) if rule.dim else self._same(present, spec.name)
+        dtype = next(tensor.dtype for tensor in inputs if tensor is not None)
+        return [tensor.view(dtype) for tensor in results]
 
     def _shared(self, recipe: Recipe, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the rows of each output, whose inputs follow each other."""
         import torch
 
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
-        ends = accumulate(given.box.shape[0] for given in recipe.inputs)
+        ends = accumulate(rank_input.box.shape[0] for rank_input in recipe.inputs)
         for end, tensor in zip(ends, tensors, strict=True):
             if tensor is not None:
                 shares[(end - 1) // recipe.num_rows].append(tensor)
@@ -253,7 +257,7 @@ def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], coun
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes where an element is one: not every operator knows the dtypes of eight bits and fewer."""
+    """Return a view as bytes if an element is one byte: not every torch operator supports dtypes of eight bits."""
     import torch
 
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,7 +1,7 @@
-"""Where a worker computes: the host's own memory, or a CUDA device behind pinned buffers.
+"""Compute backends of a worker: the host's own memory, or a CUDA device behind pinned buffers.
 
 In: bytes in a host buffer; an operation. Out: its outputs' bytes in host memory, and their digests, perhaps later.
-Not here: which tasks (`worker`), what is computed (`jobs.operations.operation`).
+Not here: choosing tasks (`worker`), the operations (`jobs.operations.operation`).
 
     CUDA:  pinned --copy--> device --run, digest--> device --copy--> pinned     one stream for each of the three
 """
@@ -25,28 +25,28 @@ from penstock.jobs.workers.buffers import Buffers, cut, packed
 from penstock.types import U64
 
 Pieces = Sequence[tuple[int, int]]
-"""Byte ranges of one output that are digested, each for itself."""
+"""Byte ranges of one output, each with a digest of its own."""
 
 
 @dataclass(slots=True)
 class Made:
-    """What became of a task, once the step that gave it is over."""
+    """Outputs of a task, valid once the step that made them is over."""
 
     raw: list[torch.Tensor]
     """Bytes of each output in host memory, flat uint8."""
     digests: U64
     """Of the pieces of all outputs, in order."""
     buffer: torch.Tensor | None = None
-    """What `raw` lies in, to be put back."""
+    """The buffer that contains `raw`, to be put back."""
 
 
 class ComputeBackend(Protocol):
-    """One place to compute.
+    """A device with its host buffers.
 
     Attributes:
-        device: where that is.
-        copies: whether what `place` gives is a copy of the host's bytes.
-        buffers: of host memory that bytes come from and go to.
+        device: of the computation.
+        copies: whether `place` returns a copy of the host's bytes.
+        buffers: host memory for inputs and outputs.
     """
 
     device: torch.device
@@ -54,23 +54,23 @@ class ComputeBackend(Protocol):
     buffers: Buffers
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
-        """Return what is packed in a host buffer, as flat uint8 tensors where `make` wants them.
+        """Move the tensors packed in a host buffer to where `make` reads them; return them as flat uint8 tensors.
 
-        Ownership: the buffer is the compute backend's until the pending is done.
+        Ownership: the buffer belongs to the compute backend until the pending is done.
         """
         ...
 
     def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
-        """Call `run`, digest what it gives, bring it to host memory; all there once the pending is done."""
+        """Call `run`, digest its outputs, copy them to host memory; complete once the pending is done."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return what runs within computes here, and is complete when its results are copied to the host."""
+        """Return a context in which torch computes on this backend, in order with copies of its results to the host."""
         ...
 
 
 class HostCompute:
-    """Computes where the bytes are."""
+    """A backend that computes in host memory, without copies."""
 
     copies = False
 
@@ -89,8 +89,8 @@ class HostCompute:
         """See `ComputeBackend.make`."""
         raw = [as_bytes(tensor) for tensor in run()]
         digests, at = np.empty(sum(len(some) for some in pieces), np.uint64), 0
-        for one, some in zip(raw, pieces, strict=True):
-            view = as_view(one)
+        for output, some in zip(raw, pieces, strict=True):
+            view = as_view(output)
             for start, stop in some:
                 leaf_digests(view[start:stop], stop - start, digests[at : at + 1])
                 at += 1
@@ -98,7 +98,7 @@ class HostCompute:
 
 
 class CudaCompute:
-    """Computes on one device."""
+    """A backend that computes on one CUDA device."""
 
     copies = True
 
@@ -108,21 +108,23 @@ class CudaCompute:
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """See `ComputeBackend.place`."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._up), _Room(self.device):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._up), _OutOfMemoryMapper(self.device):
             there = torch.empty(packed(sizes)[-1], dtype=torch.uint8, device=self.device)
             there.copy_(buffer[: len(there)], non_blocking=True)
+            # Allocated on one stream, used on another: without this the allocator reuses it while the operation reads.
             there.record_stream(self._work)
-            return cut(there, sizes), _Passed(self._up)
+            return cut(there, sizes), _StreamPosition(self._up)
 
     def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
         """See `ComputeBackend.make`."""
         from penstock.digest.cuda import leaf_digests_cuda
 
-        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _OutOfMemoryMapper(self.device):
             outputs = [as_bytes(tensor) for tensor in run()]
             start = [out.data_ptr() + a for out, some in zip(outputs, pieces, strict=True) for a, _ in some]
             nbytes = [b - a for some in pieces for a, b in some]
             got = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self.device)
+            # The copies below run on another stream: they must not start before the outputs and digests exist.
             self._down.wait_stream(self._work)
         sizes = [8 * len(nbytes), *(len(out) for out in outputs)]
         buffer = self.buffers.get(packed(sizes)[-1])
@@ -131,17 +133,17 @@ class CudaCompute:
             for here, there in zip([digests.view(torch.int64), *raw], [got, *outputs], strict=True):
                 here.copy_(there, non_blocking=True)
                 there.record_stream(self._down)
-            return Made(raw, digests.numpy().view(np.uint64), buffer), _Passed(self._down)
+            return Made(raw, digests.numpy().view(np.uint64), buffer), _StreamPosition(self._down)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """See `ComputeBackend.entered`."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _Room(self.device):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _OutOfMemoryMapper(self.device):
             yield
 
 
-class _Passed:
-    """All that was queued on a stream so far."""
+class _StreamPosition:
+    """A pending that is done once everything queued on a stream so far has run."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
@@ -152,8 +154,8 @@ class _Passed:
         return bool(self._event.query())
 
 
-class _Room:
-    """The house's error for a device without room."""
+class _OutOfMemoryMapper:
+    """Map torch's out-of-memory error to DeviceOutOfMemory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -169,7 +171,7 @@ class _Room:
 
 
 def as_view(raw: torch.Tensor) -> memoryview:
-    """Flat uint8 host memory as a writable view."""
+    """Return flat uint8 host memory as a writable view."""
     array: npt.NDArray[np.uint8] = raw.numpy()
     return array.data
 

@@ -1,11 +1,11 @@
-"""A process that has imported what others need and forks them: tens of milliseconds each, and its memory is theirs too.
+"""The fork server: a process that imports the large libraries once, and forks others in tens of milliseconds each.
 
 In: a function by name, plain arguments. Out: processes to signal and to wait for.
-Not here: what they do (`process`), whose they are (`launch`).
+Not here: the code of these processes (`process`), starting workers (`launch`).
 
     caller --socketpair--> fork server: torch imported, no thread, no device --fork--> function(*arguments)
 
-It ends with the thread that started it, however that ends, and those that it forked end with it.
+It ends with the thread that started it, however that thread ends, and the processes that it forked end with it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.closing import Closing
 from penstock.errors import PeerLost
 
 START_S = 120.0
-"""Within which a new fork server has imported what it is told to: seconds, or a minute where the machine is busy."""
+"""Deadline for the imports of a new fork server: they take seconds, or a minute on a busy machine."""
 ANSWER_S = 30.0
-"""Within which it answers later: it does nothing else."""
+"""Deadline for later answers: the fork server does nothing else."""
 END_S = 5.0
-"""A killed process that is not gone by then is stuck in the kernel, where nobody can end it: it is left there."""
+"""A killed process that still exists after this time is stuck in the kernel; nothing can end it, so it is left."""
 _MAX_MESSAGE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 """Source: Linux, include/uapi/linux/prctl.h."""
@@ -45,40 +45,42 @@ class Forked:
     """One forked process."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
-        self.pid, self._fork_server, self._code = pid, fork_server, -1
-        # It is not waited for before this descriptor says that it ended, so its number is nobody else's.
+        self.pid = pid
+        self._fork_server = fork_server
+        self._code = -1
+        # The process is only reaped after this descriptor reports its end, so its number cannot be reused before.
         self._pidfd: int | None = os.pidfd_open(pid)
-        # Also where the fork server was killed, and nobody can say how this process ended.
+        # Closed also where the fork server was killed, and no exit code will ever be known.
         self._close = weakref.finalize(self, os.close, self._pidfd)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal; nothing if it has ended. ProcessLookupError: it was waited for already."""
+        """Send a signal; do nothing if the process has ended. ProcessLookupError: it was waited for already."""
         if self._pidfd is None:
             raise ProcessLookupError(self.pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def forget(self) -> None:
-        """Let go of it; nobody signals or waits for it any more. Idempotent."""
+        """Close the descriptor. Order: after the last signal or wait. Idempotent."""
         self._close()
         self._pidfd = None
 
     def poll(self) -> int | None:
-        """Its exit code (minus the signal that ended it), or None while it runs."""
+        """Return the exit code (minus the signal that ended it), or None while the process runs."""
         try:
             return self.wait(timeout=0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = 60.0) -> int:
-        """Its exit code.
+        """Wait for the process to end; return its exit code.
 
         Raises:
-            TimeoutExpired: it runs still.
-            PeerLost: it ended, and the fork server with it: nobody knows how.
+            TimeoutExpired: it still runs.
+            PeerLost: it ended, and the fork server with it: its exit code is lost.
         """
         if self._pidfd is not None:
-            # Not `select`: a program may have more descriptors than that can name.
+            # Not `select`, which cannot wait for descriptors above 1023: a program may have more.
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1000):
@@ -89,18 +91,20 @@ class Forked:
 
 
 class ForkServer(Closing):
-    """See the module. A context manager. Any thread.
+    """A handle of the process: see the module. A context manager. Any thread.
 
     Args:
-        imports: modules that it imports; one that is not installed is left to who needs it.
+        imports: modules to import; a missing one fails later, in the process that needs it.
 
     Raises:
         PeerLost: no process can be started.
     """
 
     def __init__(self, imports: Sequence[str]) -> None:
-        self._lock, self._patience_s = threading.Lock(), START_S
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # One request and its answer at a time: answers carry no number that would match them with requests.
+        self._lock = threading.Lock()
+        self._patience_s = START_S
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "penstock.jobs.workers.fork_server", str(theirs.fileno()), *imports]
         try:
             # What a function prints goes to stderr: stdout is the caller's.
@@ -108,79 +112,80 @@ class ForkServer(Closing):
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
             )
         except OSError as error:
-            self._line.close()
+            self._connection.close()
             raise PeerLost(f"no process can be started: {error.strerror}") from error
         finally:
             theirs.close()
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Return the process number."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def fork(self, function: str, arguments: Sequence[object], stdio: Sequence[int] = ()) -> Forked:
         """Call `module:function` in a new process; its result is the exit code.
 
         Args:
-            function: where it is.
-            arguments: values of JSON, below 64 KiB. Nobody else on the host sees them.
-            stdio: descriptors for its standard input and output; none: nothing, and stderr.
+            function: its import path.
+            arguments: values of JSON, below 64 KiB. Unlike a command line, other users of the host cannot read them.
+            stdio: descriptors for its standard input and output; none: no input, and stderr.
 
         Raises:
             PeerLost: the fork server has ended, or does not answer.
         """
-        said = self._ask({"function": function, "arguments": list(arguments)}, stdio)
+        pid = self._request({"function": function, "arguments": list(arguments)}, stdio)
         try:
-            return Forked(self, said)
+            return Forked(self, pid)
         except OSError as error:
             raise PeerLost(f"a process is gone as soon as it was forked: {error.strerror}") from error
 
     def reap(self, pid: int) -> int:
-        """Return the exit code of a process that ended. PeerLost: as of `fork`."""
-        return self._ask({"reap": pid})
+        """Return the exit code of a process that ended. PeerLost as for `fork`."""
+        return self._request({"reap": pid})
 
-    def _ask(self, what: object, fds: Sequence[int] = ()) -> int:
+    def _request(self, what: object, fds: Sequence[int] = ()) -> int:
         with self._lock:
             try:
-                self._line.settimeout(self._patience_s)
-                socket.send_fds(self._line, [json.dumps(what).encode()], fds)
-                said = self._line.recv(_MAX_MESSAGE_BYTES)
+                self._connection.settimeout(self._patience_s)
+                socket.send_fds(self._connection, [json.dumps(what).encode()], fds)
+                answer = self._connection.recv(_MAX_MESSAGE_BYTES)
             except OSError as error:
-                self._kill()  # what it may say later would be taken for another answer
+                self._kill()  # a late answer would be read as the answer to the next request
                 raise PeerLost(f"the process that forks others does not answer: {error.strerror or error}") from error
-            except BaseException:  # a signal
+            except BaseException:  # a signal handler raised while this waited: the answer would come later, too
                 self._kill()
                 raise
-            if not said:
+            if not answer:
                 self._kill()
                 raise PeerLost("the process that forks others has ended")
             self._patience_s = ANSWER_S
-            return int(said)
+            return int(answer)
 
     def close(self) -> None:
-        """End it, and with it all that it forked, also while it imports. Idempotent."""
-        self._line.close()
+        """End the process and all that it forked, also while it still imports. Idempotent."""
+        self._connection.close()
         self._kill()
 
     def _kill(self) -> None:
-        """It has ended when this returns, so that nobody takes it for alive."""
+        """Kill the process and wait for its end, so that `is_alive` is false afterwards."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that forked it ends: also while it is stopped, or in a C call.
+    """Have the kernel kill this process when the thread that forked it ends, even if it is stopped or in a C call.
 
     Args:
-        parent: whose thread that was; where it is gone already, this process ends here.
+        parent: process of that thread; if it has ended already, this process exits at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    # A parent that ended before the call above sends no signal any more.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -195,6 +200,7 @@ def _serve(line: socket.socket) -> None:
         if "reap" in request:
             line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
             continue
+        # The pipe's write end is open in the child until `end_with_parent` has run: reading it waits for that.
         begun, begins = os.pipe()
         pid = os.fork()
         if not pid:
@@ -205,7 +211,7 @@ def _serve(line: socket.socket) -> None:
             _child(request["function"], request["arguments"], fds)
         for fd in (begins, *fds):
             os.close(fd)
-        os.read(begun, 1)  # its end: nobody can stop the child before it is bound to end with this process
+        os.read(begun, 1)  # without this, a child stopped right after the fork could outlive this process
         os.close(begun)
         line.send(str(pid).encode())
 
@@ -229,17 +235,18 @@ def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> 
 
 
 def main() -> None:
-    """The fork server's process: no threads, so that forks of it are whole."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # one that is gone already has closed the line
+    """Run the fork server, without threads: a fork copies only one thread, and locks of the others stay taken."""
+    # A parent that is gone already has closed its end of the socket, which ends `_serve`.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     gc.disable()  # a tenth of the time of what follows
     for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # collections in a child leave what it shares with the others alone
+    gc.freeze()  # a collection in a child would write to every object's header, and so copy all shared pages
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        _serve(line)  # until who asks is gone, perhaps before it was answered
+        _serve(line)  # until the caller is gone, perhaps before it read an answer
 
 
 if __name__ == "__main__":

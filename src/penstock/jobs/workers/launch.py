@@ -1,7 +1,7 @@
-"""Who starts a job's workers and ends them; and what a report says of each.
+"""Launchers, which start a job's workers and end them; and the statistics of each worker for the report.
 
 In: names, devices, the coordinator's address. Out: processes that connect to it.
-Not here: workers elsewhere (`launch_ray`), what they are told (`jobs.coordinator`).
+Not here: workers on other hosts (`launch_ray`), the messages to workers (`jobs.coordinator`).
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ IMPORTS = (
     "penstock.jobs.operations.merge",
     "penstock.transform.fuse",
 )
-"""What workers share: all that is large, and nothing that starts a thread or looks for a device."""
+"""Modules that workers share: all large ones, and none that starts a thread or initialises a device."""
 
 RESTARTS = 3
-"""Times in a row that the process which forks workers is started again where it was lost: one that was killed (by the
-kernel for memory, say) is started again at once; one that cannot run at all is told after some seconds."""
+"""Times in a row that a lost fork server is started again: one that was killed (by the kernel for memory, say) works
+again at once; one that cannot run at all is reported after some seconds."""
 _T = TypeVar("_T")
 
 _COUNTED = 16
-"""Exit code for no GPU; one more for each."""
+"""Exit code for no GPU; one more for each GPU. Above 1 and 2, with which Python itself fails."""
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Of any GPU that torch knows: NVIDIA's, that of WSL, AMD's."""
+"""Device files of the GPUs that torch supports: NVIDIA's, those of WSL, AMD's."""
 
 
 class Launcher(Protocol):
-    """Who starts workers and ends them.
+    """A way to start workers and to end them.
 
     Attributes:
-        listen: where they reach the coordinator: a name or address of this host; None: from this host alone.
+        listen: name or address of this host at which workers reach the coordinator; None: all are on this host.
     """
 
     listen: str | None
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """Have a worker of this name connect to `address`. PeerLost where none can be started."""
+        """Start a worker of this name, which connects to `address`. PeerLost if none can be started."""
         ...
 
     def ended(self, worker: str) -> str | None:
-        """How it ended; None: it may still connect, or speak."""
+        """Return how a worker ended; None: it may still connect, or send."""
         ...
 
     def kill(self, worker: str) -> None:
-        """End it at once. Idempotent."""
+        """End a worker at once. Idempotent."""
         ...
 
 
 class LocalLauncher(Closing):
-    """Processes of this host, forked from one that imported torch for all; those for GPUs begin at once, and import it
-    each beside its driver's start. They end with the thread that started them, whatever ends that. A context manager:
-    leaving it ends them.
+    """Workers as processes of this host. Workers on the CPU are forked from one process that imported torch for all;
+    workers for GPUs start before their device is known, and each imports torch while its driver starts. They end with
+    the thread that started them. A context manager: leaving it ends them.
 
     Attributes:
-        fork_server: what they are forked from; None: nobody was started yet.
+        fork_server: the process that forks them; None: none was started yet.
 
     Args:
-        devices, workers: see `devices_of`; what is likely to be asked for.
+        devices, workers: see `devices_of`; those that will probably be requested.
     """
 
     listen: str | None = None
@@ -88,20 +88,20 @@ class LocalLauncher(Closing):
         self.fork_server: ForkServer | None = None
         self._processes: dict[str, Forked] = {}
         self._gpus: list[str] | None = None
-        self._num_early = num_prewarmed(devices, workers)
-        self._early: list[tuple[Forked, int]] = []
+        self._num_prewarmed = num_prewarmed(devices, workers)
+        self._prewarmed: list[tuple[Forked, int]] = []
 
     def begin(self) -> ForkServer:
-        """Start what workers are forked from, which takes seconds, and go on meanwhile. Idempotent. PeerLost."""
+        """Start the fork server, whose imports take seconds; do not wait for them. Idempotent. PeerLost."""
         if self.fork_server is None or not self.fork_server.is_alive:
             self.close()
-            self.fork_server = ForkServer(() if self._num_early else IMPORTS)
-            for _ in range(self._num_early):
-                self._early.append(self._begun(self.fork_server))
+            self.fork_server = ForkServer(() if self._num_prewarmed else IMPORTS)
+            for _ in range(self._num_prewarmed):
+                self._prewarmed.append(self._prewarm(self.fork_server))
         return self.fork_server
 
-    def _begun(self, fork_server: ForkServer) -> tuple[Forked, int]:
-        """Return a process that waits for a worker's arguments, and where they are to be written."""
+    def _prewarm(self, fork_server: ForkServer) -> tuple[Forked, int]:
+        """Return a process that waits for a worker's arguments, and the descriptor to write them to."""
         reads, writes = os.pipe()
         try:
             return fork_server.fork("penstock.jobs.workers.prewarm:work", [], (reads, 2)), writes
@@ -112,43 +112,44 @@ class LocalLauncher(Closing):
             os.close(reads)
 
     def gpus(self) -> list[str]:
-        """See `gpus`: asked in a process of its own, for this one neither has torch nor wants a device. PeerLost."""
+        """See `gpus`. Counts in a new process: this one must not import torch or initialise a device. PeerLost."""
         if self._gpus is None:
             try:
                 code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
-                raise PeerLost("nobody says how many GPUs there are", hint="look at nvidia-smi") from error
+                raise PeerLost(f"GPUs were not counted within {START_S:g} s", hint="look at nvidia-smi") from error
             if code < _COUNTED:
-                raise PeerLost(f"who counted GPUs ended with {code}", hint="look at nvidia-smi, or say devices=cpu")
+                message = f"the process that counts GPUs ended with exit code {code}"
+                raise PeerLost(message, hint="look at nvidia-smi, or use devices=cpu")
             self._gpus = [f"cuda:{i}" for i in range(code - _COUNTED)]
-            if not self._gpus and self._num_early:
+            if not self._gpus and self._num_prewarmed:
                 self.close()
-                self._num_early = 0  # workers are the host's then, forked from one that imported for all
+                self._num_prewarmed = 0  # device files without a GPU: workers run on the CPU, from a new fork server
         return self._gpus
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Launcher.spawn`. What a user's function prints goes to stderr: stdout is the caller's.
+        """See `Launcher.spawn`. Output of a user's function goes to stderr: stdout is the caller's.
 
         Raises:
             ConfigError: this host has no such device.
         """
-        if device != "cpu" and device not in (found := self.gpus()) and (device != "cuda" or not found):
-            message = f"device {device} is not there: {len(found)} CUDA devices"
-            raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
+        if device != "cpu" and device not in (devices := self.gpus()) and (device != "cuda" or not devices):
+            message = f"there is no device {device}: this host has {len(devices)} CUDA devices"
+            raise ConfigError(message, hint="`penstock doctor` lists them; look at CUDA_VISIBLE_DEVICES")
         self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
 
     def _start(self, arguments: list[str], fork_server: ForkServer) -> Forked:
-        if not self._early:
+        if not self._prewarmed:
             return fork_server.fork("penstock.jobs.workers.process:work", arguments)
-        process, line = self._early.pop()
-        with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as told:
-            told.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
+        process, line = self._prewarmed.pop()
+        with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as pipe:
+            pipe.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
         return process
 
     def _retried(self, ask: Callable[[ForkServer], _T]) -> _T:
-        """Ask the process that forks others; start it again where it was lost meanwhile. PeerLost after `RESTARTS`.
+        """Call a function with the fork server; start a new one if it was lost. PeerLost after `RESTARTS`.
 
-        What it had forked has ended with it: the coordinator sees those workers go, and replaces them.
+        The processes that it had forked ended with it: the coordinator notices that, and replaces those workers.
         """
         for _ in range(RESTARTS):
             with contextlib.suppress(PeerLost):
@@ -173,14 +174,14 @@ class LocalLauncher(Closing):
             process.wait(END_S)
 
     def close(self) -> None:
-        """End all. Idempotent."""
+        """End all workers and the fork server. Idempotent."""
         if self.fork_server is not None:
             self.fork_server.close()
         self.fork_server = None
-        while self._early:
-            process, line = self._early.pop()
+        while self._prewarmed:
+            process, line = self._prewarmed.pop()
             process.forget()
-            os.close(line)
+            os.close(line)  # a process that still waits for arguments reads the end, and exits
 
 
 @dataclass(slots=True)
@@ -192,15 +193,15 @@ class WorkerStats:
     num_tasks: int = 0
     moved_bytes: int = 0
     fetched_bytes: int = 0
-    """Read from the sources, as it last said; through a cache whole chunks, headers too."""
+    """Read from the sources, as last reported; through a cache whole chunks, headers too."""
     asked_bytes: int = 0
     """Read, from there or from a cache."""
     busy_s: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     end: str = "finished"
 
-    def came(self, fetched_bytes: int, asked_bytes: int) -> None:
-        """It has read so much, or, where it says so later than it counted, more."""
+    def note_read(self, fetched_bytes: int, asked_bytes: int) -> None:
+        """Record the bytes that the worker has read so far; an older count that arrives later changes nothing."""
         self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
         self.asked_bytes = max(self.asked_bytes, asked_bytes)
 
@@ -212,31 +213,33 @@ class WorkerTrace:
     row: str
     spans: list[Span] = field(default_factory=list)
     behind_s: float = math.inf
-    """What is to be added to its clock to have this process's."""
+    """Seconds to add to its clock to get this process's clock."""
 
 
 def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
-    """All spans by the clock of this process, for one trace: a row of each worker's stages, and of each executor."""
-    rows: dict[str, list[Span]] = {f"{one.row} {name}": [] for one in traces for name in (STAGES, *executors)}
-    for one in traces:
-        for name, what, thread, start, stop, nbytes in one.spans:
-            rows[f"{one.row} {name}"].append((name, what, thread, start + one.behind_s, stop + one.behind_s, nbytes))
+    """Return all spans by the clock of this process: a row for each worker's stages, and one for each executor."""
+    rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
+    for trace in traces:
+        for name, what, thread, start, stop, nbytes in trace.spans:
+            rows[f"{trace.row} {name}"].append(
+                (name, what, thread, start + trace.behind_s, stop + trace.behind_s, nbytes)
+            )
     return rows
 
 
 def has_driver() -> bool:
-    """Return whether there is a driver of GPUs; where not, torch need not be asked."""
-    return any(os.path.exists(one) for one in _DRIVERS)
+    """Return whether a GPU driver is loaded; without one, no process is started to count GPUs."""
+    return any(os.path.exists(path) for path in _DRIVERS)
 
 
 def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
-    """How many processes to begin before devices are counted: at most one for each GPU that the host may have."""
+    """Return the number of processes to start before GPUs are counted: at most one for each GPU that may be there."""
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
         there, shown = glob.glob("/dev/nvidia[0-9]*"), visible_devices()
         count = len(there) if shown is None else min(len(there), len(shown))
     else:
-        count = len({one for one in named if one != "cpu"}) if has_driver() else 0
+        count = len({device for device in named if device != "cpu"}) if has_driver() else 0
     return count if workers is None else min(count, workers)
 
 
@@ -245,12 +248,12 @@ def _count_gpus(fork_server: ForkServer) -> int:
 
 
 def exit_with_gpu_count() -> int:
-    """Return how many GPUs, as an exit code that no failure has."""
+    """Return the number of GPUs as an exit code that no failure has."""
     return _COUNTED + num_gpus()
 
 
 def num_gpus() -> int:
-    """As the driver counts them; where it is not NVIDIA's, or fails, as torch does."""
+    """Return the number of GPUs by the driver; by torch if the driver is not NVIDIA's, or fails."""
     try:
         return load_driver().num_devices()
     except PenstockError:
@@ -265,7 +268,7 @@ def gpus() -> list[str]:
 
 
 def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable[[], list[str]] = gpus) -> list[str]:
-    """One device for each worker. ConfigError: no worker, or a name that is no device's."""
+    """Return one device for each worker. ConfigError: no worker, or a name that is not a device."""
     require_type("workers", workers, (int, type(None)), "a number of workers, or None")
     require_texts("devices", [devices] if isinstance(devices, str) else devices, '"all", "cpu" or a list of names')
     if workers is not None and workers < 1:
@@ -273,7 +276,7 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
         named = gpus() or ["cpu"]
-    if wrong := [one for one in named if not _DEVICE.fullmatch(one)]:
+    if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
         raise ConfigError(f"{', '.join(wrong)}: no device", hint="write all, cpu, or names: cuda:0,cuda:1")
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))

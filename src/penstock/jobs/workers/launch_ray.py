@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import MissingExtra, PeerLost
 
 _SPAWN_S = 60.0
-"""How long an actor tries to reach the coordinator."""
+"""Time that an actor has to reach the coordinator."""
 
 
 class RayLauncher:
@@ -20,7 +20,7 @@ class RayLauncher:
     An actor for which there is no room (a node was lost, say) begins once there is.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; not looked at where this process is connected to one already.
+        address: of the cluster, as `ray.init` takes it; ignored if this process is connected to one already.
 
     Raises:
         MissingExtra: Ray is not installed. PeerLost: no cluster is there.
@@ -32,6 +32,7 @@ class RayLauncher:
         except ImportError as error:
             raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
         self._ray: Any = ray
+        # A program that uses Ray itself keeps its connection; only one that was made here is closed at the end.
         self._connected = not ray.is_initialized()
         if self._connected:
             try:
@@ -43,10 +44,11 @@ class RayLauncher:
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Launcher.spawn`."""
+        # No restarts by Ray: the coordinator replaces lost workers itself, under new names, and counts how often.
         on_gpu = device.startswith("cuda")
         kind = self._ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=1 if on_gpu else 0, max_restarts=0)(_Actor)
         actor = kind.remote()
-        # Ray shows an actor only the device it was given, as the first.
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's own GPU, so inside it that GPU is always the first.
         self._actors[worker] = actor, actor.work.remote(address, worker, "cuda:0" if on_gpu else device, secret)
 
     def ended(self, worker: str) -> str | None:
@@ -61,14 +63,14 @@ class RayLauncher:
         self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Leave the cluster, if it was not the caller's to be in. Idempotent."""
+        """Leave the cluster if this object connected to it. Idempotent."""
         if self._connected:
             self._ray.shutdown()
         self._connected = False
 
 
 class _Actor:
-    """A worker's process on some node."""
+    """A worker's process on any node of the cluster."""
 
     def work(self, address: str, worker: str, device: str, secret: str) -> None:
         """See `process.serve`."""

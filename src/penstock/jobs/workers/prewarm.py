@@ -1,12 +1,13 @@
-"""A worker's process of a host with GPUs, begun before its device is known: seconds go into torch and the driver.
+"""A worker's process on a host with GPUs, started before its device is known: torch and the driver take seconds.
 
 In: a worker's arguments, later, by standard input. Out: its exit code.
-Not here: what it does (`process`), who begins it (`launch`).
+Not here: the worker's code (`process`), starting it (`launch`).
 
     begun --import torch and the rest----------------------> work(address, worker, device, secret)
           `--driver--> arguments come --> device's context --'
 
-A process that forks others cannot have a driver, and to import first and wake the driver after takes twice as long.
+A fork server cannot have a driver, which does not survive a fork. Importing first and initialising the driver after
+takes twice as long.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from penstock.jobs.workers.launch import IMPORTS
 
 
 def work() -> int:
-    """Be a worker once it is known which; 0 without one, if none comes any more."""
-    with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as one:
-        waking = one.submit(_wake)
+    """Run a worker once its arguments arrive; return 0 if none arrive."""
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as driver_thread:
+        waking = driver_thread.submit(_wake)
         gc.disable()  # a tenth of the time of what follows
         for name in IMPORTS:
-            with contextlib.suppress(ImportError):  # left to who needs it
+            with contextlib.suppress(ImportError):  # fails again, with a message, in the worker if it needs the module
                 importlib.import_module(name)
         gc.enable()
         arguments = waking.result()
@@ -41,11 +42,14 @@ def work() -> int:
 
 
 def _wake() -> list[str]:
-    """Return the arguments. What fails here fails again where the worker can tell it."""
+    """Initialise the driver, wait for the arguments, create the device's context; return the arguments.
+
+    An error here occurs again in the worker, which has a connection to report it.
+    """
     with contextlib.suppress(PenstockError):
         load_driver()
-    said = sys.stdin.buffer.readline()
-    arguments: list[str] = json.loads(said) if said else []
+    line = sys.stdin.buffer.readline()
+    arguments: list[str] = json.loads(line) if line else []
     with contextlib.suppress(PenstockError):
         if arguments and arguments[2] != "cpu":
             with load_driver().entered(ordinal(arguments[2])):

@@ -1,7 +1,7 @@
-"""A worker as a process of its own: connects to the coordinator, plans the same job, does what it is told.
+"""The process of one worker: it connects to the coordinator, plans the same job, and runs the tasks it receives.
 
 In: the coordinator's address and secret, a name, a device. Out: an exit code.
-Not here: tasks (`worker`), who is told what (`jobs.coordinator`).
+Not here: running a task (`worker`), assigning tasks (`jobs.coordinator`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from penstock.jobs.messages import (
     Done,
     Failure,
     Hello,
+    JobSpec,
     Ready,
     Stop,
     ToWorker,
     Wire,
-    Words,
     Work,
     end_with_peer,
 )
@@ -53,13 +53,13 @@ from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import U64
 
 BEAT_S = 0.5
-"""How often a worker says how far it is: a tenth of the shortest stall deadline that makes sense."""
+"""Interval of a worker's progress messages: a tenth of the shortest stall deadline that makes sense."""
 ALONE = 3
 """Exit code of a worker whose coordinator is gone."""
 
 
 def connect(address: str, timeout_s: float) -> Wire:
-    """To a coordinator at `unix:PATH` or `tcp:HOST:PORT`. PeerLost when it is not there."""
+    """Connect to a coordinator at `unix:PATH` or `tcp:HOST:PORT`. PeerLost if it cannot be reached."""
     kind, _, where = address.partition(":")
     try:
         if kind == "unix":
@@ -70,17 +70,18 @@ def connect(address: str, timeout_s: float) -> Wire:
             end_with_peer(connection, Settings.read().stall_s)
     except OSError as error:
         raise PeerLost(f"the job's coordinator is not at {address}: {error.strerror or error}") from error
+    # No timeout from here on: a coordinator may be silent for hours, and its end closes the connection.
     connection.settimeout(None)
     return Wire(connection)
 
 
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
-    """Work until told to stop. Where the coordinator is gone, the process ends at once and writes nothing more.
+    """Run tasks until a `Stop`. If the coordinator is gone, the process ends at once and writes nothing more.
 
-    The connection ends when nothing is written any more, before memory is unpinned and freed.
+    The connection is closed after the last write, before memory is unpinned and freed.
 
     Raises:
-        PenstockError: what it could not go on for; the coordinator was told.
+        PenstockError: the error that stopped the worker; it was sent to the coordinator.
     """
     trace = Trace(enabled=True)
     with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-wake")
@@ -88,25 +89,26 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     with_one.shutdown(wait=False)
     try:
         wire.send(Hello(worker=worker, secret=secret, device=str(device)))
-        said: list[ToWorker] = []
-        with trace.stage("wait for words"):
-            while not said:
-                said = wire.to_worker()
-        words, *more = said
-        assert isinstance(words, Words)
+        messages: list[ToWorker] = []
+        with trace.stage("wait for the job"):
+            while not messages:
+                messages = wire.to_worker()
+        job_spec, *more = messages
+        assert isinstance(job_spec, JobSpec)
         if more:
-            return  # it is told to stop before it began
+            return  # the second message can only be a `Stop`: the job ended before this worker was ready
         with ExitStack() as stack:
             try:
-                _serve(wire, words, awake, trace, stack)
+                _serve(wire, job_spec, awake, trace, stack)
             except PeerLost:
                 raise
             except PenstockError as error:
                 if isinstance(error, OperationFailed) and error.__cause__ is not None:
-                    traceback.print_exception(error.__cause__)  # where in a user's code, which only this process knows
-                wire.send(failure_of(error))  # before what runs has ended: it may hang
+                    traceback.print_exception(error.__cause__)  # the line in a user's code is only known here
+                wire.send(failure_of(error))  # before running tasks are drained: they may hang
                 raise
     except PeerLost:
+        # Not `sys.exit`: draining would go on writing to files that the next run of this job already uses.
         os._exit(ALONE)
 
 
@@ -124,42 +126,42 @@ def failure_of(error: PenstockError) -> Failure:
 
 
 def _wake(device: torch.device, trace: Trace) -> torch.device:
-    """Return the device as torch knows it, with its context made and the digest kernels there.
+    """Return the device as torch knows it, with its context created and the digest kernels compiled.
 
     Raises:
-        ConfigError: it is not there. MissingExtra: Triton is not.
+        ConfigError: there is no such device. MissingExtra: Triton is not installed.
     """
     if device.type == "cuda":
-        # By the driver's own calls, which let go of the interpreter's lock; torch takes the same context then.
+        # By the driver's own calls, which release the interpreter's lock, so planning goes on; torch uses this context.
         with trace.stage("context"), load_driver().entered(device.index or 0):
             pass
-    found = resolve_device(device)
-    if found.type == "cuda":
-        with trace.stage("kernels"), torch.cuda.device(found):
-            warm_up(found)
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        with trace.stage("kernels"), torch.cuda.device(resolved):
+            warm_up(resolved)
             torch.cuda.current_stream().synchronize()
-    return found
+    return resolved
 
 
-def _serve(wire: Wire, words: Words, awake: Future[torch.device], trace: Trace, stack: ExitStack) -> None:
-    trace.enabled = words.trace
+def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Trace, stack: ExitStack) -> None:
+    trace.enabled = job_spec.trace
     with trace.stage("plan"):
-        sources, job = _planned(words, stack)
+        sources, job = _planned(job_spec, stack)
     out = (
-        OutputRegion(Path(words.directory), job.files.table)
-        if words.in_memory
-        else OutputSet(Path(words.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+        OutputRegion(Path(job_spec.directory), job.files.table)
+        if job_spec.in_memory
+        else OutputSet(Path(job_spec.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     )
     stack.callback(out.close)
     out.open()
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def began(task: int) -> None:
-        with contextlib.suppress(PeerLost):  # the loop below notices
+        with contextlib.suppress(PeerLost):  # an executor's thread cannot handle it; `_listen` gets the same error
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
-        fetched_bytes, asked_bytes = worker.came()
+        fetched_bytes, asked_bytes = worker.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
             wire.send(Done(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
@@ -171,51 +173,53 @@ def _serve(wire: Wire, words: Words, awake: Future[torch.device], trace: Trace, 
                 sources,
                 out,
                 device=awake.result(),
-                memory_bytes=words.memory_bytes,
-                stall_s=words.stall_s,
+                memory_bytes=job_spec.memory_bytes,
+                stall_s=job_spec.stall_s,
                 on_began=began,
                 on_done=done,
                 trace=trace,
             )
         )
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
+    # A thread of its own: posting waits for memory, and a waiting worker must still send beats and skip revoked tasks.
     poster.start()
     stack.callback(todo.put, None)
-    holds = cached_tasks(job, sources) if words.asks_held else []
+    holds = cached_tasks(job, sources) if job_spec.reports_cached else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()
-    wire.send(_beat(worker))  # what runs still may hang
+    wire.send(_beat(worker))  # before draining, which may hang: then this beat is the last
     with trace.stage("end"):
         worker.end()
     wire.send(_beat(worker))
-    sys.stdout.flush()  # what a user's function printed: the process may be killed from here on
+    sys.stdout.flush()  # output of a user's function: once the connection is closed, the coordinator may kill us
     wire.close()
 
 
-def _planned(words: Words, stack: ExitStack) -> tuple[list[WeightSet], Job]:
-    """Return the sources, open until the stack ends, and the job. PlanError: it is another than the coordinator's."""
-    settings = Settings.read(stall_s=words.stall_s)
-    options = words.storage_options or None
+def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Job]:
+    """Return the sources, open until the stack ends, and the job. PlanError if it is not the coordinator's job."""
+    settings = Settings.read(stall_s=job_spec.stall_s)
+    options = job_spec.storage_options or None
     sources = [
-        stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in words.sources
+        stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in job_spec.sources
     ]
     job = plan_job(
-        operation_of(words.operation),
-        [one.manifest for one in sources],
-        task_bytes=words.task_bytes,
-        shard_bytes=words.shard_bytes,
-        leaf_bytes=words.leaf_bytes,
-        verify=words.verify,
-        words=words.operation,
+        operation_of(job_spec.operation),
+        [weights.manifest for weights in sources],
+        task_bytes=job_spec.task_bytes,
+        shard_bytes=job_spec.shard_bytes,
+        leaf_bytes=job_spec.leaf_bytes,
+        verify=job_spec.verify,
+        operation_specs=job_spec.operation,
     )
-    if job.key != words.key:
+    # Checked before any task: a worker with another plan would write right bytes to the wrong places.
+    if job.key != job_spec.key:
         raise PlanError("this worker does not plan the same job: a source, Penstock or the operation's code differs")
     return sources, job
 
 
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
-    """Do as told, and say how far it is, until told to stop or until the work fails."""
+    """Handle messages and send beats, until a `Stop` or until a task fails."""
     beat_at = time.monotonic()
     while not worker.ticket.stopped:
         if (now := time.monotonic()) >= beat_at:
@@ -235,7 +239,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 
 def _beat(worker: Worker) -> Beat:
-    fetched_bytes, asked_bytes = worker.came()
+    fetched_bytes, asked_bytes = worker.bytes_read()
     return Beat(
         moved_bytes=worker.ticket.moved_bytes,
         num_reports=worker.num_reports,
@@ -255,13 +259,14 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 
 
 def work(address: str, worker: str, device: str, secret: str) -> int:
-    """Be a worker, in a process that is for this alone and ends with its parent; its exit code."""
+    """Run a worker in a process of its own, which ends with its parent; return the exit code."""
     where = torch.device(device)
+    # There is one worker for each core: more torch threads would only compete with the other workers.
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
         serve(connect(address, timeout_s=30.0), worker, secret, where)
     except PeerLost:
         return ALONE
     except PenstockError:
-        return 1  # the coordinator was told
+        return 1  # the coordinator has the error
     return 0
