@@ -101,7 +101,7 @@ def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
         (["--listen", "nowhere"], "cannot listen"),
         (["--cert", "c.pem"], "come together"),
         (["--token-file", str(tmp_path / "none")], "cannot be read"),
-        (["--redis", "http://x"], "no address of Redis"),
+        (["--redis", "http://x"], "not an address of Redis"),
     ):
         done = penstock("hub", *arguments)
         assert done.returncode == 2 and word in done.stderr, done.stderr
@@ -114,7 +114,7 @@ def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstoc
     os.chmod(place, 0o700)
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
     assert penstock("status").stdout == "no members\n"
-    assert "nobody has or wants llama" in penstock("why", "llama").stdout
+    assert "no member has or fetches llama" in penstock("why", "llama").stdout
 
 
 def test_a_hub_without_options_listens_for_its_own_user_alone(tmp_path_factory, monkeypatch, penstock: Run) -> None:

@@ -61,7 +61,7 @@ def test_no_other_certificate_speaks_for_a_member(hub: str, authority: Authority
                 lambda: thief.hello(Hello(member=member.member, host="h", doors=("unix:///d",))),
                 lambda: thief.leave(member.member),
             ):
-                with pytest.raises(PermissionDenied, match="another certificate's"):
+                with pytest.raises(PermissionDenied, match="another certificate"):
                     speak()
         with HubClient.connect(hub, ca_file=ca_file, certificate=renewed, life=life) as same:
             same.beat(member.member, Beat())

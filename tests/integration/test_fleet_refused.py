@@ -90,7 +90,7 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
             leaving = threading.Thread(target=holder.leave, args=(float(FAR_S),))
             leaving.start()
             why, said = WhyRequest(model="m", identity=held.identity), "is draining with"
-            while not any(said in line and "lets nobody new in" in line for line in reader.member.hub.why(why).lines):
+            while not any(said in line and "admits no new reader" in line for line in reader.member.hub.why(why).lines):
                 time.sleep(0.02)  # ended by pytest's deadline
             with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as late:
                 weights: dict[str, torch.Tensor] = {}

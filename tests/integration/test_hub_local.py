@@ -58,8 +58,8 @@ def child(place):
 
 
 def line_of(hub: HubClient) -> LocalEndpoint:
-    assert isinstance(hub._line, LocalEndpoint)
-    return hub._line
+    assert isinstance(hub._endpoint, LocalEndpoint)
+    return hub._endpoint
 
 
 def hello(hub: HubClient) -> bytes:
@@ -207,7 +207,7 @@ def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None
     with pytest.raises(ConfigError, match="too long"):
         LocalEndpoint(tmp_path / ("x" * 120))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no place"):
+    with pytest.raises(ConfigError, match="no directory"):
         LocalEndpoint(tmp_path / "file" / "below")
 
 

@@ -1,7 +1,7 @@
 """Addresses of members' servers: validation, and a safe way to connect to a Unix socket.
 
-In: a string that another member chose. Out: its parts, or why it is not used; a connected socket.
-Not here: the requests that go there (`peer.client`), which doors a member has (`peer.server`).
+In: a string that another member chose. Out: its parts, or the reason for refusing it; a connected socket.
+Not here: the requests that go there (`peer.client`), the addresses that a member has (`peer.server`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class PeerAddress:
 
 def parse_peer_url(door: str) -> PeerAddress | None:
     """Return the parts of a member's address, or None if it is not a valid one."""
-    found = _PEER_URL.fullmatch(door)
-    if found is None:
+    match = _PEER_URL.fullmatch(door)
+    if match is None:
         return None
-    path, tls, v6, host, port = found.groups()
+    path, tls, v6, host, port = match.groups()
     if path:
         return PeerAddress(path=path)
     return PeerAddress(host=v6 or host, port=int(port), is_tls=bool(tls)) if 0 < int(port) <= 65535 else None
@@ -48,17 +48,17 @@ def parse_peer_url(door: str) -> PeerAddress | None:
 def private_socket_fault(path: str) -> str:
     """Return why a Unix socket is not one of this user's in a private directory; empty: it is.
 
-    Other users, and services of this one, have sockets too: a member that says it is on this host could otherwise have
-    requests sent to any of them.
+    Other users, and services of this user, have sockets too: without this check a member that claims to be on this host
+    could direct requests to any of them.
     """
-    users = {os.geteuid(), 0}
+    users = {os.geteuid(), 0}  # root's too: it can replace any socket anyway, and system services run as root
     try:
-        found, parent = os.lstat(path), os.lstat(Path(path).parent)
+        status, parent = os.lstat(path), os.lstat(Path(path).parent)
     except OSError as error:
-        return error.strerror or "it cannot be looked at"
-    if not stat.S_ISSOCK(found.st_mode):
-        return "it is no socket"
-    if found.st_uid not in users or parent.st_uid not in users:
+        return error.strerror or "its status cannot be read"
+    if not stat.S_ISSOCK(status.st_mode):
+        return "it is not a socket"
+    if status.st_uid not in users or parent.st_uid not in users:
         return "it is another user's"
     if not stat.S_ISDIR(parent.st_mode) or parent.st_mode & 0o077:
         return "its directory is not private: other users could put their own socket there"
@@ -69,7 +69,7 @@ def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
     """Connect to a Unix socket that passed `private_socket_fault`.
 
     Raises:
-        PermissionError: another user's process listens there; nothing was sent. OSError: nobody does.
+        PermissionError: another user's process listens there; nothing was sent. OSError: no process listens there.
     """
     if fault := private_socket_fault(path):
         raise PermissionError(fault)  # it was replaced since it was chosen

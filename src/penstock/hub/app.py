@@ -1,7 +1,7 @@
 """The hub over HTTP: a `Directory` as an app of FastAPI, with its OpenAPI page, metrics and health.
 
-In: a directory, who may ask. Out: the app.
-Not here: sockets and threads (`server`), what is answered (`directory`), the caller's side (`client`).
+In: a directory, the authentication. Out: the app.
+Not here: sockets and threads (`server`), the answers (`directory`), the caller's side (`client`).
 
 Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. Whatever is not 2xx has a
 `Fault` as its body.
@@ -82,10 +82,10 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
 
 
 def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
-    """The app.
+    """Create the hub's app.
 
     Args:
-        directory: answers.
+        directory: answers the requests.
         auth: authentication; the default admits every caller, so the socket itself must be private.
 
     Raises:
@@ -111,7 +111,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
     app = FastAPI(title="Penstock hub", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for operation in OPERATIONS:
-        # Starlette's route: FastAPI's would look for parameters to decode, which msgspec does.
+        # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
         app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
     _add_pages(app, directory, auth, metrics)
     app.state.on_unauthorized = on_unauthorized
@@ -121,10 +121,10 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
 
 async def _beat(directory: Directory, auth: Auth) -> None:
-    """Keep the hub's life marked, and remove members of revoked tokens; a store that is away is tried at the next beat.
+    """Renew the hub's life mark, and remove members of revoked tokens; a missing store is tried at the next beat.
 
-    A revoked token is refused from the next question on. Its members are removed here, so that nobody is sent to them
-    until they have been silent for long enough.
+    A revoked token is refused from the next request on. Its members are removed here: otherwise readers would be sent
+    to them until their entries expire.
     """
     checked = auth.tokens
     while True:
@@ -140,7 +140,7 @@ async def _beat(directory: Directory, auth: Auth) -> None:
 
 
 def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
-    """`/healthz`: the process answers; `/readyz`: its store does, too; `/metrics`."""
+    """Add `/healthz` (the process answers), `/readyz` (its store answers too) and `/metrics`."""
 
     async def healthz() -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -150,6 +150,7 @@ def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics)
         return Response("ok\n", media_type="text/plain")
 
     async def page(request: Request) -> Response:
+        # Labels name models, and a token may be limited to some of them: the page is not public as health checks are.
         _check_caller(request, auth)
         return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
 
@@ -164,6 +165,7 @@ def _endpoint(
     if operation.takes is not None:
         decoder = msgspec.json.Decoder(operation.takes)
     encoder = msgspec.json.Encoder()
+    # A store in memory answers in microseconds: handing such a request to a thread would cost more than the answer.
     blocking = not isinstance(directory.store, MemoryStore)
 
     async def answer(request: Request) -> Response:
@@ -172,41 +174,43 @@ def _endpoint(
             parameter = _parameter(operation, request)
             body = await _body(request)
             if decoder is None:
-                said = None
+                message = None
             else:
                 try:
+                    # The version alone first: a member of another version may send fields that do not decode here, and
+                    # must read that the versions differ, not that a field is wrong.
                     if operation.takes is Hello:
                         _check_version(_ANNOUNCED.decode(body))
-                    said = decoder.decode(body)
+                    message = decoder.decode(body)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
-            _check_models(operation, caller, parameter, said)
-            speaker = None if operation.speaker is None else operation.speaker(parameter, said)
+            _check_models(operation, caller, parameter, message)
+            speaker = None if operation.speaker is None else operation.speaker(parameter, message)
             if speaker is not None:
                 _check_life(request, speaker)
 
             def answer() -> Any:
                 if speaker is not None and caller.certificate:
                     directory.check_certificate(speaker, caller.certificate)
-                return operation.answer(directory, parameter, said, caller)
+                return operation.answer(directory, parameter, message, caller)
 
-            found = await run_in_threadpool(answer) if blocking else answer()
+            reply = await run_in_threadpool(answer) if blocking else answer()
             if operation.gives is None:
                 return Response(status_code=204)
-            return Response(encoder.encode(found), media_type="application/json")
+            return Response(encoder.encode(reply), media_type="application/json")
 
     async def endpoint(request: Request) -> Response:
         try:
             return await answer(request)
         except asyncio.CancelledError:
-            # The hub ends, and this caller took too long: uvicorn would log a traceback for it.
+            # The hub is shutting down and this request took too long: without an answer uvicorn logs a traceback.
             return Response(status_code=503)
 
     return endpoint
 
 
 def _check_version(announced: AnnouncedVersion) -> None:
-    """Refuse a member of another major version by name, before the rest of what it says is looked at."""
+    """Refuse a member of another major version, and name both versions, before the rest of its message is decoded."""
     fault = version_fault(announced.protocol, "this member", "the hub")
     if fault:
         raise _Refused(400, fault, UPGRADE_HINT)
@@ -218,7 +222,7 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(STRANGER if caller is None else caller.name)
     if caller is None:
-        # A token that was good when the connection was proven; without one a request does not come here.
+        # A token that was revoked after the connection was accepted; requests without a token do not get this far.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise _Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
@@ -235,7 +239,7 @@ def _check_models(operation: Operation, caller: Caller, parameter: str, said: An
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         about = ", ".join(filter(None, sorted(set(models)))) or "all models"
-        raise _Refused(403, f"this token is not for {about}", "give one that the hub's --token-file lists for it")
+        raise _Refused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
 
 
 def _check_life(request: Request, member: str) -> None:
@@ -259,6 +263,7 @@ def _parameter(operation: Operation, request: Request) -> str:
 
 async def _body(request: Request) -> bytes:
     """Read the whole body, with limits on bytes and time."""
+    # Starlette's `request.body()` has neither limit: one caller could fill the memory, or hold a request open for ever.
     parts: list[bytes] = []
     total = 0
     try:
@@ -271,7 +276,7 @@ async def _body(request: Request) -> bytes:
     except TimeoutError as error:
         raise _Refused(408, f"the body took more than {BODY_S} s") from error
     except ClientDisconnect as error:
-        raise _Refused(400, "the caller is gone") from error
+        raise _Refused(400, "the caller closed the connection") from error
     return b"".join(parts)
 
 

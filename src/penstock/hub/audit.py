@@ -1,7 +1,7 @@
 """The hub's audit log: to stderr or files of bounded size, with a rate limit for each caller.
 
-In: records of the logger `penstock.audit`. Out: lines; for those left out, one that says how many.
-Not here: what is audited (`app`, `grants`, `directory`).
+In: records of the logger `penstock.audit`. Out: lines; for suppressed lines one line with their number.
+Not here: the events (`app`, `grants`, `directory`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from penstock.errors import ConfigError
 from penstock.hub.rate import RateLimit
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="hub")
-"""Whose question is being answered: `Caller.name`, or `STRANGER`."""
+"""Caller of the request that is being answered: `Caller.name`, or `STRANGER`."""
 STRANGER = "stranger"
 """All callers that show no token of this hub's: they share one rate, whatever their addresses."""
 LINES_PER_S, LINES_AT_ONCE = 100.0, 10_000
-"""Of one caller. 1,000 members that start together are issued 4,000 grants within seconds; a caller that is refused in
-a loop writes 15 KB a second at most, and takes 6 hours to fill the files."""
+"""Rate and burst of one caller. 1,000 members that start together are issued 4,000 grants within seconds; a caller that
+is refused in a loop writes 15 KB a second at most, and takes 6 hours to fill the files."""
 FILE_BYTES, NUM_OLD_FILES = 64 << 20, 4
-"""When a file is begun anew, and how many earlier ones are kept: 320 MiB in all."""
+"""Size at which a new file is started, and the number of old files that stay: 320 MiB in all."""
 _FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
 class LimitedHandler(logging.Handler):
-    """Passes records on to another handler, at a bounded rate for each caller.
+    """A handler that passes records on to another one, at a bounded rate for each caller.
 
     Args:
-        inner: gets them; closed with this.
+        inner: receives the records; closed together with this handler.
     """
 
     def __init__(self, inner: logging.Handler) -> None:
@@ -46,6 +46,7 @@ class LimitedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See logging."""
+        # By caller, so that one that is refused in a loop cannot push the lines of the others out of the files.
         caller = CALLER.get()
         if not self._limit.allow(caller):
             with self._counting:
@@ -53,20 +54,21 @@ class LimitedHandler(logging.Handler):
             return
         with self._counting:
             count = self._left_out.pop(caller, 0)
+        # Written outside the lock: a slow disk must not hold up the threads that only count.
         if count:
-            self._tell(caller, count)
+            self._report_left_out(caller, count)
         self._inner.handle(record)
 
-    def _tell(self, caller: str, count: int) -> None:
+    def _report_left_out(self, caller: str, count: int) -> None:
         message = f"event=left_out caller={caller} lines={count}"
         self._inner.handle(logging.LogRecord("penstock.audit", logging.WARNING, __file__, 0, message, None, None))
 
     def close(self) -> None:
-        """See logging; says how many lines were left out last."""
+        """See logging. Writes the number of lines that were left out last."""
         with self._counting:
             left_out, self._left_out = self._left_out, Counter[str]()
         for caller, count in left_out.items():
-            self._tell(caller, count)
+            self._report_left_out(caller, count)
         self._inner.close()
         super().close()
 

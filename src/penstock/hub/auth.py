@@ -1,6 +1,6 @@
 """Authentication of callers at the hub, and the models that each may access.
 
-In: a token file, which may change, or certificates. Out: an `Auth`; of a request, the `Caller`.
+In: a token file, which may change, or certificates. Out: an `Auth`; the `Caller` of a request.
 Not here: grants between members (`grants`), the sockets (`app`).
 """
 
@@ -22,7 +22,7 @@ from penstock.storage.local import read_bounded
 
 _log = logging.getLogger("penstock.hub")
 LIFE_HEADER = "Penstock-Life"
-"""Where a caller shows the secret of the member that it speaks for."""
+"""Header with the secret of the member that the caller speaks for."""
 MAX_TOKENS_BYTES = 1 << 20
 """Longest token file that is read: some thousand tokens with their patterns."""
 
@@ -33,7 +33,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 def member_of(life: str) -> str:
     """Return the member id that belongs to a process's secret: its digest, so that only this process can use the id.
 
-    Every hub can check that, also one that has just started, and no hub stores a secret.
+    Any hub can check that, even one that has just started, and no hub stores a secret.
     """
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
@@ -43,10 +43,10 @@ class Caller:
     """An authenticated caller.
 
     Attributes:
-        models: patterns of model names it may ask about; None: all.
-        name: what it authenticated with, which says nothing secret: `token:` and the beginning of a digest,
-            `certificate:` and the names in it; `anybody`, where the hub asks for neither.
-        certificate: the names in the certificate that it showed; empty: the hub asks for none.
+        models: patterns of the model names that it may access; None: all.
+        name: how it authenticated, without the secret: `token:` and the beginning of a digest, `certificate:` and the
+            names in it; `anybody`, where the hub requires neither.
+        certificate: the names in the certificate that it showed; empty: the hub requires none.
     """
 
     models: tuple[str, ...] | None = None
@@ -65,7 +65,7 @@ class Auth:
     """The authentication settings of a hub; the default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
-        token_file: the bearer tokens that are taken; None: none are asked for.
+        token_file: the accepted bearer tokens; None: no token is required.
         certificate, private_key: PEM files the hub shows; with them it speaks TLS.
         client_ca: PEM file; callers must show a certificate that it signed.
     """
@@ -84,11 +84,11 @@ class Auth:
         private_key: Path | None = None,
         client_ca: Path | None = None,
     ) -> Auth:
-        """From files.
+        """Read the settings from files.
 
         Args:
-            token_file: read again whenever it changes. A token a line, at least 16 characters, then the patterns of the
-                models it is for (none: all); `#` begins a remark.
+            token_file: read again whenever it changes. One token a line, at least 16 characters, then the patterns of
+                the models it is for (none: all); `#` begins a remark.
             certificate: see the class. private_key: see the class. client_ca: see the class.
 
         Raises:
@@ -108,7 +108,7 @@ class Auth:
 
     @property
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
-        """Bearer tokens that are good now, with their callers."""
+        """Return the bearer tokens that are good now, with their callers."""
         return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str, certificate: str = "") -> Caller | None:
@@ -120,13 +120,14 @@ class Auth:
         """
         if self.token_file is None:
             return Caller(name=f"certificate:{certificate}", certificate=certificate) if certificate else Caller()
-        scheme, _, given = authorization.partition(" ")
-        found: Caller | None = None
-        shown = given.strip().encode("utf-8", "replace")
+        scheme, _, credentials = authorization.partition(" ")
+        caller_of_token: Caller | None = None
+        shown = credentials.strip().encode("utf-8", "replace")
+        # All tokens are compared, without a break: the time must not show which token a guess came close to.
         for token, caller in self.tokens:
             if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
-                found = caller
-        return None if found is None else replace(found, certificate=certificate)
+                caller_of_token = caller
+        return None if caller_of_token is None else replace(caller_of_token, certificate=certificate)
 
 
 class TokenFile:
@@ -143,6 +144,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
+        # The stamp before the content: a change in between is then read once more, instead of being missed.
         self._seen = self._stamp()
         self._tokens = read_tokens(path)
 
@@ -151,7 +153,7 @@ class TokenFile:
         stamp = self._stamp()
         if stamp != self._seen:
             with self._lock:
-                if stamp != self._seen:
+                if stamp != self._seen:  # another thread may have read it while this one waited
                     self._seen = stamp
                     self._read()
         return self._tokens
@@ -172,10 +174,10 @@ class TokenFile:
 
     def _stamp(self) -> tuple[int, ...]:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return ()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def first_token(path: str | Path | None) -> str | None:

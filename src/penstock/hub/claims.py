@@ -1,7 +1,7 @@
 """Claims on storage: each chunk is read by one live member at a time, in pieces that shrink as more members join.
 
-In: what was given so far, what the asker still reads, what members have. Out: the new table, the chunks given.
-Not here: who is alive and who can be reached (`directory`), where the table is kept (`store`).
+In: the table so far, the claims of the caller, the chunks of all members. Out: the new table, the assigned chunks.
+Not here: which members are alive and reachable (`directory`), storing the table (`store`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.types import GIB, MIB
 Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
-"""Smallest piece: four chunks, tens of milliseconds of a 10 Gb/s store, so that asking costs nothing beside reading.
+"""Smallest piece: four chunks, tens of milliseconds of a 10 Gb/s store, so that a request costs little next to reading.
 Source: docs/design/003-fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece: what a member that dies has others read again, at most. Source: docs/design/003-fetch.md."""
+"""Largest piece: the most that others must read again if a member dies. Source: docs/design/003-fetch.md."""
 PROGRESS_CHECK_S = 1.0
-"""How often it is noted who got on: well below `CLAIM_STALL_S`."""
+"""Interval of progress checks: well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
-"""A claimant that received nothing for so long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
+"""A claimant that received nothing for this long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
 
 
 _OWNER = np.dtype("<u2")
@@ -39,16 +39,16 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
     members: tuple[str, ...] = ()
     num_have: tuple[int, ...] = ()
-    """Per member, when last looked at; it grows while the member gets on."""
+    """Per member: chunks that it had at the last progress check."""
     since: tuple[float, ...] = ()
-    """Per member, when it last grew or received a byte, by the hub's clock."""
+    """Per member: time by the hub's clock at which it last got a chunk or received a byte."""
     looked: float = 0.0
-    """When that was last looked at, of all."""
+    """Time of the last progress check."""
     owner: bytes = b""
-    """uint16 a chunk: 0 is nobody, else the place among `members`, from 1."""
+    """uint16 per chunk: 0 for no owner, else the position in `members`, counted from 1."""
 
     def owners(self, num_chunks: int) -> npt.NDArray[np.uint16]:
-        """`owner` as a column to change."""
+        """Return `owner` as an array that can be changed."""
         if not self.owner:
             return np.zeros(num_chunks, _OWNER)
         return np.frombuffer(self.owner, _OWNER).copy()
@@ -56,10 +56,10 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
     """Return ranges as a boolean array over all chunks; chunks past the end are left out."""
-    found = np.zeros(num_chunks, np.bool_)
+    mask = np.zeros(num_chunks, np.bool_)
     for start, stop in ranges:
-        found[start:stop] = True
-    return found
+        mask[start:stop] = True
+    return mask
 
 
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
@@ -80,7 +80,7 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
     """Return the number of chunks of one piece: a quarter of an equal share, within the bounds; at least one.
 
-    Towards the end a share of what is left, so that all who read end at about the same time; but no crumbs.
+    Towards the end pieces are a share of the rest, so that all readers finish at about the same time, but never tiny.
     """
     chunk_bytes, fair = holding.nbytes / max(1, holding.num_chunks), holding.nbytes / max(1, num_sharing)
     share = max(min(fair / 4, num_free * chunk_bytes / max(1, num_sharing)), fair / 64)
@@ -107,13 +107,14 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """Return the table after a member reported the chunks that it has and still reads.
 
-    Of what it was given, it keeps what it has and what it still reads; the rest goes back. What it reads and nobody was
-    given (the hub is new) it is given; if two say they read the same, who came first keeps it.
+    It keeps the assigned chunks that it has or still reads; the others become free. Chunks that it reads and that are
+    assigned to no member (the hub is new) become its own; if two members read the same chunk, the first report counts.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
     still = chunk_mask(holding.claims, holding.num_chunks)
     if member not in members:
+        # A full table has no numbers left: the member reads what it reads, only without keeping others from it.
         if not holding.claims or len(members) >= _MAX_CLAIMANTS:
             return claims
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
@@ -125,20 +126,20 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
 
 
 def update_table(
-    claims: Claims, request: ClaimRequest, *, gone: Collection[str], told: Mapping[str, HoldingState], now: float
+    claims: Claims, request: ClaimRequest, *, gone: Collection[str], reported: Mapping[str, HoldingState], now: float
 ) -> Claims:
     """Return the table without dead members, and with what the caller and the other readers report.
 
     Args:
         claims: the table before.
-        request: of the asker.
-        gone: members that live no more.
-        told: what others say of themselves that read from storage; news where the table was lost.
+        request: of the caller.
+        gone: members that have left or died.
+        reported: states of other members that read from storage; new to the hub if it lost the table.
         now: the hub's clock.
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
-    for member, holding in told.items():
+    for member, holding in reported.items():
         if member not in claims.members and holding.num_chunks == num_chunks:
             claims = update_member(claims, member, holding, now)
     return update_member(claims, request.member, request.holding, now)
@@ -153,12 +154,13 @@ def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, si
         now: the hub's clock.
         silent_s: `HoldingState.silent_s` of those that read from storage.
     """
-    found = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
+    num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
     since = []
-    for member, after, before, then in zip(claims.members, found, claims.num_have, claims.since, strict=True):
+    for member, after, before, then in zip(claims.members, num_have, claims.num_have, claims.since, strict=True):
+        # A large chunk takes longer than a check: a member that receives bytes of it counts as making progress.
         heard = now - silent_s[member] if member in silent_s else then
         since.append(now if after > before else max(then, heard))
-    return Claims(claims.members, tuple(found), tuple(since), now, claims.owner)
+    return Claims(claims.members, tuple(num_have), tuple(since), now, claims.owner)
 
 
 def assign_piece(
@@ -175,10 +177,10 @@ def assign_piece(
 
     Args:
         claims: the settled table.
-        member: who asks.
-        holding: what it has and reads.
-        had: chunks of members it can take them from.
-        unheard: members whose claims do not count for the asker, who cannot reach them.
+        member: the caller.
+        holding: its state.
+        had: chunks of the members that it can read from.
+        unheard: members that the caller cannot reach, so that their claims do not count for it.
         num_sharing: members that read from storage.
         now: the hub's clock.
     """
@@ -189,6 +191,7 @@ def assign_piece(
     for name in unheard:
         if name in claims.members:
             counts[claims.members.index(name) + 1] = False
+    # The caller's own claims always count: a stalled member must not be assigned the chunks that it reads already.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
     taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
@@ -212,8 +215,9 @@ def check_state(holding: HoldingState) -> None:
         PlanError: it contradicts itself.
     """
     if holding.key != holding.identity.key():
-        raise PlanError(f"key {holding.key} is not of the identity given", hint="the key is `Identity.key()`")
+        message = f"key {holding.key} does not belong to the identity in the message"
+        raise PlanError(message, hint="the key is `Identity.key()`")
     num_have = check_ranges("have", holding.have, holding.num_chunks)
     check_ranges("claims", holding.claims, holding.num_chunks)
     if holding.state == "whole" and num_have != holding.num_chunks:
-        raise PlanError(f"whole, with {num_have} of {holding.num_chunks} chunks")
+        raise PlanError(f"the state is whole, but it has {num_have} of {holding.num_chunks} chunks")

@@ -1,7 +1,7 @@
 """The client of the hub: one method for each operation, each with a deadline.
 
 In: messages. Out: the hub's answers, its faults as typed errors.
-Not here: what is asked when (`peer.member`), who hosts the hub of one host (`local_hub`).
+Not here: the times of requests (`peer.member`), hosting the hub of one host (`local_hub`).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from penstock.hub.sync_messages import SyncReply, SyncRequest
 from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
 
 TIMEOUT_S = 10.0
-"""A question is given up after this, tries and all; what peers are known stays usable meanwhile."""
+"""Deadline of a request with all its retries; known peers stay usable meanwhile."""
 ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
-"""Who just began to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
+"""A process that starts to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
 REST = 4.0
-"""Who asks again and again rests so many times as long as the last answer took: a hub that is slow, since it shares two
-cores with 64 processes that copy, is asked less. Without it questions piled up until it was given up as silent."""
+"""A polling loop pauses this many times as long as the last answer took, so that a slow hub gets fewer requests: one
+that shared two cores with 64 copying processes fell behind until its clients took it for silent."""
 MAX_REST_S = 5.0
 _MAX_PAUSE_S = 0.5
 T = TypeVar("T")
@@ -82,16 +82,17 @@ class HubEndpoint(Protocol):
     """The present address of the hub, which may change after a failure.
 
     Attributes:
-        is_busy: it did not answer in time, and its process is known to run: it will.
+        is_busy: it did not answer in time, but its process is known to run, so it will answer.
     """
 
     is_busy: bool
 
     def reach(self, within_s: float) -> str:
-        """Its URL: `unix:///path`, `http://host:port`, `https://...`.
+        """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`.
 
         Raises:
-            PenstockError: there is none, and none can be made; HubUnavailable: another did not make it in time.
+            PenstockError: there is no hub, and none can be started.
+            HubUnavailable: another process did not start it in time.
         """
 
     def reached(self) -> None:
@@ -120,7 +121,7 @@ class FixedEndpoint:
         """See `HubEndpoint`."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """See `HubEndpoint`: it is asked again there."""
+        """See `HubEndpoint`: the next request goes to the same address."""
 
     def close(self) -> None:
         """See `HubEndpoint`."""
@@ -149,25 +150,25 @@ def _from_variable(name: str) -> Iterator[None]:
 
 
 class HubClient(Closing):
-    """Asks the hub; from any thread. Every question may be asked twice: it is, until its deadline, if the hub is away.
+    """A client of the hub; for any thread. Every request is safe to repeat, and is repeated until its deadline.
 
     Args:
-        line: where the hub is.
-        token: shown to it.
+        endpoint: the hub's address.
+        token: sent to the hub.
         ca_file: PEM bundle trusted besides the system's roots.
-        certificate: PEM files of our own certificate and key (None: in the same), for a hub that asks for one.
-        timeout_s: deadline of a question.
-        life: the secret of the member that this speaks for; None: a new one.
+        certificate: PEM files of our own certificate and key (None: in the same), for a hub that requires one.
+        timeout_s: deadline of a request.
+        life: the secret of the member that this client speaks for; None: a new one.
 
     Attributes:
-        member: whom it can speak for; the one id that the hub takes from it.
+        member: the one member id that the hub accepts from this client.
         is_local: the hub is this host's own, which another process hosts when its host is gone.
-        has_token: whether it shows a token. The hub alone is shown it: never another member.
+        has_token: whether it sends a token. Only the hub gets it, never another member.
     """
 
     def __init__(
         self,
-        line: HubEndpoint,
+        endpoint: HubEndpoint,
         *,
         token: str | None = None,
         ca_file: Path | None = None,
@@ -175,7 +176,7 @@ class HubClient(Closing):
         timeout_s: float = TIMEOUT_S,
         life: str | None = None,
     ) -> None:
-        self._line = line
+        self._endpoint = endpoint
         life = life or secrets.token_hex(16)
         self.member, self.has_token = member_of(life), token is not None
         self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
@@ -189,7 +190,7 @@ class HubClient(Closing):
     @property
     def is_busy(self) -> bool:
         """True if the hub is slow but its process runs; see `HubEndpoint`."""
-        return self._line.is_busy
+        return self._endpoint.is_busy
 
     @property
     def rest_s(self) -> float:
@@ -207,92 +208,95 @@ class HubClient(Closing):
         timeout_s: float = TIMEOUT_S,
         life: str | None = None,
     ) -> HubClient:
-        """A client of the hub at a URL, or with None of this host's and user's own, which the first to ask hosts.
+        """Connect to the hub at a URL, or with None to this host's and user's own, which the first caller hosts.
 
-        Certificates that are not given are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
+        Default certificates are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
-            ConfigError: the URL is none. MissingExtra: None, and FastAPI is not installed.
+            ConfigError: the URL is not valid. MissingExtra: None, and FastAPI is not installed.
             HubUnavailable: None, and the hub cannot be hosted.
         """
-        line: HubEndpoint
+        endpoint: HubEndpoint
         if hub is None:
             from penstock.hub.local_hub import LocalEndpoint
 
-            line = LocalEndpoint()
+            endpoint = LocalEndpoint()
         else:
             require_hub_address(hub)
-            line = FixedEndpoint(hub.rstrip("/"))
+            endpoint = FixedEndpoint(hub.rstrip("/"))
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file
         ca_file = settings.ca_file if ca_file is None else ca_file
-        client = cls(line, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
+        client = cls(endpoint, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         client.is_local = hub is None
         if hub is None:
-            line.reach(REACH_S)
+            endpoint.reach(REACH_S)
         return client
 
     def hello(self, hello: Hello) -> Welcome:
         """Join as a process life.
 
         Raises:
-            PermissionDenied: the token, or the id is another life's.
+            PermissionDenied: the token is not accepted, or the id is another process's.
             ConfigError: the hub speaks another major version of the protocol.
         """
-        welcome = self._ask("POST", "/v1/hello", hello, Welcome)
+        welcome = self._request("POST", "/v1/hello", hello, Welcome)
         if fault := version_fault(welcome.protocol, "the hub", "this process"):
             raise ConfigError(fault, hint=UPGRADE_HINT)
         return welcome
 
     def beat(self, member: str, beat: Beat) -> None:
         """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
-        self._ask("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
+        self._request("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
 
     def leave(self, member: str) -> None:
         """Sign a member off for good."""
-        self._ask("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
+        self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
 
     def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
         """Return the upstreams to read chunks from. Raises UnknownMember: see `beat`."""
-        return self._ask("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
+        return self._request("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
         """Claim chunks to read from storage. Raises UnknownMember: see `beat`."""
-        return self._ask("POST", "/v1/claim", request, ClaimReply)
+        return self._request("POST", "/v1/claim", request, ClaimReply)
 
     def sync(self, request: SyncRequest) -> SyncReply:
         """Return the members of a sync, with grants for some. Raises UnknownMember: see `beat`."""
-        return self._ask("POST", "/v1/sync", request, SyncReply)
+        return self._request("POST", "/v1/sync", request, SyncReply)
 
     def complain(self, complaint: Complaint) -> None:
         """Report a source that could not be used. Raises UnknownMember: see `beat`."""
-        self._ask("POST", "/v1/complain", complaint, None)
+        self._request("POST", "/v1/complain", complaint, None)
 
     def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
         """Return the members and what they hold, of one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
-        return self._ask("GET", f"/v1/status{query}", None, Status, within_s=within_s)
+        return self._request("GET", f"/v1/status{query}", None, Status, within_s=within_s)
 
     def why(self, request: WhyRequest) -> Why:
         """Return the reasons why members read a model from their upstreams."""
-        return self._ask("POST", "/v1/why", request, Why)
+        return self._request("POST", "/v1/why", request, Why)
 
     def close(self) -> None:
-        """Let go of connections, and of the hub if this process hosts it; idempotent."""
+        """Close connections, and the hub if this process hosts it; idempotent."""
         with self._lock:
+            # Before the connections: a thread that waits for an answer then sees why it fails, and does not retry.
             self._closed = True
             before, self._pool = self._pool, None
         if before is not None:
             before[1].close()
-        self._line.close()
+        self._endpoint.close()
 
     # `type[T] | None` with one return type: None is given where nothing is returned.
-    def _ask(self, method: str, path: str, body: object, gives: type[T] | None, *, within_s: float | None = None) -> T:
-        """Ask until answered or the deadline: `timeout_s`, or sooner, `within_s`.
+    def _request(
+        self, method: str, path: str, body: object, gives: type[T] | None, *, within_s: float | None = None
+    ) -> T:
+        """Send a request until it is answered, or until its deadline: `timeout_s`, or `within_s` if that is sooner.
 
         Raises:
-            HubUnavailable: the deadline; the last failure is its cause. Else what the hub's fault says.
+            HubUnavailable: the deadline passed; the last failure is its cause. Others by the hub's fault.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
@@ -301,9 +305,10 @@ class HubClient(Closing):
         pause_s = 0.01
         last: Exception
         while True:
+            # At least one real try, also with a deadline that has nearly passed: a hub that is there answers in 1 ms.
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
-            url = self._line.reach(left_s)
+            url = self._endpoint.reach(left_s)
             pool, prefix = self._connections(url)
             try:
                 status, answer = pool.request(method, prefix + path, content, self._headers, timeout_s=attempt_s)
@@ -312,40 +317,41 @@ class HubClient(Closing):
                 self._drop(pool)
             except OSError as error:
                 last = error
-                # At the end of the deadline there is no time left to tell a silent hub from a busy one.
+                # A try shortened by the end of the deadline cannot tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):
                     self._took_s = time.monotonic() - begun
                 # The pool stays open: other threads may wait for answers, and it has closed the broken connection.
-                self._line.failed(url, silent=had_time and isinstance(error, NoAnswer))
+                self._endpoint.failed(url, silent=had_time and isinstance(error, NoAnswer))
             else:
-                self._line.reached()
+                self._endpoint.reached()
                 self._took_s = time.monotonic() - begun
                 if status != 503:
-                    return self._answered(status, answer, gives, url)
+                    return self._decode(status, answer, gives, url)
                 last = HubUnavailable(_fault(status, answer).error, uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
                 hint = "is it running, and can this host reach its address?"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
+            # Jitter: members that lost the hub at the same moment must not all return at the same moment.
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _answered(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
+    def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
         if 200 <= status < 300:
             if gives is None:
                 return None  # type: ignore[return-value]
             try:
                 return msgspec.json.decode(answer, type=gives)
             except msgspec.MsgspecError as error:
-                message = f"what answers is not a hub of this version: {error}"
+                message = f"the answer is not that of a hub of this version: {error}"
                 raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
         fault = _fault(status, answer)
         kind = _ERRORS.get(status, HubUnavailable)
         raise kind(fault.error, uri=url, hint=fault.hint or None)
 
     def _connections(self, url: str) -> tuple[ControlPool, str]:
-        """Return the connections to this address, and what its paths begin with; those to an earlier one are closed."""
+        """Return the connections to this address, and the prefix of its paths; close those to an earlier one."""
         prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
@@ -376,11 +382,13 @@ class HubClient(Closing):
         try:
             port = parts.port or (443 if trust is not None else 80)
         except ValueError as error:
-            raise ConfigError(f"{url!r} is no address of a hub: {error}", hint="write http(s)://host:port") from error
+            raise ConfigError(
+                f"{url!r} is not an address of a hub: {error}", hint="write http(s)://host:port"
+            ) from error
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:
-        """Open another pool next time; one that another thread has opened since is kept."""
+        """Drop a closed pool, so that the next request opens another; a newer one made since stays open."""
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
@@ -390,4 +398,4 @@ def _fault(status: int, answer: bytes) -> Fault:
     try:
         return _FAULT.decode(answer)
     except msgspec.MsgspecError:
-        return Fault(error=f"status {status}, and not of a hub")
+        return Fault(error=f"status {status} with a body that is not a hub's")

@@ -1,8 +1,8 @@
 """The hub's logic: live members, the chunks that they hold, claims on storage, and upstreams.
 
-In: the messages of members. Out: their answers. All state is in a `Store`, soft, and told anew by the members' beats;
+In: the messages of members. Out: their answers. All state is in a `Store`, soft, and reported again by every beat;
 several directories on one store act as one. Weight bytes never come here.
-Not here: HTTP and who may ask (`app`), relays (`plan.relay`), pieces (`claims`), words for people (`explain`).
+Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), text for people (`explain`).
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ from penstock.hub.store import ABSENT, Entry, Store
 from penstock.hub.sync_messages import SyncReply, SyncRequest
 
 COMPLAINT_TTL_S = 30.0
-"""A holder that could not be read is tried again after this."""
+"""Time after which a holder that could not be read is tried again."""
 ANNOUNCE_S = 1.0
-"""Over a beat: members that found the hub away look again within half of this."""
+"""Added to a beat: members that could not reach the hub try again within half of this."""
 WRONG_BYTES_TTL_S = 600.0
-"""Wrong bytes are a fault of memory or of a link: not soon over."""
+"""Wrong bytes are a fault of memory or of a link, which lasts."""
 REFUSED_TTL_S = 3.0
-"""A holder that does not know a new hub's grants does after its next beat."""
+"""A holder that does not know a new hub's grants knows them after its next beat."""
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
-"""Of one caller: 1,000 members of one token that lose the same two holders complain within a second; no more is honest
-for long. A complaint is kept for up to 600 s in some 300 bytes, so one caller has the hub keep at most 4 MB."""
+"""Of one caller: 1,000 members of one token that lose the same two holders complain within a second; honest callers
+need no higher rate for long. A complaint takes some 300 bytes for up to 600 s: 4 MB of the hub at most for a caller."""
 PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
-"""Of one caller: the largest takes a hub some 20 ms. The first that holds is enough for all."""
+"""Of one caller: the largest takes a hub some 20 ms. The first valid proof is enough for all readers."""
 _GONE_TTL_S = 60.0
-"""A member that left cannot come back by a request of its own that was on its way: a client gives a question up after
-10 s (`client.TIMEOUT_S`), and the hub takes at most 20 s for a body (`hub.BODY_S`). Its id is the digest of a secret
-that no other process has, so nobody else can use it later."""
+"""A late request must not bring back a member that left: a client gives a request up after 10 s (`client.TIMEOUT_S`),
+and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
+process can use it later."""
 _CLAIMS_TTL_S = 86400.0
-"""Since anybody claimed: longer than a piece takes from any storage."""
+"""After the last claim: longer than a piece takes from any storage."""
 _ATTEMPTS = 64
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
@@ -85,19 +85,19 @@ audit = logging.getLogger("penstock.audit")
 
 
 class Directory:
-    """See the module.
+    """The hub's logic on one store: see the module.
 
     Args:
-        store: where the state is.
-        fresh: nobody can have been a member before, so claims are given at once; else a beat's time is left for members
-            to announce what they have.
-        beat_s: how often members are to beat.
+        store: holds the state.
+        fresh: there were no members before, so chunks can be claimed at once; else members first have a beat's time to
+            report the chunks that they have.
+        beat_s: interval of members' beats.
         ttl_s: a member silent for this long is gone.
-        clock: seconds, the same for all directories on the store; None: the store's. The time of day will not do: it
-            steps, and replicas on several hosts differ.
+        clock: seconds, the same for all directories on the store; None: the store's. The time of day is no substitute:
+            it steps, and replicas on several hosts differ.
         timer: monotonic seconds of this process.
         seed: 32 bytes that grants are signed with; None: the first directory on the store draws them.
-        look_share: at most this part of the time goes into costly looks at one key; between them the last one answers.
+        look_share: largest share of the time for costly snapshots of one key; between them the last one is used.
 
     Order: every method from any thread.
     """
@@ -135,10 +135,10 @@ class Directory:
     # Members.
 
     def begin(self) -> None:
-        """Keep the hub's own life marked in the store; called once a beat, by a server or by what members say.
+        """Renew the hub's life mark in the store; called once a beat, by a server or when a member reports.
 
-        Where there is no mark (a new hub, a store that lost its memory) nothing is claimed until members had the time
-        to say what they have.
+        Without a mark (a new hub, a store that lost its memory) no chunk can be claimed until members had the time to
+        report the chunks that they have.
         """
         ttl_s = 3 * self.beat_s
         self._marked = self._timer()
@@ -155,28 +155,30 @@ class Directory:
 
         Raises:
             PermissionDenied: the id is another process's, or of one that left.
-            PlanError: a door's address cannot be one.
+            PlanError: an address of the member's server is not valid.
         """
-        for door in hello.doors:
-            if parse_peer_url(door) is None:
-                raise PlanError(f"{door!r} is no address of a door", hint="unix:///path, or http(s)://host:port")
+        for url in hello.doors:
+            if parse_peer_url(url) is None:
+                raise PlanError(f"{url!r} is not a member's address", hint="unix:///path, or http(s)://host:port")
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
         known = None if entry is None else MEMBER_DECODER.decode(entry.value)
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
-            raise PermissionDenied(f"member {hello.member} is another life's", hint="a new process takes a new id")
+            message = f"member {hello.member} belongs to another process, or has left"
+            raise PermissionDenied(message, hint="a new process takes a new id")
         if known is None:
             self.counts["hellos"] += 1
             caller = caller or Caller()
             by = caller.name, caller.certificate
             self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(anew=True)
+        # Spread: members that started together would otherwise beat together, and queue at the hub every time.
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
-        """Check that a member is spoken for by the certificate that it said hello with; nothing if it is not known.
+        """Check that the caller shows the certificate that the member registered with; ignore an unknown member.
 
         Raises:
             PermissionDenied: the certificate has other names.
@@ -187,7 +189,8 @@ class Directory:
         theirs = MEMBER_DECODER.decode(entry.value).certificate
         if theirs != certificate:
             audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
-            raise PermissionDenied(f"member {member} is another certificate's", hint="a new process takes a new id")
+            message = f"member {member} registered with another certificate"
+            raise PermissionDenied(message, hint="a new process takes a new id")
 
     def beat(self, member: str, beat: Beat) -> None:
         """Renew a member's lease; keys that the beat does not name are no longer held.
@@ -196,24 +199,30 @@ class Directory:
             UnknownMember: it was silent for too long, left, or the hub is new.
             PlanError: a holding contradicts itself.
         """
+        # All states are checked before any is stored: a refused beat changes nothing.
         for holding in beat.holdings:
             check_state(holding)
         self._mark_life()
         entry, known = self._known(member)
         now = self._clock()
         keys = tuple(holding.key for holding in beat.holdings)
-        kept = tuple(key for key in known.keys if key not in keys and self._still_asked(key, member, now))
+        still_requested = tuple(
+            key for key in known.keys if key not in keys and self._still_requested(key, member, now)
+        )
         for holding in beat.holdings:
             self._hold(known, holding)
         sync_directory.record_states(
             self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
         )
-        if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + kept)):
+        # A request of the same member may have changed the entry since it was read: then merge with that once more. If
+        # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
+        if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + still_requested)):
             self._renew(member, *self._seen(member, now, keys))
 
     def leave(self, member: str) -> None:
         """Remove a member for good and free its claims; do nothing if it is not known."""
         entry = self.store.read(f"member/{member}")
+        # Also for an unknown member: its hello may still be on its way.
         self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is None:
             return
@@ -225,16 +234,17 @@ class Directory:
     def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
         """Return the upstreams to read chunks from, parent first, with a grant for each.
 
-        Of no chunks: the member does not know the line yet, and is told whom it may ask; it is not entered.
+        A request without chunks comes from a member that does not know the layout yet: it gets members to request it
+        from, and is not registered as a holder.
 
         Raises:
             UnknownMember, PlanError: see `beat`.
         """
         holding = request.holding
-        check_state(holding)  # whoever may ask for this model's identity is given grants for its key
+        check_state(holding)  # the key must belong to the identity: the caller's right to the model was checked by that
         hello = self._known(request.member)[1].hello
         if holding.num_chunks:
-            self._ask(request.member, holding, reads_storage=request.can_read_storage)
+            self._record_request(request.member, holding, reads_storage=request.can_read_storage)
         view = self._view(holding.key)
         is_placed = holding.num_chunks > 0 and request.member in view.held
         names: tuple[str, ...] = ()
@@ -243,27 +253,27 @@ class Directory:
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held else ()
         elif view.held:
-            # Asks what the line is, or came since the last look: whom it may ask, until it has its place.
+            # It requests the layout, or came after the snapshot was made: any holders will do until it is placed.
             names = view.known_to(hello, holding)
         signer = self._grants()
         upstreams = []
         for name in names:
-            held = view.held[name]
-            grant = signer.sign(key=holding.key, reader=request.member, source=name, epoch=held.holding.grant_epoch)
+            holder = view.held[name]
+            grant = signer.sign(key=holding.key, reader=request.member, source=name, epoch=holder.holding.grant_epoch)
             upstreams.append(
                 Upstream(
                     member=name,
-                    host=held.hello.host,
-                    doors=held.hello.doors,
-                    device=held.holding.device,
-                    state=held.holding.state,
-                    num_have=held.num_have,
+                    host=holder.hello.host,
+                    doors=holder.hello.doors,
+                    device=holder.holding.device,
+                    state=holder.holding.state,
+                    num_have=holder.num_have,
                     grant=grant,
-                    certificate=held.certificate,
+                    certificate=holder.certificate,
                 )
             )
         self.counts["grants"] += len(upstreams)
-        # A large fleet asks less often, so that asking costs the hub the same; one that has nobody yet soon asks again.
+        # A large fleet polls less often, so that the hub's load stays the same; a member without upstreams polls soon.
         least_s = 1.0 if upstreams and is_placed else 0.2
         return UpstreamsReply(
             upstreams=tuple(upstreams),
@@ -276,47 +286,48 @@ class Directory:
 
         Raises:
             UnknownMember, PlanError: see `beat`.
-            HubUnavailable: too many others claimed at the same moment.
+            HubUnavailable: too many members claimed at the same moment.
         """
         holding = request.holding
         self._mark_life(check_store=True)
-        self._ask(request.member, holding, reads_storage=request.ask)
+        self._record_request(request.member, holding, reads_storage=request.ask)
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
+        # Compare-and-set: another directory on the store may assign chunks of the same table at the same moment.
         for attempt in range(_ATTEMPTS):
             entry = self.store.read(name)
             before = Claims() if entry is None else _CLAIMS.decode(entry.value)
             view = self._view(holding.key, again=attempt > 0)
-            after, given = self._claimed(request, before, view, give_more=request.ask and not quiet)
+            after, ranges = self._claimed(request, before, view, give_more=request.ask and not quiet)
             version = ABSENT if entry is None else entry.version
             if after == before or self.store.write(
                 name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
             ):
-                self.counts["claimed_chunks"] += sum(stop - start for start, stop in given)
-                return self._claim_reply(request, view, given, quiet=quiet)
+                self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
+                return self._claim_reply(request, view, ranges, quiet=quiet)
             time.sleep(random.uniform(0, 0.002))
         raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
 
     def complain(self, complaint: Complaint, caller: Caller | None = None) -> None:
-        """Note that a reader could not use a source, which becomes the last choice for that reader.
+        """Record that a reader could not use a source, which becomes the last choice for that reader.
 
-        It becomes the last choice for all once `plan.relay.DISTRUST` callers say so, each counted once by what it
-        authenticated with: one token speaks for any number of members. Wrong bytes are another thing: without a proof
-        they move the reader alone, with one everybody at once. A reader that found wrong bytes says so at the
-        holder's door as well; the holder digests the chunk itself, and gives the holding up for all if it is wrong.
+        It becomes the last choice for all readers once `plan.relay.DISTRUST` callers complain, each counted once by its
+        credentials, since one token speaks for any number of members. Wrong bytes differ: without a proof only the
+        complaining reader is moved, with a proof all readers at once. A reader that found wrong bytes also reports them
+        to the holder, which digests the chunk itself, and withdraws the holding if it is damaged.
 
         Raises:
-            UnknownMember: who complains is not a member.
-            PermissionDenied: the caller may not ask about the model that is held there.
+            UnknownMember: the complaining member is not known.
+            PermissionDenied: the caller may not access the model that is held there.
             SourceBusy: the caller complains too often.
         """
         caller = caller or Caller()
         self._known(complaint.member)
         entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
         if entry is None:
-            return  # it holds nothing of the key by now: nobody is sent there
-        held = HOLDING_DECODER.decode(entry.value)
-        model = held.holding.identity.model
+            return  # it holds nothing of the key any more, so no reader is sent there
+        holder = HOLDING_DECODER.decode(entry.value)
+        model = holder.holding.identity.model
         if not caller.may_ask((model,)):
             raise PermissionDenied(
                 f"this token is not for {model}", hint="only readers of a model complain of its holders"
@@ -327,19 +338,20 @@ class Directory:
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         before = self.store.read(name)
-        is_proven = self._is_proven(complaint, held, caller)
+        is_proven = self._is_proven(complaint, holder, caller)
         noted = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
         if before is not None and _weight(noted) < _weight(COMPLAINT_DECODER.decode(before.value)):
-            return  # what it said before weighs more, and lasts longer
+            return  # its earlier complaint is graver, and must not be replaced by one that expires sooner
         self.store.write(name, _encode(noted), ttl_s=ttl_s)
 
-    def _is_proven(self, complaint: Complaint, held: HoldingEntry, caller: Caller) -> bool:
+    def _is_proven(self, complaint: Complaint, holder: HoldingEntry, caller: Caller) -> bool:
         """Return True if a complaint has a valid proof; with an invalid one it counts like any other."""
         if complaint.fault != "wrong bytes" or complaint.proof is None:
             return False
         fault = "too many proofs of one caller"
+        # Limited before it is checked: checking a large proof costs milliseconds, which a caller could force in a loop.
         if self._proofs.allow(caller.name):
-            fault = proof_fault(complaint.proof, complaint.of, held.hello.digest_key, held.holding)
+            fault = proof_fault(complaint.proof, complaint.of, holder.hello.digest_key, holder.holding)
         if fault:
             audit.warning("event=unproven member=%s of=%s why=%r", complaint.member, complaint.of, fault)
             return False
@@ -348,7 +360,7 @@ class Directory:
         return True
 
     def expel(self, callers: Collection[str]) -> int:
-        """Remove the members of callers that are no longer known, as if they had fallen silent; how many there were.
+        """Remove the members of callers whose tokens were revoked; return their number.
 
         Args:
             callers: names of all tokens that are good now.
@@ -383,12 +395,13 @@ class Directory:
 
     def _remove(self, member: str, known: MemberEntry) -> None:
         """Remove a member, so that no reader is sent to it."""
+        # The member first: a concurrent beat then fails as unknown, instead of renewing it.
         self.store.write(f"member/{member}", None)
         for key in known.keys:
             self.store.write(f"hold/{key}/{member}", None)
 
     def _mark_life(self, *, check_store: bool = False) -> None:
-        """Mark it once a beat; `check_store`: also if the store has lost the mark since."""
+        """Renew the hub's life mark once a beat; `check_store`: also if the store has lost the mark since."""
         if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
@@ -396,11 +409,12 @@ class Directory:
         """Return the signer, of a seed that all directories on the store share.
 
         Args:
-            anew: compare with the store, which may have lost its memory and been given another replica's seed since.
+            anew: compare with the store, which may have lost its memory and then got another replica's seed.
         """
         if self._signer is None or (anew and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
+                # Written only if absent and read back: of several replicas that start together, one seed wins.
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
@@ -412,7 +426,7 @@ class Directory:
     def _known(self, member: str) -> tuple[Entry, MemberEntry]:
         entry = self.store.read(f"member/{member}")
         if entry is None:
-            raise UnknownMember(f"member {member} is not known to this hub", hint="say hello again")
+            raise UnknownMember(f"member {member} is not known to this hub", hint="register it again (hello)")
         return entry, MEMBER_DECODER.decode(entry.value)
 
     def _renew(self, member: str, entry: Entry, known: MemberEntry) -> bool:
@@ -423,11 +437,11 @@ class Directory:
         merged = tuple(dict.fromkeys([*keys, *known.keys]))
         return entry, msgspec.structs.replace(known, seen=now, keys=merged)
 
-    def _still_asked(self, key: str, member: str, now: float) -> bool:
+    def _still_requested(self, key: str, member: str, now: float) -> bool:
         """Return True if a key that a beat left out was requested after the beat was made; else drop it."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
-        if entry is not None and now - HOLDING_DECODER.decode(entry.value).asked < self.beat_s:
+        if entry is not None and now - HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
             return True
         self.store.write(name, None)
         return False
@@ -436,26 +450,29 @@ class Directory:
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
         num_have = sum(stop - start for start, stop in holding.have)
-        asked = now if reads_storage is not None else 0.0
+        requested_at = now if reads_storage is not None else 0.0
         if reads_storage is None:
             entry = self.store.read(name)
             if entry is not None:
                 before = HOLDING_DECODER.decode(entry.value)
-                asked, reads_storage = before.asked, before.reads_storage
-        held = HoldingEntry(known.hello, known.since, holding, num_have, asked, bool(reads_storage), known.certificate)
-        self.store.write(name, _encode(held), ttl_s=self.ttl_s)
+                requested_at, reads_storage = before.requested_at, before.reads_storage
+        holder = HoldingEntry(
+            known.hello, known.since, holding, num_have, requested_at, bool(reads_storage), known.certificate
+        )
+        self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             record_key(self.store, holding, ttl_s=3 * self.ttl_s)
             self._noted = {key: when for key, when in self._noted.items() if local - when < self.ttl_s}
             self._noted[holding.key] = local
 
-    def _ask(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
+    def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
         """Record the state that a request reports, and that its member lives."""
         check_state(holding)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
+            # A write for each request would double the store's load; the entry only has to be fresh to a beat.
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
@@ -468,16 +485,17 @@ class Directory:
     ) -> tuple[Claims, Ranges]:
         """Return the table of claims after a request, and the chunks assigned."""
         holding, now = request.holding, self._clock()
+        # The snapshot may be older than a member's first holding: the store decides whether an absent one is gone.
         absent = set(before.members).difference(view.held)
         gone = {name for name in absent if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
             view = self._view(holding.key, again=True)
-        told = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
-        after = update_table(before, request, gone=gone, told=told, now=now)
+        reported = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
+        after = update_table(before, request, gone=gone, reported=reported, now=now)
         if now - after.looked > PROGRESS_CHECK_S:
-            silent_s = {name: held.silent_s for name, held in told.items() if held.silent_s >= 0}
+            silent_s = {name: holding.silent_s for name, holding in reported.items() if holding.silent_s >= 0}
             after = note_progress(
-                after, {name: held.num_have for name, held in view.held.items()}, now, silent_s=silent_s
+                after, {name: holder.num_have for name, holder in view.held.items()}, now, silent_s=silent_s
             )
         if not give_more:
             return after, ()
@@ -491,12 +509,12 @@ class Directory:
             now=now,
         )
 
-    def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, given: Ranges, *, quiet: bool) -> ClaimReply:
-        if given:
-            return ClaimReply(ranges=given)
+    def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, ranges: Ranges, *, quiet: bool) -> ClaimReply:
+        if ranges:
+            return ClaimReply(ranges=ranges)
         if quiet:
             return ClaimReply(
-                ask_again_s=self.beat_s / 4, why="the hub is new: members have a beat to say what they have"
+                ask_again_s=self.beat_s / 4, why="the hub is new: members have one beat to report what they have"
             )
         if not request.ask:
             return ClaimReply(ask_again_s=self.beat_s)
@@ -505,6 +523,7 @@ class Directory:
 
     def _view(self, key: str, *, again: bool = False) -> HubSnapshot:
         """Return a snapshot of a key, perhaps a moment old; `again`: read it now."""
+        # Popped and put back: the order of the dict is that of use, so the keys unused longest are dropped first.
         with self._lock:
             cache = self._readings.pop(key, None)
             if cache is None:

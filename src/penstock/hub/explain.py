@@ -1,6 +1,6 @@
-"""Explain in words why members read a model from their upstreams: differing identities, states, complaints.
+"""Explanations of why members read a model from their upstreams: differing identities, states, complaints.
 
-In: a question, what the hub knows of each key. Out: lines for people. Not here: the answer's transport (`app`).
+In: a request, the hub's snapshot of each key. Out: lines for people. Not here: the answer's transport (`app`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _MAX_LINES = 200
 def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
     """Return the explanation, at most 200 lines."""
     if not views:
-        return (f"nobody has or wants {request.model}: the first to ask reads storage",)
-    found = list(_lines(request, views))
-    if len(found) > _MAX_LINES:
-        found[_MAX_LINES:] = [f"... and {len(found) - _MAX_LINES} lines more: name a member"]
-    return tuple(found)
+        return (f"no member has or fetches {request.model}: the first one to fetch it reads storage",)
+    lines = list(_lines(request, views))
+    # A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"... and {len(lines) - _MAX_LINES} lines more: name a member"]
+    return tuple(lines)
 
 
 def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
@@ -29,45 +30,45 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         yield from _of_identity(request.identity, request.identity.key(), views)
         return
     askers = [
-        (key, name, held)
+        (key, name, holder)
         for key, view in sorted(views.items())
-        for name, held in sorted(view.held.items())
-        if (request.member == name if request.member else held.holding.state == "filling")
+        for name, holder in sorted(view.held.items())
+        if (request.member == name if request.member else holder.holding.state == "filling")
     ]
     if not askers:
         if request.member:
-            yield f"{request.member} neither has nor wants {request.model}"
+            yield f"{request.member} neither has nor fetches {request.model}"
         else:
-            yield f"nobody waits for {request.model}"
+            yield f"no member is fetching {request.model}"
         for key, view in sorted(views.items()):
-            for name, held in sorted(view.held.items()):
+            for name, holder in sorted(view.held.items()):
                 demoted = f"; {words}" if (words := _demoted(view, name)) else ""
-                yield f"{name} {_has(held)} under key {key[:8]}{_came(held)}{demoted}"
+                yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
         yield from _between_keys(views)
         return
-    for key, name, held in askers:
-        yield from _of_member(key, name, held, views)
+    for key, name, holder in askers:
+        yield from _of_member(key, name, holder, views)
 
 
-def _of_member(key: str, name: str, held: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     view = views[key]
-    if held.holding.state != "filling":
-        yield f"{name} {_has(held)}: it takes from nobody{_came(held)}"
+    if holder.holding.state != "filling":
+        yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
         return
-    order = view.relay(held.holding.num_chunks).upstreams(name)
-    yield f"{name} {_has(held)} and takes from {', then '.join(order) if order else 'storage alone'}{_came(held)}"
+    order = view.relay(holder.holding.num_chunks).upstreams(name)
+    yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
     for other, theirs in sorted(view.held.items()):
         if other != name:
-            yield f"  {other}: {_between(name, held, other, theirs, view, order)}"
-    yield from (f"  {line}" for line in _of_identity(held.holding.identity, key, views, ours=False))
+            yield f"  {other}: {_between(name, holder, other, theirs, view, order)}"
+    yield from (f"  {line}" for line in _of_identity(holder.holding.identity, key, views, ours=False))
 
 
 def _between(
-    name: str, held: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
+    name: str, holder: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
 ) -> str:
     facts = [_has(theirs)]
-    if theirs.holding.num_chunks != held.holding.num_chunks:
-        facts.append(f"cuts the line into {theirs.holding.num_chunks} chunks, not {held.holding.num_chunks}")
+    if theirs.holding.num_chunks != holder.holding.num_chunks:
+        facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
     facts += [
         f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
         for complaint in view.complaints
@@ -78,41 +79,44 @@ def _between(
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
         facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
     if other in order:
-        facts.append("parent" if order[0] == other else f"stands in, number {order.index(other)}")
+        facts.append("parent" if order[0] == other else f"substitute, number {order.index(other)}")
     elif theirs.holding.parent == name:
-        facts.append("takes from it")
+        facts.append("reads from it")
     else:
-        facts.append("not among its upstreams: others are nearer, further ahead, or it hangs below")
+        facts.append("not among its upstreams: others are nearer, further ahead, or it is a descendant")
     return "; ".join(facts)
 
 
 def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
     for other, view in sorted(views.items()):
-        for name, held in sorted(view.held.items()):
+        for name, holder in sorted(view.held.items()):
             if other == key:
                 if ours:
-                    can = "it lets nobody new in" if held.holding.state == "draining" else "it can be taken from"
-                    yield f"{name} {_has(held)}: the identities are equal, {can}"
+                    can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
+                    yield f"{name} {_has(holder)}: the identities are equal, {can}"
                 continue
-            differing = identity.differences(held.holding.identity)
+            differing = identity.differences(holder.holding.identity)
             words = "; ".join(
                 f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
             )
-            yield f"{name}: cannot be taken from, the identities differ: {words}"
+            yield f"{name}: cannot be read, the identities differ: {words}"
 
 
 def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
-    found = [(key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held]
-    for key, identity in found[1:]:
-        first, of_first = found[0]
+    identities = [
+        (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
+    ]
+    for key, identity in identities[1:]:
+        # Each with the first only: all pairs of n keys would repeat most differences n times.
+        first, of_first = identities[0]
         words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
         yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
 
 
-def _came(held: HoldingEntry) -> str:
+def _came(holder: HoldingEntry) -> str:
     """Return the path of a member's bytes and the reason for it."""
-    holding = held.holding
+    holding = holder.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
 
@@ -125,8 +129,8 @@ def _demoted(view: HubSnapshot, name: str) -> str:
     return f"demoted for everyone{why}"
 
 
-def _has(held: HoldingEntry) -> str:
-    holding = held.holding
+def _has(holder: HoldingEntry) -> str:
+    holding = holder.holding
     if holding.state == "whole":
         return "is whole"
-    return f"is {holding.state} with {held.num_have} of {holding.num_chunks} chunks"
+    return f"is {holding.state} with {holder.num_have} of {holding.num_chunks} chunks"

@@ -1,10 +1,10 @@
-"""The right of one member to read one key from one other: short-lived, signed by the hub, checked by the source.
+"""Grants: the right of one member to read one key from one other; short-lived, signed by the hub, checked by a source.
 
-In: who reads what from whom. Out: a signed grant; its check, which a grant passes once.
-Not here: who may have one (`app`), the lease that it opens (`peer.server`).
+In: reader, key and source. Out: a signed grant; its check, which a grant passes once.
+Not here: the callers that may have one (`app`), the lease that it opens (`peer.server`).
 
-A grant names an **epoch** of its source: a number that the source tells the hub with every beat and replaces every
-15 s. So the source alone judges, by its own monotonic clock, whether a grant is recent, and no two clocks need to
+A grant names an **epoch** of its source: a number that the source reports to the hub with every beat and replaces every
+15 s. So the source alone decides, by its own monotonic clock, whether a grant is recent, and no two clocks need to
 agree: a hub's clock may step, and replicas of a hub may differ by any amount.
 
     source --beat: epoch 7--> hub --grant: epoch 7--> reader --grant--> source: is 7 present, or has it ended recently?
@@ -30,13 +30,13 @@ from penstock.errors import GrantRefused
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
 GRACE_S = 30.0
-"""Grants of an epoch are taken for this long after it was replaced, so a grant is good for 30 to 45 s, less the age of
-what the hub heard last (a beat, 2 s). Long enough to queue at a busy source; short enough that a grant that leaks is
-soon nothing."""
+"""Grants of an epoch are accepted for this long after it was replaced, so a grant is good for 30 to 45 s, less the age
+of the source's last report (a beat, 2 s). Long enough to queue at a busy source; short enough that a leaked grant soon
+expires."""
 _SIGNATURE_BYTES = 64
 _MAX_GRANT_BYTES = 2048
 _MAX_NONCES = 1 << 20
-"""Grants taken in the epochs that count: 23,000 a second for 45 s. Above it a source takes no more grants."""
+"""Grants accepted in the epochs that count: 23,000 a second for 45 s. Above it a source accepts no more grants."""
 _CONTEXT = b"penstock grant 2\n"
 
 audit = logging.getLogger("penstock.audit")
@@ -44,13 +44,13 @@ audit = logging.getLogger("penstock.audit")
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is signed."""
+    """The signed content of a grant."""
 
     key: str
     reader: str
     source: str
     epoch: int
-    """Of the source, when the hub last heard of it."""
+    """Of the source, as it last reported it to the hub."""
     nonce: bytes
 
 
@@ -58,7 +58,7 @@ _GRANT = msgspec.msgpack.Decoder(Grant)
 
 
 class GrantSigner:
-    """The hub's half.
+    """The signer of grants, in the hub.
 
     Args:
         seed: 32 bytes, the same for all replicas of a hub.
@@ -69,7 +69,7 @@ class GrantSigner:
 
     @property
     def public_key(self) -> bytes:
-        """Raw, for `Welcome.grant_key`."""
+        """Return the raw public key, for `Welcome.grant_key`."""
         return self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
     def sign(self, *, key: str, reader: str, source: str, epoch: int) -> bytes:
@@ -77,9 +77,9 @@ class GrantSigner:
 
         Args:
             key: of the holding, or of the sync's name.
-            reader: who may show it.
-            source: to whom.
-            epoch: what the source last told.
+            reader: the member that may show it.
+            source: the member that accepts it.
+            epoch: the source's epoch, as it last reported it.
         """
         grant = Grant(key, reader, source, epoch, os.urandom(12))
         body = msgspec.msgpack.encode(grant)
@@ -90,7 +90,7 @@ class GrantSigner:
 
 @dataclass(slots=True)
 class _Epoch:
-    """A span of the source's time, and the grants taken that name it."""
+    """A span of the source's time, and the accepted grants that name it."""
 
     number: int
     began: float
@@ -98,15 +98,16 @@ class _Epoch:
 
 
 class GrantChecker:
-    """The source's half: refuses what was not signed by its hub, for it, this reader and this key, or was shown before.
+    """The checker of grants, in the source: it accepts a grant once, and only if its hub signed it for this source,
+    reader and key.
 
     Args:
         grant_key: `Welcome.grant_key`.
         source: the member that checks.
         clock: monotonic seconds.
 
-    Ownership: remembers a nonce while grants of its epoch are taken, no longer. Epochs are numbered from a random
-    number on, so a grant for an earlier checker is of no epoch of this one.
+    Ownership: remembers a nonce only while grants of its epoch are accepted. Epochs are numbered from a random number
+    on, so a grant for an earlier checker never matches an epoch of this one.
     """
 
     def __init__(self, grant_key: bytes, source: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,10 +116,10 @@ class GrantChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
-        """Those whose grants are taken, oldest first; the last is the present one."""
+        """Epochs whose grants are accepted, oldest first; the last is the present one."""
 
     def trust(self, grant_key: bytes) -> None:
-        """Take the grants of a new hub, and of no other; epochs go on: the new hub may have been told one already."""
+        """Accept the grants of a new hub, and of no other; epochs continue: the new hub may know one already."""
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
@@ -128,12 +129,12 @@ class GrantChecker:
             return self._epochs[-1].number
 
     def _turn(self, now: float) -> None:
-        """Begin a new epoch where it is time, and forget those whose grants are no longer taken. The lock is held."""
+        """Start a new epoch if it is time, and drop those whose grants have expired. The caller holds the lock."""
         last = self._epochs[-1]
         if now - last.began >= EPOCH_S:
             self._epochs.append(_Epoch(last.number + 1, now))
-        # An epoch ends `EPOCH_S` after it began, also where nobody looked then: the process may have been stopped.
-        self._epochs = [one for one in self._epochs if now - one.began < EPOCH_S + GRACE_S]
+        # An epoch ends `EPOCH_S` after it began, even if no call replaced it then: the process may have been stopped.
+        self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
     def check(self, grant: bytes, *, key: str, reader: str) -> None:
         """Validate and consume a grant.
@@ -148,35 +149,36 @@ class GrantChecker:
         audit.info("event=used key=%s reader=%s source=%s", key, reader, self._source)
 
     def _fault(self, grant: bytes, key: str, reader: str) -> str:
-        """Why it is refused; empty: it is good, and is remembered."""
+        """Return why a grant is refused; empty: it is good, and is remembered as used."""
         if not _SIGNATURE_BYTES < len(grant) <= _MAX_GRANT_BYTES:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
+        # The signature first: nothing else in the bytes is decoded or compared before it is known to be the hub's.
         try:
             self._public.verify(signature, _CONTEXT + body)
-            said = _GRANT.decode(body)
+            signed = _GRANT.decode(body)
         except InvalidSignature:
             return "not signed by this hub"
         except msgspec.MsgspecError:
             return "malformed"
-        for name, given, wanted in (
-            ("key", said.key, key),
-            ("reader", said.reader, reader),
-            ("source", said.source, self._source),
+        for name, actual, wanted in (
+            ("key", signed.key, key),
+            ("reader", signed.reader, reader),
+            ("source", signed.source, self._source),
         ):
-            if given != wanted:
+            if actual != wanted:
                 return f"for another {name}"
-        return self._used(said)
+        return self._used(signed)
 
-    def _used(self, said: Grant) -> str:
+    def _used(self, signed: Grant) -> str:
         with self._lock:
             self._turn(self._clock())
-            epoch = next((one for one in self._epochs if one.number == said.epoch), None)
+            epoch = next((recent for recent in self._epochs if recent.number == signed.epoch), None)
             if epoch is None:
                 return "expired"
-            if said.nonce in epoch.nonces:
+            if signed.nonce in epoch.nonces:
                 return "shown before"
-            if sum(len(one.nonces) for one in self._epochs) >= _MAX_NONCES:
+            if sum(len(recent.nonces) for recent in self._epochs) >= _MAX_NONCES:
                 return "too many grants at once"
-            epoch.nonces.add(said.nonce)
+            epoch.nonces.add(signed.nonce)
         return ""

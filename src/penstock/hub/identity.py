@@ -1,7 +1,7 @@
 """The identity of weights in one rank's memory, which decides if members can exchange them, and its digest, the key.
 
-In: what a worker says of its weights. Out: a key; the fields in which two identities differ.
-Not here: who holds what (`directory`), the bytes' own digests (`digest`).
+In: a worker's description of its weights. Out: a key; the fields in which two identities differ.
+Not here: the members that hold weights (`directory`), the bytes' own digests (`digest`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     role: str = "target"
     """`target`, `draft`, `lora:NAME`, ..."""
     post_processing: str = ""
-    """What the engine did to the weights after loading them; empty: nothing."""
+    """The engine's changes to the weights after loading; empty: none."""
     engine: str = ""
     """Name and version of engine and kernels, where `post_processing` depends on them."""
     device_capability: str = ""
 
     def key(self) -> str:
-        """Digest of all fields: 32 hex digits."""
+        """Return the digest of all fields: 32 hex digits."""
+        # Deterministic order: the key must not depend on the order in which a caller filled `parallel`.
         ordered = msgspec.json.encode(self, order="deterministic")
         return str(blake3(ordered).hexdigest(length=16))
 
     def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
-        """Fields in which they differ: name -> (this one's, the other's)."""
+        """Return the differing fields: name -> (this one's, the other's)."""
         pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
         return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
 
 
 def layout_digest(table: TensorTable) -> str:
-    """Digest of names, dtypes and shapes, sorted by name: 32 hex digits, whatever the files are."""
+    """Return the digest of names, dtypes and shapes, sorted by name, whatever the files are: 32 hex digits."""
     rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
     return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))

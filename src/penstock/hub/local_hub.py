@@ -1,13 +1,14 @@
-"""The hub of one host and user, with nothing to start: the first to ask hosts it, another takes over when it goes.
+"""The hub of one host and user, which needs no start: the first process that uses it hosts it, and another takes over
+when that process ends.
 
-In: the user's runtime directory. Out: where the hub is now.
-Not here: the hub (`app`), its questions (`client`).
+In: the user's runtime directory. Out: the hub's present address.
+Not here: the hub (`app`), requests to it (`client`).
 
-    generation     the number n of the hub in force; one that is silent is passed over by n + 1
-    grant.seed     what hubs sign grants with
-    hub-N.lock     who holds it hosts hub n; the kernel lets go of it when the process dies
-    hub-N.sock     where hub n listens
-    members.lock   shared by all who reached a hub: while another holds it, a new hub waits for them to announce
+    generation     the number n of the present hub; a silent hub is replaced by n + 1
+    grant.seed     the key that hubs sign grants with
+    hub-N.lock     locked by the process that hosts hub n; the kernel releases it when the process dies
+    hub-N.sock     the socket of hub n
+    members.lock   locked by all processes that reached a hub: if there are any, a new hub waits for their reports
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from penstock.hub.store import LivedClock, MemoryStore
 from penstock.net.peercred import connect_unix, peer_credentials
 
 BEAT_S = 0.5
-"""On one host a beat costs nothing beside the bytes moved, and a hub that takes over knows all within one."""
+"""On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""
 LOOK_S = 0.2
-"""For the connection by which the kernel says whose a hub is; it accepts for a process that is stopped, too."""
+"""For the connection by which the kernel reports the hub's process; the kernel also accepts for a stopped process."""
 TTL_S = 5.0
 """A process that loads may keep the interpreter for a second; ten beats are longer."""
 HUNG_S = 30.0
-"""A hub whose process runs and answers nobody for so long is passed over too. Before that it is busy: 32 processes that
-copy on two cores kept one from answering for 5 s, and its successors, who knew nothing, had storage read again."""
+"""A hub whose process runs but does not answer for this long is replaced too. Before that it counts as busy: 32 copying
+processes on two cores kept one from answering for 5 s, and its successors, without its state, read storage again."""
 PASS_S = 5.0
-"""A process that holds the lock, was stopped before it listened and stays so is passed over after this, as one that was
-stopped later is (`client.ATTEMPT_S`)."""
+"""A process that took the lock and was stopped before it listened is replaced after this time, as one that was stopped
+later is (`client.ATTEMPT_S`)."""
 _MAX_PATH_BYTES = 107
 """Source: unix(7)."""
 
 
 class LocalEndpoint:
-    """See the module; the `Line` of `HubClient.connect(None)`.
+    """The endpoint of `HubClient.connect(None)`: see the module.
 
     Args:
         directory: None: the user's own, see `config.runtime_dir`.
@@ -70,14 +71,14 @@ class LocalEndpoint:
 
     @property
     def hosts(self) -> bool:
-        """Whether this process hosts the hub, for this line."""
+        """Return whether this process hosts the hub, for this endpoint."""
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """The URL of the hub in force, hosted here if nobody else does; to begin that takes what it takes.
+        """Return the URL of the present hub; host it here if no other process does, however long that takes.
 
         Raises:
-            HubUnavailable: somebody holds the lock and does not listen, in this process or in another.
+            HubUnavailable: a thread of this process or another process holds the lock and does not listen.
         """
         began = time.monotonic()
         deadline = began + within_s
@@ -94,15 +95,15 @@ class LocalEndpoint:
                 self._pass_over_stopped()
             time.sleep(0.01)
         where = self._directory / f"hub-{_generation(self._directory)}.sock"
-        raise HubUnavailable("who hosts the hub of this host does not listen", uri=f"unix://{where}")
+        raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
-        """Where the hub in force listens, hosted here if nobody else does; None: not yet."""
+        """Return the socket of the present hub, hosted here if no other process does; None: it does not listen yet."""
         if self._closed:
             raise HubUnavailable("this client was closed")
         number = _generation(self._directory)
         if self._hosting is not None and self._hosting.number != number:
-            self._hosting.stop()  # we were silent, and passed over
+            self._hosting.stop()  # our hub was silent for too long, and was replaced: two hubs would both give claims
             self._hosting = None
         path = self._directory / f"hub-{number}.sock"
         if self._hosting is None and (self._doubted or not path.exists()):
@@ -111,14 +112,14 @@ class LocalEndpoint:
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Remembered by the kernel while this process lives: a later hub waits for what we hold."""
+        """Record that the hub answered. A lock marks this process as a member: a later hub waits for its report."""
         self._silent_since, self.is_busy = None, False
         if not self._is_member:
             with self._lock:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Pass over a hub whose process is stopped or hung; one that is gone is hosted anew by who reaches first."""
+        """Replace a hub whose process is stopped or hung; one that ended is hosted again by the next `reach`."""
         with self._lock:
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
@@ -127,15 +128,17 @@ class LocalEndpoint:
                 self._pass_over(number)
 
     def _pass_over(self, number: int) -> None:
-        """Let the next generation begin, if `number` is still the one in force."""
+        """Start the next generation, if `number` is still the present one."""
+        # Under a lock and by a rename: of several clients that lose the hub together, one raises the number, by one.
         with _File(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
+                # Written aside and renamed: a reader of the file must never find it empty, which would mean number 0.
                 new = self._directory / f".generation-{os.getpid()}"
                 new.write_text(f"{number + 1}\n", encoding="ascii")
                 new.replace(self._directory / "generation")
 
     def _pass_over_stopped(self) -> None:
-        """Pass over a process that took the lock and was stopped before it listened: nobody can ask it anything."""
+        """Replace a process that took the lock and was stopped before it listened: no client can detect that later."""
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
@@ -147,13 +150,13 @@ class LocalEndpoint:
                     self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
-        """Whether a silent hub's process runs, and has not been silent for `HUNG_S`: it will answer."""
+        """Return whether a silent hub's process runs, and has not been silent for `HUNG_S`: then it will answer."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         return now - self._silent_since < HUNG_S and _runs(url.removeprefix("unix://"))
 
     def close(self) -> None:
-        """Let another host the hub, if it was hosted here; idempotent."""
+        """Stop hosting the hub, so that another process can; idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -164,14 +167,15 @@ class LocalEndpoint:
             self._members.close()
 
     def _host(self, number: int) -> _Hosting | None:
-        """Host hub `number`; None: somebody does."""
+        """Host hub `number`; return None if another process does."""
         lock = _File(self._directory / f"hub-{number}.lock")
         try:
+            # The number once more, under the lock: the hub may have been replaced while this process came here.
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
             lock.write(f"{os.getpid()}\n")
-            # Nobody else ever reached a hub: there is nothing to wait for.
+            # The exclusive lock succeeds only if no other process ever reached a hub: then no report is waited for.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
             return _Hosting(self._directory, number, lock, fresh=fresh)
@@ -181,7 +185,7 @@ class LocalEndpoint:
 
 
 def _runs(path: str) -> bool:
-    """Whether the process that listens at a Unix socket is neither stopped nor dead; False where that is not seen."""
+    """Return whether the process that listens at a Unix socket is neither stopped nor dead; False if unknown."""
     try:
         with connect_unix(path, LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
@@ -191,16 +195,16 @@ def _runs(path: str) -> bool:
 
 
 def _state_of(pid: int) -> str:
-    """The letter of proc(5) for what a process does, T for a stopped one; "" where that is not seen."""
+    """Return the state letter of proc(5), T for a stopped process; "" if it is unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0]
+        return stat.rpartition(")")[2].split()[0]  # from the right: a process may have ")" in its name
     except (OSError, IndexError):
         return ""
 
 
 def _generation(directory: Path) -> int:
-    """Number of the hub in force."""
+    """Return the number of the present hub."""
     try:
         return int((directory / "generation").read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
@@ -208,7 +212,7 @@ def _generation(directory: Path) -> int:
 
 
 def find_hub(directory: Path | None = None) -> str | None:
-    """The URL of the hub of this host and user where one runs, hosted by whomever; nothing is started for it.
+    """Return the URL of the running hub of this host and user; None: there is none. It does not start one.
 
     Args:
         directory: see `LocalEndpoint`.
@@ -221,12 +225,13 @@ def find_hub(directory: Path | None = None) -> str | None:
     path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
     if not path.exists() or not lock.exists():
         return None
-    with _File(lock) as held:
-        return None if held.lock(fcntl.LOCK_SH) else f"unix://{path}"
+    # A lock that can be taken is no longer held by a hub: its process died, and left the socket's file behind.
+    with _File(lock) as lock_file:
+        return None if lock_file.lock(fcntl.LOCK_SH) else f"unix://{path}"
 
 
 def own_address() -> str:
-    """Return where `penstock hub` listens unless it is told: a Unix socket in this user's runtime directory.
+    """Return the default address of `penstock hub`: a Unix socket in this user's runtime directory.
 
     Raises:
         ConfigError: as `LocalEndpoint`.
@@ -241,9 +246,10 @@ class _Hosting:
         self.number = number
         self._lock = lock
         self._path = directory / f"hub-{number}.sock"
-        # Under another name until it answers: who sees the path may connect.
+        # Under another name until it answers: a client that sees the path connects at once.
         draft = directory / f"new-{number}.sock"
         self._path.unlink(missing_ok=True)
+        # Not a wall clock: the process hosts the hub next to its own work, and may be stopped for longer than `TTL_S`.
         store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         self._hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
@@ -256,21 +262,22 @@ class _Hosting:
         _sweep(directory, number)
 
     def stop(self) -> None:
-        """Nobody is to connect any more; then end."""
+        """Remove the socket's file, so that no client connects; then end the hub and release the lock."""
         self._path.unlink(missing_ok=True)
         self._hub.stop()
-        self._lock.close()
+        self._lock.close()  # last: with the lock, the next process starts its hub
 
 
 class _File(Closing):
-    """A file to lock. Its lock is the kernel's: it ends with the process, and children of a fork let go of it."""
+    """A file to lock. The kernel releases its lock when the process ends; forked children close their copy."""
 
     def __init__(self, path: Path) -> None:
+        # No symbolic links: with one, another user of a shared directory could have any of our files locked or cut.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _CLOSED_IN_CHILDREN.add(self)
 
     def lock(self, kind: int) -> bool:
-        """Lock or relock it without waiting; False: somebody holds it, and an earlier lock of ours may be gone."""
+        """Lock or relock it without waiting; False: another process holds it, and our earlier lock may be lost."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -278,31 +285,32 @@ class _File(Closing):
         return True
 
     def write(self, text: str) -> None:
-        """Replace what the file says."""
+        """Replace the file's content."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
     def close(self) -> None:
-        """Let go; idempotent."""
+        """Close the file, which releases its lock; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda held: held.close())
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda file: file.close())
 """A child of a fork that lived on would keep the locks of a hub that died."""
 
 
 def _private(directory: Path) -> Path:
-    """The directory, made where it is missing, for this user alone."""
+    """Create the directory if it is missing, check that it is this user's alone, and return it."""
     if len(os.fsencode(directory)) + len("/hub-99999.sock") > _MAX_PATH_BYTES:
         raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError as error:
-        raise ConfigError(f"no place for the hub's socket: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        message = f"no directory for the hub's socket: {error}"
+        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{directory} is not this user's alone", hint="chmod 700 it, or set PENSTOCK_RUNTIME_DIR to another"
         )
@@ -310,23 +318,24 @@ def _private(directory: Path) -> Path:
 
 
 def _seed(directory: Path) -> bytes:
-    """What grants are signed with: the same for the hubs that follow each other, so that grants outlive one."""
+    """Return the key that grants are signed with: one for all hubs of this host, so that grants outlive a hub."""
     path = directory / "grant.seed"
     try:
-        found = path.read_bytes()
+        seed = path.read_bytes()
     except FileNotFoundError:
-        found = b""
-    if len(found) != 32:
-        found = os.urandom(32)
+        seed = b""
+    if len(seed) != 32:
+        seed = os.urandom(32)
         new = directory / f".seed-{os.getpid()}"
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(found)
+            file.write(seed)
         new.replace(path)
-    return found
+    return seed
 
 
 def _sweep(directory: Path, number: int) -> None:
-    """Remove what generations long past left; who still holds such a lock was passed over."""
+    """Remove files of old generations; a process that still holds one of these locks was replaced."""
+    # The last generation stays: its process may be about to notice that it was replaced.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):
             if int(path.stem.removeprefix("hub-")) < number - 1:

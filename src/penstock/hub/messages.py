@@ -1,8 +1,8 @@
-"""What members, the hub and each other say: typed values; JSON to the hub, msgpack between members.
+"""Messages between members and the hub (JSON), and between members (msgpack): typed values.
 
 In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields, which
 a newer minor version may send (`version_negotiation`).
-Not here: who sends them (`client`, `peer.client`), who answers (`app`, `peer.server`).
+Not here: sending them (`client`, `peer.client`), answering them (`app`, `peer.server`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.hub.version_negotiation import PROTOCOL, AnnouncedVersion, Protoco
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
-"""One process life; a new life takes a new one. The digest of a secret that only this life knows: `auth.member_of`."""
+"""Id of one process life; a new life takes a new id. Digest of a secret that only this life knows: `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
@@ -27,32 +27,32 @@ Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
 Certificate = Annotated[str, Meta(max_length=1024)]
-"""The names in the certificate that a member showed the hub; its door must show the same. Empty: none was asked for."""
+"""Names in the certificate that a member showed the hub; its server must show the same. Empty: none was required."""
 PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
-"""Where a member's door is: `unix:///path`, `http://host:port` or `https://host:port`, without anything behind it."""
+"""Address of a member's server: `unix:///path`, `http://host:port` or `https://host:port`, with nothing after it."""
 PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
-"""What a log says of its holding. `damaged`: bytes that were verified changed in memory. The hub is told `draining`."""
+"""State of a holding in its log. `damaged`: verified bytes changed in memory; the hub gets `draining` for it."""
 Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]
 """Of a publisher's numbering; -1: none yet."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
-"""`open`: its version can be read of it now. `dirty`: a direct update failed; it serves nobody until it is whole."""
+"""`open`: its version can be read now. `dirty`: a direct update failed, so it serves no reader until it is whole."""
 
 
 # Member -> hub.
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A process life joins. `member` is new for each life: the generation that fences what an earlier one said."""
+    """The first message of a process life. `member` is new for each life, so messages of an earlier one are refused."""
 
     member: MemberId
     host: Word
     """The boot id, not a name that may resolve two ways: members of one host can use `shm` and `cuda_ipc`."""
     doors: PeerUrls
-    """Where its door is: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
+    """Addresses of its server: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
     rack: Annotated[str, Meta(max_length=256)] = ""
     """A word that near hosts share (a rail, a rack); for the order of relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -60,7 +60,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
-    """Raw Ed25519 public key of what it says of digests, see `proof`; empty: it signs nothing."""
+    """Raw Ed25519 public key of its statements on digests, see `proof`; empty: it signs nothing."""
     protocol: ProtocolVersion = PROTOCOL
 
 
@@ -77,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one member has of one key, and does about it; the whole truth, not a change."""
+    """One member's state of one key; always complete, never a change to an earlier state."""
 
     key: Key
     identity: Identity
@@ -88,9 +88,9 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     claims: Ranges = ()
     """Chunks it reads from storage now."""
     silent_s: float = -1.0
-    """Since it last received bytes of chunks it lacks, of one not yet whole too; -1: it does not say. While that
-    is short, what it claims is not given to others, and who waits for it waits: storage may take longer for a chunk
-    than a stall."""
+    """Seconds since it last received bytes of a missing chunk, also of an incomplete one; -1: not reported. While that
+    is short, its claims are not assigned to others, and members that wait for it go on waiting: storage may take longer
+    for a chunk than the stall deadline."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
@@ -99,33 +99,33 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """The upstream it takes chunks from in the first place now; the relay keeps it while it serves."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
-    """Where its bytes came from and how: `75% shm <- MEMBER, 25% storage s3://...`; `offered`."""
+    """Sources and transports of its bytes: `75% shm <- MEMBER, 25% storage s3://...`; `offered`."""
     why: Annotated[str, Meta(max_length=1024)] = ""
-    """Why so: why no nearer transport, why storage."""
+    """Reason for that: why no nearer transport, why storage."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
-    """What a GPU is called whatever a process's numbering: its UUID."""
+    """UUID of its GPU, which does not depend on a process's numbering."""
     kept: bool = False
     """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Where a keeper's bytes rest, off its device: `host`, `disk`, `source`; they come back when they are asked for."""
+    """Tier of a keeper's bytes that are not on its device: `host`, `disk`, `source`; they come back on request."""
     revision: Annotated[str, Meta(max_length=256)] = ""
-    """What people call it, whatever the identity says: the `w1-` root of its digests; empty until it is whole."""
+    """Revision for people, whatever the identity has: the `w1-` root of its digests; empty until it is whole."""
     grant_epoch: Count = 0
     """The member's present epoch, which grants to read it must name; see `grants`."""
 
-    def is_of(self, asked: str) -> bool:
-        """Whether it is of a revision that is asked for: by its root, by its identity, or as either begins."""
-        return self.revision.startswith(asked) or self.identity.revision.startswith(asked)
+    def is_of(self, revision: str) -> bool:
+        """Return whether its root or its identity's revision begins with `revision`."""
+        return self.revision.startswith(revision) or self.identity.revision.startswith(revision)
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part in a sync; the whole truth, told with each beat."""
+    """One rank's state in a sync; complete, and sent with each beat."""
 
     name: Word
     side: Side
     run: Annotated[str, Meta(max_length=128)] = ""
-    """One life of a group of publishers: the member id of its rank 0. Of a subscriber: whose version it has."""
+    """One life of a group of publishers: the member id of its rank 0. Of a subscriber: the run of its version."""
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
@@ -134,30 +134,30 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     state: SyncStanding = "idle"
     nbytes: Count = 0
     path: Annotated[str, Meta(max_length=1024)] = ""
-    """Where its version came from and how."""
+    """Sources and transports of its version."""
     grant_epoch: Count = 0
     """See `HoldingState`."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """Renews a member's lease and says all it holds."""
+    """A heartbeat, which renews a member's lease and lists everything that it holds."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
 
 
 class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A member wants (or goes on wanting) a key."""
+    """A member's first or repeated request for upstreams of a key."""
 
     member: MemberId
     holding: HoldingState
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
-    """Only this member, of a holding of no chunks: the one whose memory is wanted itself."""
+    """With a holding of no chunks: only this member, whose memory is to be used itself."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
-    """A member to read from, with the right to."""
+    """A member to read from, with a grant for it."""
 
     member: MemberId
     host: Word
@@ -171,29 +171,29 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to read from, in order of preference: the first is the parent in the relay."""
+    """Members to read from, in order of preference: the first is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
-    """`HoldingState.silent_s` of the other member that reads storage and is the least silent; -1: nobody else reads."""
+    """Smallest `HoldingState.silent_s` of the other members that read storage; -1: no other member reads."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A member has room to read from storage.
+    """A member's request for chunks to read from storage.
 
-    `holding.claims` is all that it still reads of what it was given: the rest, if it is not in `holding.have`, goes
-    back. So a request whose answer was lost may be sent again. A member asks one at a time of each key.
+    `holding.claims` lists all assigned chunks that it still reads: the others, if not in `holding.have`, become free.
+    So a request whose answer was lost may be sent again. A member sends one at a time for each key.
     """
 
     member: MemberId
     holding: HoldingState
     ask: bool = True
-    """False: only gives back."""
+    """False: it only returns chunks."""
 
 
 class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks to read from storage, the member's alone while it lives; none: see `why` and ask again later."""
+    """Chunks to read from storage, the member's alone while it lives; none: see `why`, and repeat the request later."""
 
     ranges: Ranges = ()
     ask_again_s: float = 0.05
@@ -201,18 +201,18 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """What shows that a holder said other digests than the revision's; see `proof`. Columns are little endian."""
+    """Evidence that a holder stated other digests than the revision's; see `proof`. Columns are little endian."""
 
     epoch: Count
     """Of the holder, when it signed."""
     signature: Annotated[bytes, Meta(max_length=64)]
     leaf_bytes: Count
     spans: bytes
-    """int64 pairs: leaves `[begin, stop)` of the chunks it spoke of, in its order."""
+    """int64 pairs: leaves `[begin, stop)` of the chunks in the holder's statement, in its order."""
     at: bytes
     """int64: which of those leaves differ, counted in that order."""
     said: bytes
-    """uint64: their digests, as it said."""
+    """uint64: their digests, as the holder stated them."""
     table: bytes
     """`digest.leaf.canonical` of the line."""
     leaves: bytes
@@ -220,13 +220,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Complaint(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader could not use a source, and is sent elsewhere at once; others are once several complain.
-
-    Of wrong bytes the others are only with a proof, and then at once.
+    """A reader's report that it could not use a source. The reader gets others at once; all readers do once several
+    members complain, or, for wrong bytes, only with a proof, and then at once.
     """
 
     member: MemberId
-    """Who complains."""
+    """The complaining member."""
     of: MemberId
     key: Key
     fault: Literal["unreachable", "stalled", "wrong bytes", "stale", "refused"]
@@ -256,7 +255,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks about a model, for all who fill, one member, or an identity that nobody has yet."""
+    """A question about a model: for all fetching members, for one member, or for an identity that no member has yet."""
 
     model: Word
     member: MemberId | None = None
@@ -264,25 +263,25 @@ class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a member does, or does not, take a model from peers: one line a holder, and what differs."""
+    """Reasons why a member does or does not read a model from peers: one line for each holder, and the differences."""
 
     lines: tuple[str, ...] = ()
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not 2xx, of hub and door."""
+    """The body of every answer that is not 2xx, of the hub and of members."""
 
     error: str
     hint: str = ""
     alternatives: tuple[MemberId, ...] = ()
-    """Members that may be asked instead, of a refusal."""
+    """Of a refusal: other members that may accept."""
 
 
 # Member -> member, msgpack.
 
 
 class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read a holding: descriptors of its regions, and where each tensor of the line lies in them."""
+    """The map of a holding: descriptors of its regions, and the position of each tensor in them."""
 
     key: Key
     generation: Count
@@ -292,24 +291,24 @@ class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[dict[str, bytes], ...]
     """Per region: transport name -> encoded `Descriptor`."""
     row_region: bytes
-    """int32, little endian, a row of the line each; -1 for a row of no bytes."""
+    """int32, little endian, one for each row of the layout; -1 for a row of no bytes."""
     row_offset: bytes
     """int64, little endian: where the row starts in its region."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader shows its grant."""
+    """A reader's request for a lease, with its grant."""
 
     member: MemberId
     key: Key
     grant: bytes
     attach: bool = False
-    """Not to read, but to use the memory itself, which is kept for as long: takes no reader's place."""
+    """To use the memory itself instead of reading it; it stays for as long, and does not count as a reader."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to read until released, or silent for `ttl_s`."""
+    """The right to read until it is released, or not used for `ttl_s`."""
 
     lease: Word
     ttl_s: float
@@ -319,11 +318,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks gained since `after`, in the order they were gained."""
+    """Chunks that the holder got since `after`, in that order."""
 
     generation: Count
     serial: Count
-    """Ask for what comes after this next time."""
+    """Value of `after` in the next request."""
     state: LogState
     chunks: bytes = b""
     """uint32, little endian."""
@@ -332,13 +331,13 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes_per_s: Count = 0
     """See `Lease`: the share now, which shrinks and grows with the number of readers."""
     epoch: Count = 0
-    """The holder's, when it signed."""
+    """The holder's epoch when it signed."""
     signature: bytes = b""
     """Of chunks and leaves, see `proof`; empty: no hub could check it."""
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec look at these types now: it crashes where two threads decode a type that is new to it (0.21)."""
+    """Let msgspec prepare these types now: it crashes if two threads decode a type for the first time (0.21)."""
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)
 

@@ -1,4 +1,4 @@
-"""What the hub counts, for Prometheus.
+"""The hub's metrics, for Prometheus.
 
 In: a directory; requests as they are answered. Out: a page. Not here: the route (`openapi`).
 """
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _COUNTS = {
     "hellos": "Process lives that joined.",
-    "leaves": "Members that left of their own accord.",
+    "leaves": "Members that signed off.",
     "grants": "Grants issued.",
-    "claimed_chunks": "Chunks given out to be read from storage.",
+    "claimed_chunks": "Chunks assigned to be read from storage.",
     "complaints": "Complaints about sources.",
-    "proofs": "Complaints that proved a source to say wrong digests.",
+    "proofs": "Complaints that proved that a source stated wrong digests.",
 }
 
 
 class Metrics:
-    """Of one hub process."""
+    """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -66,7 +66,7 @@ class Metrics:
         self._refusals.labels(str(status)).inc()
 
     def page(self) -> bytes:
-        """Prometheus' text format.
+        """Return the metrics in Prometheus' text format.
 
         Raises:
             HubUnavailable: the store did not answer.
@@ -75,17 +75,17 @@ class Metrics:
 
 
 class _Fleet:
-    """The state of the fleet, read when it is asked for."""
+    """A collector of the fleet's state, which reads the store only when the page is requested."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing beforehand: the store is not asked when the hub starts."""
+        """Return no metrics, so that registering this collector does not read the store."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Members, holdings by state, chunks being read from storage, and the directory's counts."""
+        """Yield members, holdings by state, chunks being read from storage, and the directory's counts."""
         status = self._directory.status()
         yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=len(status.members))
         states: Tally[tuple[str, str]] = Tally()
@@ -94,10 +94,10 @@ class _Fleet:
             for holding in member.holdings:
                 states[holding.identity.model, holding.state] += 1
                 claims[holding.identity.model] += sum(stop - start for start, stop in holding.claims)
-        held = GaugeMetricFamily("penstock_hub_holdings", "Holdings.", labels=["model", "state"])
+        holdings = GaugeMetricFamily("penstock_hub_holdings", "Holdings.", labels=["model", "state"])
         for (model, state), count in states.items():
-            held.add_metric([model, state], count)
-        yield held
+            holdings.add_metric([model, state], count)
+        yield holdings
         reading = GaugeMetricFamily("penstock_hub_claims", "Chunks members read from storage now.", labels=["model"])
         for model, count in claims.items():
             reading.add_metric([model], count)

@@ -20,7 +20,7 @@ _REF = "#/components/schemas/{name}"
 
 def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
-    operations = tuple(operations)
+    operations = tuple(operations)  # it is walked twice, and may be an iterator
     named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -40,16 +40,16 @@ def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: A
         else:
             get["security"] = []
         paths[path] = {"get": get}
-    found: dict[str, Any] = {
+    openapi: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock hub", "version": "1", "description": "Who holds what; never the bytes."},
         "paths": paths,
         "components": {"schemas": dict(components)},
     }
     if auth.token_file is not None:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"token": []}]
-    described: dict[str, Any] = _as_ecma(found)
+        openapi["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        openapi["security"] = [{"token": []}]
+    described: dict[str, Any] = _as_ecma(openapi)
     return described
 
 
@@ -57,22 +57,22 @@ def _as_ecma(value: Any) -> Any:
     r"""Write the ends of patterns as JSON Schema does: its `$` is Python's `\Z`, which no newline may follow."""
     if isinstance(value, dict):
         return {
-            name: one.replace(r"\Z", "$") if name == "pattern" and isinstance(one, str) else _as_ecma(one)
-            for name, one in value.items()
+            name: item.replace(r"\Z", "$") if name == "pattern" and isinstance(item, str) else _as_ecma(item)
+            for name, item in value.items()
         }
-    return [_as_ecma(one) for one in value] if isinstance(value, list) else value
+    return [_as_ecma(item) for item in value] if isinstance(value, list) else value
 
 
 def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
+    described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
     if operation.gives is None:
-        found["responses"]["204"] = {"description": "done"}
+        described["responses"]["204"] = {"description": "done"}
     else:
-        found["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
+        described["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
     for status, what in faults.items():
-        found["responses"][str(status)] = _fault(what)
+        described["responses"][str(status)] = _fault(what)
     if operation.takes is not None:
-        found["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+        described["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
     parameters: list[dict[str, Any]] = []
     if "{member}" in operation.path:
         schema = msgspec.json.schema(MemberId)
@@ -85,7 +85,7 @@ def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any
         parameters.append(
             {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
         )
-    return found | ({"parameters": parameters} if parameters else {})
+    return described | ({"parameters": parameters} if parameters else {})
 
 
 def _json(name: str) -> dict[str, Any]:

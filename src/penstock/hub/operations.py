@@ -32,7 +32,7 @@ FAULTS = {
     401: "no token, or not one of this hub's",
     403: "not for this caller, or another process's member",
     409: "the holding contradicts itself",
-    410: "the member is not known: say hello again",
+    410: "the member is not known: register it again (hello)",
     413: "the body is too large",
     422: "the body or a parameter is not what the schema says",
     429: "this caller asks for that too often",
@@ -51,11 +51,11 @@ class Operation:
     takes: type | None = None
     gives: type | None = None
     models: Callable[[Any], Iterable[str]] = lambda _: ()
-    """Models the body is about."""
+    """Models that the body names, which the caller's token must allow."""
     answer: Callable[[Directory, str, Any, Caller], Any]
-    """Of the directory, the parameter in path or query, the body, who asks."""
+    """Called with the directory, the parameter in path or query, the body, and the caller."""
     speaker: Callable[[str, Any], str] | None = None
-    """Of the parameter and the body: the member spoken for, whose secret the caller must show."""
+    """Returns, from the parameter and the body, the member spoken for, whose secret the caller must show."""
 
 
 def _in_path(parameter: str, _: Any) -> str:
@@ -66,7 +66,7 @@ def _in_body(_: str, body: Any) -> str:
     return str(body.member)
 
 
-def _flown(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
+def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
     return (request.holding.identity.model,)
 
 
@@ -77,30 +77,30 @@ OPERATIONS = (
         answer=lambda directory, _, body, caller: directory.hello(body, caller),
     ),
     Operation(
-        name="beat", method="PUT", path="/v1/members/{member}", about="A member lives, and holds this.", takes=Beat,
-        speaker=_in_path,
+        name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat, with all that the member holds.",
+        takes=Beat, speaker=_in_path,
         models=lambda beat: (
             *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
         ),
         answer=lambda directory, member, body, caller: directory.beat(member, body),
     ),
     Operation(
-        name="leave", method="DELETE", path="/v1/members/{member}", about="A member is gone for good.",
+        name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
         speaker=_in_path,
         answer=lambda directory, member, _, caller: directory.leave(member),
     ),
     Operation(
-        name="flight", method="POST", path="/v1/flight", about="Whom to take chunks from, with grants.",
-        takes=UpstreamsRequest, gives=UpstreamsReply, models=_flown, speaker=_in_body,
+        name="flight", method="POST", path="/v1/flight", about="Members to read chunks from, with grants.",
+        takes=UpstreamsRequest, gives=UpstreamsReply, models=_model_of, speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.upstreams(body),
     ),
     Operation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
-        takes=ClaimRequest, gives=ClaimReply, models=_flown, speaker=_in_body,
+        takes=ClaimRequest, gives=ClaimReply, models=_model_of, speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.claim(body),
     ),
     Operation(
-        name="sync", method="POST", path="/v1/sync", about="Who takes part in a sync, with grants.",
+        name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
         takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
     ),
@@ -114,8 +114,8 @@ OPERATIONS = (
         answer=lambda directory, model, _, caller: directory.status(model or None),
     ),
     Operation(
-        name="why", method="POST", path="/v1/why", about="Why who takes a model from whom.", takes=WhyRequest,
-        gives=Why, models=lambda request: (request.model,),
+        name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
+        takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
         answer=lambda directory, _, body, caller: directory.why(body),
     ),
 )  # fmt: skip

@@ -1,14 +1,14 @@
-"""What a holder says of its digests, signed; and the proof that it said other digests than the revision's.
+"""Signed digests of a holder, and the proof that a holder stated other digests than the revision's.
 
-In: a holder's log answers, and a manifest's digests. Out: a signature; a `Proof`, and whether a hub may believe it.
-Not here: what a proof moves (`directory`, `snapshot`), digests of bytes (`digest`).
+In: a holder's log answers, and a manifest's digests. Out: a signature; a `Proof`, and a check of it for the hub.
+Not here: the effects of a proof (`directory`, `snapshot`), digests of bytes (`digest`).
 
-A proof is about what a holder *says*, not about what it gives: bytes are read from its memory without a word of it, so
-nothing that it signed is in them. A `w1-` revision is the root of every leaf's digest, and the hub knows the revision
-by the identity of the holding. So a reader that has the manifest shows its digests, the hub recomputes the root, and
+A proof is about a holder's *statement*, not about its bytes: those are read from its memory without a message of the
+holder, so it signs nothing of them. A `w1-` revision is the root of every leaf's digest, and the hub knows the revision
+from the identity of the holding. So a reader that has the manifest sends its digests, the hub recomputes the root, and
 then knows the right digests as well as the reader does:
 
-    holder --digests, signed--> reader --proof: what it signed, all digests of the manifest--> hub: is the root the
+    holder --digests, signed--> reader --proof: signed statement, all digests of the manifest--> hub: is the root the
     revision of this key? is the signature the holder's, of this member, this key and a recent epoch? do they differ?
 """
 
@@ -29,18 +29,18 @@ from penstock.plan.chunks import ChunkTable
 from penstock.types import I64, U64, TensorTable
 
 MAX_PROOF_BYTES = 5 << 20
-"""Largest proof that is made: in base64 it fits into the 8 MiB that a hub reads. The digests of 160 GB; above that a
-complaint goes without a proof and moves its reader alone."""
+"""Largest proof: in base64 it fits into the 8 MiB that a hub reads. It covers the digests of 160 GB; for larger models
+a complaint is sent without a proof and moves its reader alone."""
 MAX_EPOCHS_BEHIND = 3
-"""A statement counts while its epoch is among the last ones: for 45 to 60 s. An old one would disable a holder that has
-been right for long."""
+"""A statement counts while its epoch is one of the last: for 45 to 60 s. An older one could disable a holder that has
+been correct since."""
 PROVABLE = "w1-"
 """Revisions that are the root of their digests."""
 _CONTEXT = b"penstock digests 1\n"
 
 
 class _Statement(msgspec.Struct, frozen=True, array_like=True):
-    """What a holder signs of each log answer."""
+    """The part of a log answer that a holder signs."""
 
     member: str
     key: str
@@ -61,10 +61,10 @@ def _spans(table: ChunkTable, chunks: I64) -> bytes:
 
 
 class DigestSigner:
-    """The holder's half: signs what its logs say, with a key that its process draws.
+    """The signer of a holder's log answers, with a key that its process draws.
 
     Args:
-        member: who signs.
+        member: the holder.
         epoch: returns the member's present epoch, see `grants`.
     """
 
@@ -74,7 +74,7 @@ class DigestSigner:
 
     @property
     def public_key(self) -> bytes:
-        """Raw, for `Hello.digest_key`."""
+        """Return the raw public key, for `Hello.digest_key`."""
         return self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
     def sign(self, reply: LogReply, key: str, table: ChunkTable) -> LogReply:
@@ -82,8 +82,8 @@ class DigestSigner:
         epoch = self._epoch()
         chunks = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
         digests = blake3(reply.leaves).digest()
-        said = _Statement(self._member, key, epoch, table.leaf_bytes, _spans(table, chunks), digests)
-        return msgspec.structs.replace(reply, epoch=epoch, signature=self._private.sign(said.signed()))
+        statement = _Statement(self._member, key, epoch, table.leaf_bytes, _spans(table, chunks), digests)
+        return msgspec.structs.replace(reply, epoch=epoch, signature=self._private.sign(statement.signed()))
 
 
 def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: U64) -> Proof | None:
@@ -91,14 +91,14 @@ def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: 
 
     Args:
         reply: of the holder.
-        table: of the line, sorted by name. chunks: of the line.
+        table: of the weights, sorted by name. chunks: of the weights.
         leaves: every leaf's digest, by the manifest.
     """
     if not reply.signature:
         return None
     named = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
-    said = np.frombuffer(reply.leaves, "<u8")
-    at = np.flatnonzero(said != leaves[chunks.leaves_of(named)])
+    stated = np.frombuffer(reply.leaves, "<u8")
+    at = np.flatnonzero(stated != leaves[chunks.leaves_of(named)])
     body = canonical(table, range(len(table)))
     proof = Proof(
         epoch=reply.epoch,
@@ -106,7 +106,7 @@ def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: 
         leaf_bytes=chunks.leaf_bytes,
         spans=_spans(chunks, named),
         at=at.astype("<i8").tobytes(),
-        said=said[at].tobytes(),
+        said=stated[at].tobytes(),
         table=body,
         leaves=leaves.astype("<u8").tobytes(),
     )
@@ -115,15 +115,15 @@ def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: 
 
 
 def proof_fault(proof: Proof, member: str, digest_key: bytes, holding: HoldingState) -> str:
-    """Return why a proof proves nothing; empty: the member said other digests than those of the revision.
+    """Return why a proof is not valid; empty: the member stated other digests than those of the revision.
 
     Args:
-        proof: as a complaint brings it; every number in it is checked.
-        member: who is complained of. digest_key: what it told the hub at hello.
-        holding: what it told the hub of the key.
+        proof: of a complaint; every number in it is checked.
+        member: the holder. digest_key: its key, from its hello.
+        holding: its state of the key, as it reported it.
     """
     if not holding.identity.revision.startswith(PROVABLE):
-        return "the revision is no root of digests"
+        return "the revision is not a root of digests"
     if not 0 <= holding.grant_epoch + 1 - proof.epoch <= MAX_EPOCHS_BEHIND + 1:
         return "its statement is not recent"
     if any(len(column) % 8 for column in (proof.at, proof.said, proof.leaves)) or len(proof.spans) % 16:
@@ -131,24 +131,26 @@ def proof_fault(proof: Proof, member: str, digest_key: bytes, holding: HoldingSt
     leaves = np.frombuffer(proof.leaves, "<u8")
     if proof.leaf_bytes < 1 or root(proof.table, proof.leaf_bytes, leaves) != holding.identity.revision:
         return "its digests are not those of the revision"
-    said, at = _said(proof, leaves)
-    if said is None:
+    stated, at = _said(proof, leaves)
+    if stated is None:
         return "malformed"
-    digests = blake3(said.astype("<u8").tobytes()).digest()
+    # The proof brings only the differing digests: the statement is rebuilt from those and the manifest's, and its
+    # signature then fits only if the holder signed exactly these bytes.
+    digests = blake3(stated.astype("<u8").tobytes()).digest()
     signed = _Statement(member, holding.key, proof.epoch, proof.leaf_bytes, proof.spans, digests).signed()
     try:
         Ed25519PublicKey.from_public_bytes(digest_key).verify(proof.signature, signed)
     except (InvalidSignature, ValueError):
         return "not signed by the member"
-    return "" if len(at) else "what the member said is right"
+    return "" if len(at) else "the member stated the right digests"
 
 
 def _said(proof: Proof, leaves: U64) -> tuple[U64 | None, I64]:
-    """The digests that the holder stated, and where they differ; None: the proof contradicts itself."""
+    """Return the digests that the holder stated, and the positions that differ; None: the proof contradicts itself."""
     none = np.empty(0, np.int64)
     begin, stop = np.frombuffer(proof.spans, "<i8").reshape(-1, 2).astype(np.int64).T
     counts = stop - begin
-    # Summed as Python's integers only once each is known to be small.
+    # A caller chose these numbers: each is checked before they are summed, as Python integers, which cannot overflow.
     if not len(begin) or begin.min() < 0 or counts.min() < 0 or stop.max() > len(leaves) or len(begin) > len(leaves):
         return None, none
     if sum(counts.tolist()) > len(leaves):
@@ -158,7 +160,7 @@ def _said(proof: Proof, leaves: U64) -> tuple[U64 | None, I64]:
     at, values = np.frombuffer(proof.at, "<i8"), np.frombuffer(proof.said, "<u8")
     if len(at) != len(values) or (len(at) and (at.min() < 0 or at.max() >= len(right))):
         return None, none
-    said = right.copy()
-    said[at] = values
-    # Of what was put together, not of `values`: a position may be named twice, the second time with the right digest.
-    return said, np.flatnonzero(said != right)
+    stated = right.copy()
+    stated[at] = values
+    # Compared after the merge, not `values`: a position may occur twice, the second time with the right digest.
+    return stated, np.flatnonzero(stated != right)

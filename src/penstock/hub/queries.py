@@ -1,4 +1,4 @@
-"""The verbs `status` and `why`: members of a fleet and what they hold, and why a member takes a model from another.
+"""The verbs `status` and `why`: the members of a fleet with their holdings, and the reasons for their upstreams.
 
 In: connection settings. Out: the hub's answers, as values.
 Not here: the answers (`directory`, `explain`), how a command prints them (`cli.status`).
@@ -32,7 +32,7 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
 
 
 def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
-    """Return why members take a model from whom they do, and what keeps the others apart, a line each.
+    """Return the reasons why members read a model from their upstreams, and why not from others, one in each line.
 
     Args:
         model: the name that its members agree on.

@@ -1,7 +1,7 @@
-"""The hub's sockets: where it listens, in this process's main thread or in one of its own.
+"""The hub's server: its socket, run in this process's main thread or in a thread of its own.
 
 In: a directory, an address. Out: a running hub.
-Not here: the app (`app`), who hosts the hub of one host (`local_hub`).
+Not here: the app (`app`), hosting the hub of one host (`local_hub`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     import uvicorn
 
 START_S = 20.0
-"""Importing FastAPI on a busy machine takes some seconds."""
+"""Deadline of a start: importing FastAPI on a busy machine takes some seconds."""
 STOP_S = 5.0
 _CUTS_A_TICK = 100
-"""Connections over their deadline that are cut in a tick of uvicorn (0.1 s); thousands at once would hold the loop."""
+"""Connections past their deadline that a tick of uvicorn (0.1 s) closes; thousands at once would block the loop."""
 GC_THRESHOLD = (20_000, 50, 100)
-"""Allocations before the youngest objects are looked through for cycles; such looks before older ones are, twice."""
+"""Allocations between collections of the youngest generation; collections of each generation before the next one."""
 _KEEP_ALIVE_S = 75
-"""Several beats: a member's connection stays."""
+"""Several beats, so that a member's connection stays open."""
 _log = logging.getLogger("penstock.hub")
 
 
 def bind(listen: str, auth: Auth) -> socket.socket:
-    """A listening socket.
+    """Open a listening socket.
 
     Args:
         listen: `unix:///path`, `host:port`, `[v6]:port`; port 0 takes any that is free.
-        auth: an address that is no Unix socket needs one that keeps strangers out.
+        auth: must require a token or a certificate, unless the address is a Unix socket.
 
     Raises:
         ConfigError: the address does not parse, is taken, or is open to strangers.
@@ -63,14 +63,14 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     if not port.isdecimal() or int(port) > 65535 or not host:
         raise ConfigError(f"cannot listen on {listen!r}", hint="write host:port or unix:///path")
     try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     if not auth.guards:
         # Loopback, too: every user of this host can connect to it.
         raise ConfigError(
-            f"{listen} is open to strangers, other users of this host among them: nobody is asked who they are",
+            f"{listen} is open to strangers, other users of this host among them: callers do not have to authenticate",
             hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
         )
     if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
@@ -88,14 +88,15 @@ def bind(listen: str, auth: Auth) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A socket for this user alone; a dead one in its place is removed."""
+    """Open a socket for this user alone; remove a dead one in its place."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists():
             if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
                 raise ConfigError(f"{path} is in use", hint="choose another path")
             path.unlink()
-        os.fchmod(bound.fileno(), 0o600)  # the mode of the path that bind makes
+        # Before bind, which gives the path this mode: changing it afterwards would leave it open for a moment.
+        os.fchmod(bound.fileno(), 0o600)
         bound.bind(os.fspath(path))
         bound.listen(BACKLOG)
     except OSError as error:
@@ -113,14 +114,14 @@ def _answers(path: Path) -> bool:
         try:
             probe.connect(os.fspath(path))
         except TimeoutError:
-            return True
+            return True  # a full queue: its process runs, but is too busy to accept
         except OSError:
             return False
     return True
 
 
 def url_of(bound: socket.socket, auth: Auth) -> str:
-    """The address that members give as `ConnectionSettings.hub`."""
+    """Return the address of a bound hub, as members give it in `ConnectionSettings.hub`."""
     if bound.family == socket.AF_UNIX:
         return f"unix://{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -129,7 +130,8 @@ def url_of(bound: socket.socket, auth: Auth) -> str:
 
 
 def _refusal(auth: Auth) -> bytes:
-    """Return what is said to a connection that finds no place; members ask again after it."""
+    """Return the answer to a connection above the limit; members then try again."""
+    # Over TLS these bytes would be no answer but a protocol error: the connection is closed without any.
     if auth.certificate is not None:
         return b""
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -144,19 +146,20 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
     from penstock.hub.connection import protocol_for
 
     class Server(uvicorn.Server):
-        """uvicorn's, with the listener's limits: accepts at a bounded rate, and cuts what is over its deadline."""
+        """A uvicorn server with the listener's limits: a bounded rate of accepts, and deadlines of connections."""
 
         _acceptor: Acceptor
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            # Without sockets: uvicorn would accept on them itself, past the listener's limits.
             await super().startup(sockets=[])
 
             def make_protocol() -> asyncio.Protocol:
                 protocol: Any = config.http_protocol_class
-                made: asyncio.Protocol = protocol(
+                connection: asyncio.Protocol = protocol(
                     config=config, server_state=self.server_state, app_state=self.lifespan.state
                 )
-                return made
+                return connection
 
             self._acceptor = Acceptor(listener, make_protocol, config.ssl)
             self._acceptor.start()
@@ -173,7 +176,7 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
     app = create_app(directory, auth)
     config = uvicorn.Config(
         app,
-        # Not uvloop, where it is installed: it accepts by itself, past the listener's limits.
+        # Not uvloop, even if it is installed: it accepts by itself, past the listener's limits.
         loop="asyncio",
         http=protocol_for(listener, auth, app.state.on_unauthorized),
         log_config=None,
@@ -197,15 +200,15 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then answer what is under way and return. SIGHUP has the token file read again.
+    """Serve until SIGINT or SIGTERM; then answer running requests and return. SIGHUP reads the token file again.
 
-    The main thread calls it.
+    Order: from the main thread, which alone can set signal handlers.
 
     Args:
-        directory: answers.
+        directory: answers the requests.
         listen: see `bind`.
-        auth: who may ask.
-        ready: told the URL once the socket listens.
+        auth: authenticates callers.
+        ready: called with the URL once the socket listens.
 
     Raises:
         ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
@@ -220,7 +223,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     except BaseException:
         listener.close()
         raise
-    # What a hub keeps are values without cycles, made anew with each beat: looking through them for cycles finds none.
+    # A hub's state is values without cycles, made anew with each beat, so collections search them for nothing.
     # With a threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms
     # (benchmarks/results/cpu2_202611/hub.md). Connections that ended leave cycles, 2 KB a member's life: 20,000 objects
     # of them are about 2 MB.
@@ -234,7 +237,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         if auth.token_file is not None:
             auth.token_file.reread()
 
-    # uvicorn ends by a signal, then raises it once more for who heard it before: here it must not end the process.
+    # uvicorn stops at a signal, then raises it once more for the earlier handler: here that must not end the process.
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -258,9 +261,9 @@ class HubThread:
     Ownership: takes the socket. The thread ends with the process.
 
     Args:
-        directory: answers.
+        directory: answers the requests.
         bound: see `bind`.
-        auth: who may ask.
+        auth: authenticates callers.
         limits: of its connections; None: by the descriptors that this process may open.
     """
 
@@ -286,7 +289,7 @@ class HubThread:
         self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
 
     def start(self) -> None:
-        """Return once it answers.
+        """Start the thread; return once the hub answers.
 
         Raises:
             HubUnavailable: it did not start.
@@ -299,8 +302,9 @@ class HubThread:
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Answer what is under way, then end; at most some seconds. Idempotent."""
+        """Answer running requests, then end; it takes some seconds at most. Idempotent."""
         self._server.should_exit = True
+        # The hub's own thread may run this, by a finalizer, and cannot wait for itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
         self._listener.close()

@@ -23,7 +23,7 @@ from penstock.plan.relay import DISTRUST, Node, Relay
 
 T = TypeVar("T")
 CHEAP_READ_S = 0.0005
-"""A look at a key that costs no more is taken for every question: some tens of members. Source: bench_hub."""
+"""A snapshot that costs no more than this is made for every request: some tens of members. Source: bench_hub."""
 
 
 class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -31,11 +31,11 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
 
     hello: Hello
     since: float
-    """When the member came, by the hub's clock."""
+    """Time at which the member joined, by the hub's clock."""
     holding: HoldingState
     num_have: int
-    asked: float = 0.0
-    """When it last asked for upstreams or claims, by the hub's clock."""
+    requested_at: float = 0.0
+    """Time of its last request for upstreams or claims, by the hub's clock."""
     reads_storage: bool = False
     certificate: str = ""
     """See `MemberEntry`."""
@@ -49,9 +49,9 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     seen: float
     keys: tuple[str, ...] = ()
     caller: str = ""
-    """What it authenticated with when it said hello."""
+    """`Caller.name` of its hello."""
     certificate: str = ""
-    """The names in the certificate that it showed then."""
+    """Names in the certificate that it showed then."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -59,9 +59,9 @@ class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
 
     complaint: Complaint
     caller: str
-    """What the complainer authenticated with: `Caller.name`."""
+    """`Caller.name` of the complaining member."""
     is_proven: bool = False
-    """Whether it came with a proof that holds."""
+    """Whether it came with a valid proof."""
 
 
 HOLDING_DECODER = msgspec.msgpack.Decoder(HoldingEntry)
@@ -73,9 +73,9 @@ class HubSnapshot:
     """The state of one key when the snapshot was made.
 
     Args:
-        held: members that have or get it.
+        held: members that have or fetch the key.
         complaints: those that still count.
-        before: the view that this one follows: its parents are kept where members do not say theirs.
+        before: the snapshot before this one: its parents stay for members that do not report theirs.
     """
 
     def __init__(
@@ -87,60 +87,60 @@ class HubSnapshot:
     ) -> None:
         self.held = held
         self._complained = tuple(complaints.values())
-        self.complaints = tuple(one.complaint for one in self._complained)
+        self.complaints = tuple(entry.complaint for entry in self._complained)
         self._parents = before.parents if before is not None else {}
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, str]:
-        """Receiver -> parent, of the relays asked for so far."""
-        found = dict(self._parents) if not self._relays else {}
+        """Return receiver -> parent, of the relays made so far."""
+        parents = dict(self._parents) if not self._relays else {}
         for relay in self._relays.values():
-            found |= relay.parents
-        return found
+            parents |= relay.parents
+        return parents
 
     @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
-        """Member -> the members that complain of it."""
-        found: dict[str, set[str]] = {}
+        """Return member -> the members that complain of it."""
+        by_member: dict[str, set[str]] = {}
         for complaint in self.complaints:
-            found.setdefault(complaint.of, set()).add(complaint.member)
-        return {member: frozenset(names) for member, names in found.items()}
+            by_member.setdefault(complaint.of, set()).add(complaint.member)
+        return {member: frozenset(names) for member, names in by_member.items()}
 
     @cached_property
     def proven(self) -> frozenset[str]:
-        """Members of which it is proven that they say wrong digests."""
-        return frozenset(one.complaint.of for one in self._complained if one.is_proven)
+        """Return the members that provably stated wrong digests."""
+        return frozenset(entry.complaint.of for entry in self._complained if entry.is_proven)
 
     @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
-        """Member -> the callers whose complaints count for all, each once, however many members it speaks for.
+        """Return member -> the callers whose complaints count for all, each once, for any number of its members.
 
-        Not those of wrong bytes: they count for all where they are proven, and else for their reader alone.
+        Complaints of wrong bytes are not included: they count for all only with a proof, else for their reader alone.
         """
-        found: dict[str, set[str]] = {}
-        for one in self._complained:
-            if one.complaint.fault != "wrong bytes":
-                found.setdefault(one.complaint.of, set()).add(one.caller)
-        return {member: frozenset(names) for member, names in found.items()}
+        by_member: dict[str, set[str]] = {}
+        for entry in self._complained:
+            if entry.complaint.fault != "wrong bytes":
+                by_member.setdefault(entry.complaint.of, set()).add(entry.caller)
+        return {member: frozenset(names) for member, names in by_member.items()}
 
     def num_complaining(self, member: str) -> int:
-        """Callers that complain of it; a proof counts as many as it takes."""
+        """Return the number of callers that complain of a member; a proof counts as `DISTRUST` callers."""
         return DISTRUST if member in self.proven else len(self.callers.get(member, ()))
 
     @cached_property
     def num_sharing(self) -> int:
-        """Members that fill and can read storage."""
-        return sum(1 for held in self.held.values() if held.reads_storage and held.holding.state == "filling")
+        """Return the number of members that fetch the key and can read storage."""
+        return sum(1 for holder in self.held.values() if holder.reads_storage and holder.holding.state == "filling")
 
     @cached_property
     def reading(self) -> frozenset[str]:
-        """Members that say they read from storage."""
-        return frozenset(name for name, held in self.held.items() if held.holding.claims)
+        """Return the members that report to read from storage."""
+        return frozenset(name for name, holder in self.held.items() if holder.holding.claims)
 
     def reader_silent_s(self, *, besides: str) -> float:
-        """How long the least silent of the other members that read storage received nothing; -1: there is none."""
+        """Return the shortest time since one of the other readers of storage received bytes; -1: there is none."""
         silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
@@ -149,19 +149,19 @@ class HubSnapshot:
         return self.num_complaining(member) >= DISTRUST
 
     def out_of_reach(self, reader: str) -> list[str]:
-        """Members that this one cannot take from: it says so, or they are demoted."""
+        """Return the members that this reader cannot read from: it complained of them, or they are demoted."""
         return [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
 
     def relay(self, num_chunks: int) -> Relay:
-        """Among the members that cut the line into as many chunks."""
+        """Return the relay of the members that cut the weights into this number of chunks."""
         if num_chunks not in self._relays:
-            same = ((name, held) for name, held in self.held.items() if held.holding.num_chunks == num_chunks)
-            self._relays[num_chunks] = Relay(self._node(name, held) for name, held in same)
+            same = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
+            self._relays[num_chunks] = Relay(self._node(name, holder) for name, holder in same)
         return self._relays[num_chunks]
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, near ones first."""
-        sizes = Counter(held.holding.num_chunks for held in self.held.values())
+        sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
         num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
         asks = Node(
             member=reader.member,
@@ -174,34 +174,35 @@ class HubSnapshot:
         return self.relay(num_chunks).around(asks)
 
     def had(self, reader: str, num_chunks: int) -> Bools:
-        """Chunks of the members that `reader` can take from."""
+        """Return the chunks of the members that `reader` can read from."""
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
-            same = (held.holding.have for held in self.held.values() if held.holding.num_chunks == num_chunks)
+            same = (holder.holding.have for holder in self.held.values() if holder.holding.num_chunks == num_chunks)
             if avoid:
-                named = ((name, held.holding) for name, held in self.held.items() if name not in avoid)
+                named = ((name, holder.holding) for name, holder in self.held.items() if name not in avoid)
                 same = (holding.have for _, holding in named if holding.num_chunks == num_chunks)
             edges = np.array([edge for have in same for bounds in have for edge in bounds], np.int64)
-            # How many ranges begin less how many end, up to each chunk, is how many members have it.
+            # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
+            # This takes one pass over all ranges, where a mask per member would take members times chunks.
             begun = np.bincount(edges[::2], minlength=num_chunks + 1)
             ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
             self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
         return self._had[num_chunks, avoid]
 
-    def _node(self, name: str, held: HoldingEntry) -> Node:
-        holding = held.holding
+    def _node(self, name: str, holder: HoldingEntry) -> Node:
+        holding = holder.holding
         return Node(
             member=name,
-            host=held.hello.host,
-            rack=held.hello.rack,
+            host=holder.hello.host,
+            rack=holder.hello.rack,
             device=holding.device,
-            joined=held.since,
-            num_have=held.num_have,
+            joined=holder.since,
+            num_have=holder.num_have,
             num_chunks=holding.num_chunks,
-            draining=holding.state == "draining" or bool(holding.tier),  # the last to be asked
+            draining=holding.state == "draining" or bool(holding.tier),  # off its device: slower, so the last choice
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
-            num_links=held.hello.num_links,
+            num_links=holder.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
             num_complaining=self.num_complaining(name),
             parent=holding.parent or self._parents.get(name, ""),
@@ -219,14 +220,14 @@ class SnapshotReader:
         self._view: HubSnapshot | None = None
 
     def read(self) -> HubSnapshot:
-        """The key as the store has it now.
+        """Make a snapshot of the key as the store has it now.
 
         Raises:
             HubUnavailable: the store did not answer.
         """
-        held = self._store.scan(f"hold/{self._key}/")
+        holders = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
-        self._held = _decoded(HOLDING_DECODER, held, self._held)
+        self._held = _decoded(HOLDING_DECODER, holders, self._held)
         self._complaints = _decoded(COMPLAINT_DECODER, complaints, self._complaints)
         self._view = HubSnapshot(
             {name: value for name, (_, value) in self._held.items()},
@@ -239,12 +240,12 @@ class SnapshotReader:
 def _decoded(
     decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, Entry], before: Mapping[str, tuple[bytes, T]]
 ) -> dict[str, tuple[bytes, T]]:
-    found = {}
+    decoded = {}
     for name, entry in entries.items():
         known = before.get(name)
         same = known is not None and known[0] == entry.version
-        found[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
-    return found
+        decoded[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
+    return decoded
 
 
 class SnapshotCache:
@@ -262,7 +263,8 @@ class SnapshotCache:
             start = timer()
             if self._view is None or again or start >= self._next:
                 self._view = self._reading.read()
-                for num_chunks in {held.holding.num_chunks for held in self._view.held.values()}:
+                # Relays now, inside the measured time: they are most of a snapshot's cost for a large fleet.
+                for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
                     self._view.relay(num_chunks)
                 stop = timer()
                 cost_s = stop - start
@@ -271,26 +273,26 @@ class SnapshotCache:
 
 
 def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
-    """Let `keys_of` find a holding's key, for so long."""
+    """Let `keys_of` find a holding's key for `ttl_s`."""
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
 
 def keys_of(store: Store, model: str) -> tuple[str, ...]:
-    """The keys under which members have or get a model."""
+    """Return the keys under which members have or fetch a model."""
     return tuple(sorted(store.scan(f"model/{quote(model, safe='')}/")))
 
 
 def status(store: Store, model: str | None, now: float) -> Status:
-    """Members and what they hold; of one model, those that have or get it.
+    """Return the members and their holdings; of one model, those that have or fetch it.
 
     Raises:
         HubUnavailable: the store did not answer.
     """
-    held: dict[str, list[HoldingState]] = {}
+    holdings_of: dict[str, list[HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
         for name, entry in store.scan(f"hold/{below}").items():
-            held.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
+            holdings_of.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
         complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
@@ -298,12 +300,12 @@ def status(store: Store, model: str | None, now: float) -> Status:
         if (states := [state for state in all_states if model in (None, state.name)])
     }
     if model is None:
-        found = store.scan("member/")
+        members_found = store.scan("member/")
     else:
-        asked = ((name, store.read(f"member/{name}")) for name in {*held, *syncs})
-        found = {name: entry for name, entry in asked if entry is not None}
+        entries = ((name, store.read(f"member/{name}")) for name in {*holdings_of, *syncs})
+        members_found = {name: entry for name, entry in entries if entry is not None}
     members = []
-    for name, entry in sorted(found.items()):
+    for name, entry in sorted(members_found.items()):
         known = MEMBER_DECODER.decode(entry.value)
         members.append(
             MemberStatus(
@@ -314,7 +316,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 doors=known.hello.doors,
                 age_s=max(0.0, now - known.since),
                 silent_s=max(0.0, now - known.seen),
-                holdings=tuple(sorted(held.get(name, ()), key=lambda holding: holding.key)),
+                holdings=tuple(sorted(holdings_of.get(name, ()), key=lambda holding: holding.key)),
                 syncs=tuple(syncs.get(name, ())),
                 complaints=complained[name],
             )

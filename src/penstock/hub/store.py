@@ -1,7 +1,7 @@
 """The store of the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
-Not here: what the values mean (`directory`), the store of several replicas (`store_redis`).
+Not here: the meaning of the values (`directory`), the store of several replicas (`store_redis`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ANY: Final = b"*"
 ABSENT: Final = b""
 """`expected=ABSENT`: write only if nothing is there."""
 REMOVED_A_WRITE = 8
-"""Expired entries that a write removes at most. Each write adds one expiry, so any number above one keeps up; eight
-drains what a burst left behind without making a single write slow (about 1 us each)."""
+"""Most expired entries that a write removes. Each write adds one expiry, so any number above one keeps up; eight
+removes the rest of a burst without making a single write slow (about 1 us each)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +61,34 @@ class Store(Protocol):
         """
 
     def now(self) -> float:
-        """Return seconds by a clock that all who use the store share; for this object it never goes back.
+        """Return seconds by a clock that all users of the store share; for this object it never goes back.
 
         Raises:
             HubUnavailable: the store did not answer.
         """
 
     def close(self) -> None:
-        """Let go of connections; idempotent."""
+        """Close connections; idempotent."""
 
 
 class LivedClock:
-    """Seconds that this process lived: a pause between two looks counts as `most_s` at most.
+    """A clock of this process's running time: a pause between two calls counts as `most_s` at most.
 
-    A hub that was stopped, or did not get the processor, could hear nobody meanwhile: by the clock of the wall all its
-    members would have been silent for too long, and what they have would be read from storage again.
+    A hub that was stopped, or did not get the processor, received no message meanwhile: by a wall clock all its members
+    would have been silent for too long, and their chunks would be read from storage again.
 
     Args:
-        most_s: above the time between two looks of a hub that runs: each question and each beat of its own is one.
+        most_s: above the time between two calls in a running hub, which come with each request and each of its beats.
     """
 
     def __init__(self, most_s: float) -> None:
-        self._most_s, self._lived_s, self._looked = most_s, 0.0, time.monotonic()
+        self._most_s = most_s
+        self._lived_s = 0.0
+        self._looked = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        """Seconds since it was made."""
+        """Return the seconds that this process ran since the clock was made."""
         with self._lock:
             now = time.monotonic()
             self._lived_s += min(now - self._looked, self._most_s)
@@ -102,16 +104,16 @@ class _Kept:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """The reference, of one process.
+    """The reference store, of one process.
 
-    Names are kept by their folder (all before the last `/`), so that the scan of one folder costs what it holds.
-    Every write removes a few entries that expired: names that nobody reads or scans again would stay for ever.
+    Names are grouped by their folder (everything before the last `/`), so that a scan costs as much as its result.
+    Every write removes a few expired entries: names that are never read or scanned again would stay for ever.
     """
 
     clock: Callable[[], float] = time.monotonic
     _folders: dict[str, dict[str, _Kept]] = field(default_factory=dict)
     _expiries: list[tuple[float, str]] = field(default_factory=list)
-    """A heap of when to look whether a name has expired: each name once, however often it is renewed."""
+    """A heap of times at which to check a name's expiry: each name once, however often it is renewed."""
     _scheduled: set[str] = field(default_factory=set)
     """The names in the heap."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -120,16 +122,16 @@ class MemoryStore:
     def read(self, name: str) -> Entry | None:
         """See `Store`."""
         with self._lock:
-            kept = self._live(*_split(name))
-            return None if kept is None else kept.entry
+            stored = self._live(*_split(name))
+            return None if stored is None else stored.entry
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
         """See `Store`."""
         folder, last = _split(name)
         with self._lock:
             self._remove_expired()
-            kept = self._live(folder, last)
-            if expected != ANY and expected != (ABSENT if kept is None else kept.entry.version):
+            stored = self._live(folder, last)
+            if expected != ANY and expected != (ABSENT if stored is None else stored.entry.version):
                 return False
             if value is None:
                 self._drop(folder, last)
@@ -138,49 +140,50 @@ class MemoryStore:
             expires = None if ttl_s is None else self.clock() + ttl_s
             if expires is not None:
                 self._schedule(expires, name)
+            # A serial, not a digest of the value: a value that went back to an earlier one is still another version.
             entry = Entry(bytes(value), self._serial.to_bytes(8, "big"))
             self._folders.setdefault(folder, {})[last] = _Kept(entry, expires)
             return True
 
     def scan(self, prefix: str) -> dict[str, Entry]:
         """See `Store`."""
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         with self._lock:
             now = self.clock()
-            # A prefix that is a folder and its slash is that folder and those below it.
+            # A prefix that ends with a slash matches that folder and all folders below it.
             for folder in [name for name in self._folders if name.startswith(prefix) or prefix.startswith(name)]:
                 names = self._folders[folder]
-                stale = [last for last, kept in names.items() if kept.expires is not None and kept.expires <= now]
+                stale = [last for last, stored in names.items() if stored.expires is not None and stored.expires <= now]
                 for last in stale:
                     del names[last]
                 whole = folder.startswith(prefix)
-                found |= {
-                    (folder + last)[len(prefix) :]: kept.entry
-                    for last, kept in names.items()
+                entries |= {
+                    (folder + last)[len(prefix) :]: stored.entry
+                    for last, stored in names.items()
                     if whole or (folder + last).startswith(prefix)
                 }
                 if not names:
                     del self._folders[folder]
-        return found
+        return entries
 
     def now(self) -> float:
-        """See `Store`: `clock`, which is of one process, as this is."""
+        """See `Store`: the clock of this process, the only one that uses this store."""
         return self.clock()
 
     def close(self) -> None:
-        """See `Store`; what is kept stays, for replicas in one process."""
+        """See `Store`; the entries stay, for replicas in one process."""
 
     def _remove_expired(self) -> None:
-        """Remove at most `REMOVED_A_WRITE` expired entries. The lock is held."""
+        """Remove at most `REMOVED_A_WRITE` expired entries. The caller holds the lock."""
         now = self.clock()
         for _ in range(REMOVED_A_WRITE):
             if not self._expiries or self._expiries[0][0] > now:
                 return
             _, name = heapq.heappop(self._expiries)
             self._scheduled.discard(name)
-            kept = self._live(*_split(name))
-            if kept is not None and kept.expires is not None:
-                self._schedule(kept.expires, name)  # it was renewed
+            stored = self._live(*_split(name))
+            if stored is not None and stored.expires is not None:
+                self._schedule(stored.expires, name)  # it was renewed since: check again at its new expiry
 
     def _schedule(self, expires: float, name: str) -> None:
         if name not in self._scheduled:
@@ -188,11 +191,11 @@ class MemoryStore:
             heapq.heappush(self._expiries, (expires, name))
 
     def _live(self, folder: str, last: str) -> _Kept | None:
-        kept = self._folders.get(folder, {}).get(last)
-        if kept is not None and kept.expires is not None and kept.expires <= self.clock():
+        stored = self._folders.get(folder, {}).get(last)
+        if stored is not None and stored.expires is not None and stored.expires <= self.clock():
             self._drop(folder, last)
             return None
-        return kept
+        return stored
 
     def _drop(self, folder: str, last: str) -> None:
         names = self._folders.get(folder, {})

@@ -1,10 +1,11 @@
 """The hub's state in Redis or Valkey, for several hubs that act as one.
 
-In: a URL. Out: a `Store`. Not here: what is kept (`directory`), the store of one process (`store`).
+In: a URL. Out: a `Store`. Not here: the entries (`directory`), the store of one process (`store`).
 
-Each method is one script, which Redis runs whole. A value is its version, 16 random bytes, then the value; a sorted set
-holds all names, so that a scan costs what it finds, and another when each expires: Redis drops expired values by
-itself, and every write drops a few of their names. All names share one hash slot, so a cluster will do too.
+Each method is one script, which Redis runs atomically. A stored value is 16 random bytes, its version, and then the
+value. One sorted set has all names, so that a scan costs as much as its result; another has their expiry times: Redis
+drops expired values by itself, and every write drops a few of their names. All names share one hash slot, so that
+scripts also work on a cluster.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from penstock.errors import ConfigError, HubUnavailable, MissingExtra, Permissio
 from penstock.hub.store import ANY, REMOVED_A_WRITE, Entry
 
 ANSWER_S = 2.0
-"""Redis answers in a tenth of a millisecond; a member waits 10 s for the hub."""
+"""Deadline of an answer: Redis takes a tenth of a millisecond; a member waits 10 s for the hub."""
 COMPARE_S = 5.0
-"""How often a process asks Redis for its time. Monotonic clocks of two hosts drift apart by well under 1 ms in that."""
+"""Interval at which a process reads Redis' time. Monotonic clocks of two hosts drift by well under 1 ms meanwhile."""
 _VERSION_BYTES = 16
 _MAX_CONNECTIONS = 64
 
@@ -74,15 +75,15 @@ return found
 
 
 class RedisStore:
-    """See `Store`. The constructor does not connect.
+    """A store in Redis or Valkey: see `Store`. The constructor does not connect.
 
     Args:
         url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, `unix:///path`.
         password: of the server; None: the URL's, if it has one.
-        prefix: fleets that share a server but know nothing of each other have different ones.
+        prefix: separates independent fleets that share a server.
 
     Raises:
-        MissingExtra: redis is not installed. ConfigError: the URL is none.
+        MissingExtra: redis is not installed. ConfigError: the URL is not valid.
     """
 
     def __init__(self, url: str, *, password: str | None = None, prefix: str = "penstock") -> None:
@@ -101,10 +102,12 @@ class RedisStore:
                 max_connections=_MAX_CONNECTIONS,
             )
         except ValueError as error:
-            raise ConfigError(f"{without_password(url)!r} is no address of Redis: {error}") from error
+            raise ConfigError(f"{without_password(url)!r} is not an address of Redis: {error}") from error
         self._where = without_password(url)
+        # One thread reads Redis' time while the others wait: without it all of them would at every `COMPARE_S`.
         self._comparing, self._compared, self._offset = threading.Lock(), float("-inf"), 0.0
         self._latest = 0.0
+        # Braces: a cluster hashes only the part between them, so all names are in one slot.
         self._prefix = f"{{{prefix}}}:"
         self._names, self._expiries = f"{self._prefix}names", f"{self._prefix}expiries"
         self._write = self._client.register_script(_WRITE)
@@ -112,32 +115,33 @@ class RedisStore:
 
     def read(self, name: str) -> Entry | None:
         """See `Store`."""
-        held = self._call(self._client.get, self._prefix + name)
-        return None if held is None else _entry(held)
+        raw = self._call(self._client.get, self._prefix + name)
+        return None if raw is None else _entry(raw)
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
         """See `Store`."""
-        held = b"" if value is None else os.urandom(_VERSION_BYTES) + value
+        raw = b"" if value is None else os.urandom(_VERSION_BYTES) + value
+        # At least 1 ms: Redis refuses to set a value that expires in no time.
         ttl_ms = b"" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000))).encode()
         gone = b"1" if value is None else b"0"
         keys = [self._prefix + name, self._names, self._expiries]
-        args = [expected, held, gone, name, ttl_ms, self._prefix, REMOVED_A_WRITE]
+        args = [expected, raw, gone, name, ttl_ms, self._prefix, REMOVED_A_WRITE]
         return bool(self._call(self._write, keys=keys, args=args))
 
     def scan(self, prefix: str) -> dict[str, Entry]:
         """See `Store`."""
-        found = self._call(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
-        names = (name.decode()[len(prefix) :] for name in found[::2])
-        return dict(zip(names, map(_entry, found[1::2]), strict=True))
+        rows = self._call(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
+        names = (name.decode()[len(prefix) :] for name in rows[::2])
+        return dict(zip(names, map(_entry, rows[1::2]), strict=True))
 
     def now(self) -> float:
-        """See `Store`: Redis' time of day, from its last answer on by this process's monotonic clock."""
+        """See `Store`: Redis' time of day at its last answer, continued by this process's monotonic clock."""
         with self._comparing:
             if time.monotonic() - self._compared >= COMPARE_S:
                 seconds, microseconds = self._call(self._client.time)
                 self._compared = time.monotonic()
                 self._offset = seconds + microseconds / 1e6 - self._compared
-            # Where Redis' own clock steps back, time stands still here until it has caught up.
+            # If Redis' own clock steps back, time stands still here until it has caught up.
             self._latest = max(self._latest, time.monotonic() + self._offset)
             return self._latest
 
@@ -146,7 +150,7 @@ class RedisStore:
         self._client.close()
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Redis' faults as ours."""
+        """Call Redis, and raise its errors as ours."""
         try:
             return call(*args, **kwargs)
         except self._redis.AuthenticationError as error:
@@ -157,5 +161,5 @@ class RedisStore:
             raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
 
 
-def _entry(held: bytes) -> Entry:
-    return Entry(held[_VERSION_BYTES:], held[:_VERSION_BYTES])
+def _entry(raw: bytes) -> Entry:
+    return Entry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])

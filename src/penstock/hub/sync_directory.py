@@ -1,9 +1,9 @@
-"""The hub's side of a sync: who takes part under which name, and grants to ask them.
+"""The hub's side of a sync: the members that take part under a name, and grants to contact them.
 
 In: `SyncState`s of beats, in the store. Out: a `SyncReply`.
-Not here: who plans, which version is whose (`sync`): the hub knows who they are and what they say.
+Not here: planning and versions (`sync`): the hub only lists the members and their reported states.
 
-    sync/KEY/MEMBER    one entry a member and name, for as long as it beats
+    sync/KEY/MEMBER    one entry for each member and name, for as long as it beats
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         HubUnavailable: the store did not answer.
     """
     key, wanted = sync_key(request.name), set(request.grants)
-    found = []
+    members = []
     for name, entry in store.scan(f"sync/{key}/").items():
         synced = _SYNCED.decode(entry.value)
         if synced.state.name != request.name or store.read(f"member/{name}") is None:
-            continue  # one that left is not heard of again
+            continue  # it left: its entry here expires later than its membership
         grant = (
             signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
             if name in wanted
             else b""
         )
-        found.append(
+        members.append(
             SyncMember(
                 member=name,
                 host=synced.hello.host,
@@ -76,13 +76,13 @@ def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
                 certificate=synced.certificate,
             )
         )
-    found.sort(key=lambda one: (one.since, one.member))
-    return SyncReply(members=tuple(found), is_new=store.read("hub/quiet") is not None)
+    members.sort(key=lambda member: (member.since, member.member))
+    return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
 
 
 def states_of(store: Store) -> dict[str, list[SyncState]]:
-    """Member -> its syncs, for `status`."""
-    found: dict[str, list[SyncState]] = {}
+    """Return member -> its syncs, for `status`."""
+    states_of_member: dict[str, list[SyncState]] = {}
     for name, entry in store.scan("sync/").items():
-        found.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
-    return {member: sorted(states, key=lambda state: state.name) for member, states in found.items()}
+        states_of_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
+    return {member: sorted(states, key=lambda state: state.name) for member, states in states_of_member.items()}

@@ -1,7 +1,7 @@
-"""What members of a sync, the hub and each other say: typed values; JSON to the hub, msgpack between members.
+"""Messages of a sync, between members and the hub (JSON) and between members (msgpack): typed values.
 
-In / Out: frozen structs, as in `messages`. Layouts and parts cross as `plan.columns` encodes them.
-Not here: who sends them (`sync`), who answers (`sync_directory`, `sync.routes`).
+In / Out: frozen structs, as in `messages`. Layouts and parts are sent as `plan.columns` encodes them.
+Not here: sending them (`sync`), answering them (`sync_directory`, `sync.routes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.hub.version_negotiation import PROTOCOL, ProtocolVersion
 
 
 def sync_key(name: str) -> str:
-    """What grants for a sync are for: 32 hex digits of its name."""
+    """Return the key that grants for a sync name: 32 hex digits of its name."""
     return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
 
 
@@ -25,7 +25,7 @@ def sync_key(name: str) -> str:
 
 
 class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who takes part in a sync, and grants for some of them."""
+    """A request for the members of a sync, with grants for some of them."""
 
     member: MemberId
     name: Word
@@ -33,7 +33,7 @@ class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them."""
+    """One member of a sync."""
 
     member: MemberId
     host: Word
@@ -41,28 +41,28 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     called: str
     """For people."""
     since: float
-    """When it came, by the hub's clock."""
+    """Time at which it joined, by the hub's clock."""
     seen: float
-    """When the hub last heard of it."""
+    """Time of its last beat."""
     state: SyncState
     grant: bytes = b""
-    """For the asker, if it asked for one."""
+    """For the caller, if it requested one."""
     certificate: Certificate = ""
 
 
 class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them, the earlier first."""
+    """All members of a sync, the earliest first."""
 
     members: tuple[SyncMember, ...] = ()
     is_new: bool = False
-    """The hub is, and has not heard of all yet."""
+    """Whether the hub is new, so that members may be missing."""
 
 
 # Member -> member, msgpack.
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A member shows its grant, and is listened to until it is silent for the session's time."""
+    """A member's request for a session, with its grant."""
 
     member: MemberId
     key: Key
@@ -71,7 +71,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to ask."""
+    """The right to send requests, until the member is silent for `ttl_s`."""
 
     session: Word
     ttl_s: float
@@ -79,22 +79,22 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A receiver asks a planner what to take from whom."""
+    """A receiver's request to a planner for its part of the transfer plan."""
 
     version: Version
     """-1: the newest there is."""
     digest: Key
     """Of its layout."""
     layout: bytes | None = None
-    """The layout itself, where the planner said that it does not know it."""
+    """The layout itself, if the planner does not know it."""
     have_key: str = ""
-    """Of the part that it still has."""
+    """Key of the part that it has already."""
     without: tuple[MemberId, ...] = ()
     """Sources that it could not read."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What to take; or that the layout must be told first, or why there is nothing to take yet."""
+    """A part of the transfer plan; or a request for the layout; or the reason why there is no part yet."""
 
     version: Version = -1
     run: str = ""
@@ -102,21 +102,21 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     not_yet: str = ""
     key: str = ""
     part: bytes | None = None
-    """None: the one it has."""
+    """None: the part that the receiver has already."""
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that the publishers hold together."""
+    """The checkpoint that all publishers hold together."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     tags: tuple[str, ...] = ()
-    """Of each tensor what was done to its values; empty: nothing to any."""
+    """Transformation of each tensor's values; empty: none of any tensor."""
 
 
 class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a publisher is."""
+    """A publisher's progress."""
 
     run: str
     version: Version
@@ -126,7 +126,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Strips that the asker will read, as columns of little-endian int64; by name, where it told them before."""
+    """Byte ranges that the caller will read, as columns of little-endian int64; by their digest if sent before."""
 
     version: Version
     generation: Count
@@ -140,26 +140,26 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Their digests, little-endian uint64; None while their bytes are not ready."""
+    """Digests of the byte ranges, little-endian uint64; None while their bytes are not ready."""
 
     digests: bytes | None
     num_ready: Count
     is_unknown: bool = False
-    """The strips of that name must be told."""
+    """The ranges of that digest are not known, and must be sent."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a receiver is, told to the planner of its part."""
+    """A receiver's progress, sent to the planner of its part."""
 
     version: Version
-    """-1: whichever is shown; it failed before it was told one."""
+    """-1: the present one; the receiver failed before it knew a version."""
     moved_bytes: Count = 0
     outcome: Literal["", "committed", "failed"] = ""
     why: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a live version may end, as rank 0 sees it."""
+    """Rank 0's decision on the end of a live version."""
 
     is_over: bool
     is_begun: bool = False

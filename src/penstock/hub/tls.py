@@ -1,11 +1,11 @@
 """Mutual TLS between members: certificates of the fleet's own authority, for their servers and for weight bytes.
 
 In: the files of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE`, `PENSTOCK_KEY_FILE`. Out: a context for each side.
-Not here: the hub's certificate (`auth`, `server`), tokens and grants, which are asked for all the same.
+Not here: the hub's certificate (`auth`, `server`), tokens and grants, which are required as well.
 
 Both sides show a certificate and check that the authority signed the other's. Members come and go at addresses that no
-certificate names, so it is not held to the address: where the hub asks for certificates, a door must show the one by
-whose names the hub knows the member. Where it does not, the authority must sign members of this fleet alone.
+certificate names, so the address is not compared with it: if the hub requires certificates, a member's server must show
+the certificate that the hub knows the member by. If it does not, the authority must sign members of this fleet alone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from penstock.config import Settings
 from penstock.errors import ConfigError
 
 CERTIFICATE = "penstock.certificate"
-"""Where the scope of a request to the hub has the names in the caller's certificate; empty: none was asked for."""
+"""Key of a request's scope for the names in the caller's certificate; empty: none was required."""
 MAX_NAMES_LENGTH = 1024
-"""Longer names are told by their digest: they are kept with each holding, and sent to each reader."""
+"""Longer names are replaced by their digest, since they are stored with each holding and sent to each reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberTls:
-    """Both sides' contexts of one member."""
+    """The TLS contexts of one member, for both sides of a connection."""
 
     serving: ssl.SSLContext
     asking: ssl.SSLContext
 
     @classmethod
     def read(cls, settings: Settings | None = None) -> MemberTls | None:
-        """Of the environment's files; None: there is no certificate, or no authority to check others' by.
+        """Read the files of the environment; None: no certificate is set, or no authority to check others with.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -68,6 +68,7 @@ def certificate_names(certificate: Mapping[str, Any]) -> str:
 
 def _context(side: int, ca_file: Path, cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
+    # Certificates of members do not name addresses: see the module for the check that replaces this one.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,10 +1,10 @@
-"""The version of what members, the hub and each other say, and which versions understand each other.
+"""The version of the protocol between members and the hub, and the versions that are compatible.
 
-In: a version that the other side announced. Out: why it cannot be talked to, if so.
+In: a version that the other side announced. Out: the reason if it is not compatible.
 Not here: the messages (`messages`, `sync_messages`).
 
 Within one major version fields are only added, each with a default: unknown ones are ignored, missing ones take their
-default, and both sides use what both have. What an older side would misread is a new major version.
+default, and both sides use the fields that both have. A change that an older side would misread is a new major version.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 
 PROTOCOL = "2.1"
-"""Ours. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1
-signs what logs say of digests."""
+"""This release's. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's
+epoch; 2.1 signs the digests in logs."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 
 
@@ -26,7 +26,7 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
 
 
 def version_fault(theirs: str, who: str, us: str) -> str:
-    """Return why a version is not understood here; empty: it is.
+    """Return why a version is not compatible; empty: it is.
 
     Args:
         theirs: what the other side announced.

@@ -121,7 +121,7 @@ class Graft(fork_server.ForkServer):
     """A fork server that was itself forked: without the seconds of its imports, and the same from there on."""
 
     def __init__(self, line: socket.socket, process: fork_server.Forked) -> None:
-        self._lock, self._patience_s, self._line = threading.Lock(), fork_server.START_S, line
+        self._lock, self._patience_s, self._connection = threading.Lock(), fork_server.START_S, line
         self._forked = process
 
     @property

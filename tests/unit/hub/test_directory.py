@@ -510,7 +510,7 @@ def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> No
 def test_an_id_is_one_life(bench, hub) -> None:
     bench.join(hub, "a")
     bench.join(hub, "a")
-    with pytest.raises(PermissionDenied, match="another life"):
+    with pytest.raises(PermissionDenied, match="another process"):
         bench.join(hub, "a", host="elsewhere")
 
 
@@ -560,18 +560,20 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     bench.beat(hub, "v", key_state(((0, 50),), num_chunks=50))
     bench.beat(hub, "q", key_state(WHOLE, identity=other, max_readers=1, num_readers=1))
     complain(hub, "a", "w", "stalled")
-    assert hub.why(WhyRequest(model="none")).lines == ("nobody has or wants none: the first to ask reads storage",)
-    assert any("nobody waits" in line for line in hub.why(WhyRequest(model="llama")).lines)
+    assert hub.why(WhyRequest(model="none")).lines == (
+        "no member has or fetches none: the first one to fetch it reads storage",
+    )
+    assert any("no member is fetching" in line for line in hub.why(WhyRequest(model="llama")).lines)
     hub.upstreams(UpstreamsRequest(member="a", holding=key_state(path="shm <- w")))
     text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
-    assert "a is filling with 0 of 100 chunks and takes from w; its bytes came by: shm <- w" in text
+    assert "a is filling with 0 of 100 chunks and reads from w; its bytes came by: shm <- w" in text
     assert "a complains: stalled" in text
-    assert "cuts the line into 50 chunks, not 100" in text
+    assert "cuts the weights into 50 chunks, not 100" in text
     assert "quantization: empty is not fp8; parallel: {} is not {'tp': '0/2'}" in text
-    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole: it takes from nobody",)
-    assert "neither has nor wants" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
+    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole: it needs no upstream",)
+    assert "neither has nor fetches" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
     asked = hub.why(WhyRequest(model="llama", identity=other)).lines
-    assert "q is whole: the identities are equal, it can be taken from" in asked
+    assert "q is whole: the identities are equal, it can be read" in asked
     assert sum("the identities differ" in line for line in asked) == 3
 
 

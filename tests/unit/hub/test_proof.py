@@ -79,14 +79,14 @@ def test_wrong_digests_are_proven_by_what_their_holder_signed(case: Case) -> Non
 
 
 def test_nothing_is_proven_of_who_said_the_right_digests(case: Case) -> None:
-    assert case.fault(case.proof()) == "what the member said is right"
+    assert case.fault(case.proof()) == "the member stated the right digests"
     honest = case.proof()
     one = np.array([3], "<i8").tobytes()
     lie = msgspec.structs.replace(honest, at=one, said=np.array([7], "<u8").tobytes())
     assert case.fault(lie) == "not signed by the member"
     right = case.leaves[case.layout.chunks.leaves_of(np.arange(case.layout.chunks.num_chunks)[::-1])][3]
     twice = msgspec.structs.replace(honest, at=one * 2, said=np.array([7, right], "<u8").tobytes())
-    assert case.fault(twice) == "what the member said is right"
+    assert case.fault(twice) == "the member stated the right digests"
     leaves = case.leaves.copy()
     leaves[3] ^= np.uint64(1)
     assert case.fault(msgspec.structs.replace(honest, leaves=leaves.tobytes())) == (
@@ -106,7 +106,7 @@ def test_a_statement_of_another_member_key_cut_or_time_proves_nothing(case: Case
         assert case.fault(proof, grant_epoch=epoch) == "its statement is not recent"
     assert case.fault(msgspec.structs.replace(proof, epoch=EPOCH + 1)) == "not signed by the member"
     of_headers = msgspec.structs.replace(case.holding.identity, revision="h1-0")
-    assert case.fault(proof, identity=of_headers) == "the revision is no root of digests"
+    assert case.fault(proof, identity=of_headers) == "the revision is not a root of digests"
 
 
 @pytest.mark.parametrize(
