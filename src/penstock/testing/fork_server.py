@@ -45,7 +45,6 @@ IMPORTS = (
     "penstock.hub.metrics",
     "penstock.hub.openapi",
     "penstock.hub.store_redis",
-    "penstock.hub.client_transport",
     *launcher.IMPORTS,
     "penstock.jobs.operations.user_function",
     "penstock.sync.publish.publisher",
