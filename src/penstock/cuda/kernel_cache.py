@@ -42,7 +42,7 @@ _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 
 class _Copy(msgspec.Struct, frozen=True):
-    """A compiled kernel as it is kept."""
+    """A compiled kernel in the form that is kept."""
 
     symbol: str
     parameter_bits: tuple[int, ...]

@@ -24,7 +24,7 @@ its reader waiting gives less, and no link that weights are moved over does."""
 
 
 class Silence:
-    """Seconds without progress, as whoever waits lived them; `seconds` as of the last look.
+    """Seconds without progress, as the waiting process lived them; `seconds` as of the last look.
 
     Progress is bytes that reached their end (`moved`), or `LEAST_BYTES` more that were received on the way there. While
     the wait is paused the seconds stand still: something is under way that has a deadline of its own. They do not begin
@@ -47,7 +47,7 @@ class Silence:
         return self.seconds
 
     def begin(self) -> None:
-        """Nobody waited before: the next look finds progress."""
+        """No thread waited before: the next look finds progress."""
         self._moved, self._received = -1, 0
 
 

@@ -223,7 +223,7 @@ class UpstreamReader:
             self._check_floor(max_bytes_per_s, "gives at most")
 
     def note_wrong_chunk(self, chunk: int) -> None:
-        """Remember a wrong chunk, which the holder is asked to digest again when this reader ends.
+        """Remember a wrong chunk. When this reader ends, the holder digests it again.
 
         The hub does not trust one reader's word about another member's bytes. The holder stops serving damaged weights
         itself, and that protects the other readers.

@@ -5,7 +5,7 @@ Not here: whether that pays on a link (`compression`), how frames cross (`connec
 
     block: e0 m0 e1 m1 ...  --width 2-->  m0 m1 ... (as they are)  |  e0 e1 ... (zstd)
 
-A BF16 weight has about 2.7 bits in the byte with its exponent and 8 in the other. The width is told from each block's
+A BF16 weight has about 2.7 bits in the byte with its exponent and 8 in the other. The width follows from each block's
 own histograms, so no caller needs to know what a block is of.
 """
 

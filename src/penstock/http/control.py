@@ -1,7 +1,7 @@
 """Client of the control plane: small HTTP/1.1 requests to a hub or a member's server, each under one deadline.
 
 In: how to connect, a request. Out: its status and body.
-Not here: what is asked (`hub.client`, `peer.client`), bodies received into the caller's memory (`http.client`).
+Not here: the questions (`hub.client`, `peer.client`), bodies received into the caller's memory (`http.client`).
 
 Requests and answers are those of the standard library's `http.client`. Beside httpx, which the hub's client used
 before: a beat costs the member 0.41 ms of processor instead of 1.4 to 1.6 (median of 5 x 1,000 on a Unix socket, 2

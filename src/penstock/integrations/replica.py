@@ -159,7 +159,7 @@ def tensors(
 
 
 def _serve(fleet: Fleet, options: FleetOptions, log: logging.Logger) -> None:
-    """Stay a source until the process ends, or is told to drain."""
+    """Stay a source until the process ends or drains."""
     atexit.register(fleet.leave, 0.0)
     if options.drain_file is not None:
         told = Path(options.drain_file)

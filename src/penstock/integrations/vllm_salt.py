@@ -2,7 +2,7 @@
 
 In: vLLM's engine core, in its process; the version that a weight update ends with. Out: requests whose cache salt names
 the version they are computed with.
-Not here: dropping blocks that nobody will ask for again: `/pause` does, and otherwise they age out.
+Not here: dropping blocks that no request will use again: `/pause` does, and otherwise they age out.
 
 vLLM hashes a request's salt into each of its blocks. It salts by what the client says, and resets its own cache in some
 modes of a pause; requests kept over an update, and blocks in an external connector, would match across versions.

@@ -41,7 +41,7 @@ _TOLD_BYTES = 1024
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What `/init_weight_transfer_engine` is told: of whom to take versions, and where they land."""
+    """The body of `/init_weight_transfer_engine`: the sync to receive from, and where its versions go."""
 
     name: str
     """What the publisher publishes under."""
@@ -68,7 +68,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What `/update_weights` is told."""
+    """The body of `/update_weights`."""
 
     version: int
     """Exactly this one, so that all workers land the same."""

@@ -77,7 +77,7 @@ class Twin(torch.nn.Module):
 
         Raises:
             ConfigError: vLLM made one tensor of two that are published, or cannot reload a layer.
-            PlanError: parameters that nobody publishes; lists them.
+            PlanError: parameters that no rank publishes; lists them.
         """
         unfilled = self.unfilled(wanted)
         sources = self._sources(unfilled)
@@ -92,7 +92,7 @@ class Twin(torch.nn.Module):
 
     @torch.no_grad()
     def install(self, wanted: Requirements) -> None:
-        """Put what an update filled into the model that serves; what it did not stays as it is.
+        """Put what an update filled into the model that serves; the rest stays unchanged.
 
         Order: after `check`. The model must not run meanwhile; after an error it is neither the old one nor the new.
         """

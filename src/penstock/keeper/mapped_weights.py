@@ -95,7 +95,7 @@ def _settle(pid: int, device: str) -> None:
 
 
 def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest every chunk as it is mapped here; return the chunks that differ from their digests.
+    """Digest every chunk of this mapping; return the chunks that differ from their digests.
 
     Raises:
         IntegrityError: the digests are not those of the revision.

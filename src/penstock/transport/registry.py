@@ -68,7 +68,7 @@ class TransportKind:
             boot of one kernel, for one user and one PID namespace: two containers are two hosts.
         rank: the transport with the lowest rank that both ends have is used. Penstock's own: loopback 0, cuda_ipc 10,
             shm 20, nixl 30, http 40.
-        unless: returns why it is not opened with such a setup; empty: it is.
+        unless: returns the reason not to open it with this setup; empty: it is opened.
     """
 
     name: str

@@ -177,7 +177,7 @@ class ObjectStorageModel:
     """Files of a model pulled once into a directory by however many processes of one host; a context manager.
 
     The first to come downloads, the others wait for it and find all there. A download that failed is begun anew by
-    the next. `dir` is the directory; beside it lies a lock file, in it a mark that it is whole.
+    the next. `dir` is the directory; next to it lies a lock file, in it a mark that it is whole.
 
     Raises:
         ValueError: `model_path` is no object store's.

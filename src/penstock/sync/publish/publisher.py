@@ -219,7 +219,7 @@ class Publisher(Closing):
         return not found or self._membership.is_gone(found[0])
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Return once so many subscribers take part.
+        """Wait until this number of subscribers take part.
 
         Raises:
             SourceStalled: not within `timeout_s`; None: the stall deadline.
@@ -267,7 +267,7 @@ def publisher(
         connection: see `join`.
         mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
             copy, and `publish` waits for the copy alone.
-        transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.geometry`), for
+        transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.formats`), for
             the weights that checkpoints have so, or tags with patterns of names. Alike on all ranks.
         keep_plain: whether such tensors can also be had as they are.
         rank, world_size: of the trainer; None: of torch.distributed where it is initialised, else 0 of 1.

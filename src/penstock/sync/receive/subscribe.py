@@ -47,7 +47,7 @@ def subscriber(
     Args:
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each wanted as it is.
+            each in its own layout.
         connection, arena, stall_s: see `publisher`.
         mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
             `direct`: received into the target itself while the engine is paused; takes no memory.

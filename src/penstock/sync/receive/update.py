@@ -124,7 +124,7 @@ class UpdateLoop:
 
     @property
     def local_version(self) -> LocalVersion | None:
-        """Return the target's memory as it is served to others; None before the first update."""
+        """Return the target's memory, which others read; None before the first update."""
         return None if self._buffers is None else self._buffers.local_version
 
     @property
