@@ -67,12 +67,12 @@ def bench_fetch(
         _child(_hold, hub, nbytes, device) as holder,
         _children(receivers, hub, device) as fetchers,
     ):
-        told = [_hear(pipe) for pipe in (holder, *fetchers)]
+        told = [_report_of(pipe) for pipe in (holder, *fetchers)]
         rounds = []
         for _ in range(repeat):
             for pipe in fetchers:
                 pipe.send("fetch")
-            rounds.append([_hear(pipe) for pipe in fetchers])
+            rounds.append([_report_of(pipe) for pipe in fetchers])
     rows = [
         _rate(f"receiver {i}", told[i + 1], [turn[i]["wall_s"] for turn in rounds], turns[-1]["path"], nbytes=nbytes)
         for i, turns in enumerate(zip(*rounds, strict=True))
@@ -121,7 +121,7 @@ def private_hub(directory: str) -> Iterator[str]:
 
 @contextmanager
 def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """A process of its own, for the block; what it raises, `_hear` raises."""
+    """A process of its own, for the block; what it raises, `_report_of` raises."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
@@ -158,7 +158,7 @@ def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[li
         yield [first, *rest]
 
 
-def _hear(pipe: Connection) -> Any:
+def _report_of(pipe: Connection) -> Any:
     """Return what a process says next. SourceStalled, PeerLost: it does not, or is gone."""
     if not pipe.poll(DEADLINE_S):
         raise SourceStalled(f"a process of the benchmark said nothing for {DEADLINE_S:g} s")

@@ -149,9 +149,9 @@ class Discovery:
         if is_given:
             layout, rows = layout_of_tensors(tensors)
             identity = msgspec.structs.replace(self._identity, layout=layout.digest)
-            identity = self._held(identity, {"revision"}, wait_s).identity
+            identity = self._state_of(identity, {"revision"}, wait_s).identity
             return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
-        held = self._held(self._identity, {"revision", "layout"}, wait_s)
+        held = self._state_of(self._identity, {"revision", "layout"}, wait_s)
         return FetchTarget(identity=held.identity, layout=self._ask_layout(held, wait_s), device=device)
 
     def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
@@ -187,17 +187,17 @@ class Discovery:
             session=session,
         )
 
-    def _held(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
+    def _state_of(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """Return the state of a member whose identity equals ours, except for open fields; wait for a first holder."""
         asked = {name for name in open_fields if not getattr(identity, name)}
         return _patiently(
-            lambda left_s: self._held_now(identity, asked, f" after {wait_s} s", within_s=left_s),
+            lambda left_s: self._state_now(identity, asked, f" after {wait_s} s", within_s=left_s),
             wait_s,
             NotFound,
             HubUnavailable,
         )
 
-    def _held_now(
+    def _state_now(
         self, identity: Identity, asked: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
         """Return the holder with the most chunks now. Raises NotFound without one; `since` completes its message."""
@@ -228,7 +228,7 @@ class Discovery:
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         # Without a holder, or without the hub, the files are read and compared like any others.
         with contextlib.suppress(SourceError, HubUnavailable):
-            return self._held_now(same, set()).is_of(asked)
+            return self._state_now(same, set()).is_of(asked)
         return False
 
     def _ask_layout(self, held: HoldingState, wait_s: float) -> WeightLayout:

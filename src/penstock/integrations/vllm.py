@@ -259,11 +259,11 @@ def _give_weight_transfer() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from penstock.integrations.vllm_replies import hear_all
-    from penstock.integrations.vllm_salt import salt_requests
+    from penstock.integrations.vllm_prefix_cache import salt_requests
+    from penstock.integrations.vllm_replies import receive_all_replies
 
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
         engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
     salt_requests(EngineCore, LOAD_FORMAT)
-    hear_all(MultiprocExecutor, LOAD_FORMAT)
+    receive_all_replies(MultiprocExecutor, LOAD_FORMAT)

@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 
-def hear_all(executor: type[Any], backend: str) -> None:
+def receive_all_replies(executor: type[Any], backend: str) -> None:
     """Have this class of executor do so where weights come by `backend`; again is harmless."""
     if hasattr(executor, "_penstock_hears"):
         return
@@ -27,7 +27,7 @@ def hear_all(executor: type[Any], backend: str) -> None:
         if config is None or config.backend != backend or not is_waited_for:
             return call(self, method, timeout, *arguments, **named)
         queues = self.response_mqs
-        asked = self.response_mqs = [_Asked(queue) for queue in queues]
+        asked = self.response_mqs = [_ReplyQueue(queue) for queue in queues]
         try:
             return call(self, method, timeout, *arguments, **named)
         except RuntimeError:
@@ -43,7 +43,7 @@ def hear_all(executor: type[Any], backend: str) -> None:
     executor.collective_rpc = collective_rpc
 
 
-class _Asked:
+class _ReplyQueue:
     """A worker's queue of answers, and whether it was read."""
 
     def __init__(self, queue: Any) -> None:

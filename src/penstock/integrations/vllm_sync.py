@@ -1,11 +1,11 @@
 """vLLM's `--weight-transfer-config '{"backend": "penstock"}'`: new versions of the weights from a trainer's ranks.
 
 In: vLLM's worker calls it, by its HTTP routes or `collective_rpc`; a publisher publishes. Out: the model has a version.
-Not here: the transfer (`penstock.sync`), what vLLM makes of loaded weights (`vllm_twin`), its caches (`vllm_salt`).
+Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix caches (`vllm_prefix_cache`).
 
-    /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a twin beside its model
+    /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
     /start_weight_update
-    /update_weights {version}                  receives and verifies it in the twin; the model is not touched
+    /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
     /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
 
 Written for vLLM 0.32 and 0.33.
@@ -32,7 +32,7 @@ from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, PeerLost
 from penstock.hub.auth import first_token
 from penstock.integrations.vllm_log import vllm_logger
-from penstock.integrations.vllm_twin import Twin
+from penstock.integrations.vllm_staging import StagingModel
 
 _logger = vllm_logger()
 _TOLD_BYTES = 1024
@@ -97,7 +97,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
             raise ConfigError("experts that vLLM moves (EPLB) have no layout that lasts", hint="disable EPLB")
-        self._joined: tuple[Any, Twin] | None = None
+        self._joined: tuple[Any, StagingModel] | None = None
         self._thread = ThreadPoolExecutor(1, "penstock-receive")
         self._receiving: tuple[int, Future[None]] | None = None
         self._landed: int | None = None
@@ -108,25 +108,25 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError, HubUnavailable: see `penstock.subscriber`.
-            DeviceOutOfMemory, DestinationError: no room for a twin.
+            DeviceOutOfMemory, DestinationError: no room for a staging model.
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
         rank, world_size = _rank_of(self.parallel_config)
         with contextlib.ExitStack() as stack:
             with _agreed():
-                twin = Twin(self.model, self.vllm_config, device)
+                staging = StagingModel(self.model, self.vllm_config, device)
                 subscriber = api.subscriber(
                     init_info.name,
-                    twin,
+                    staging,
                     connection=ConnectionSettings(
                         hub=init_info.hub,
                         token=first_token(init_info.token_file),
                         listen=_listen(init_info.listen, rank),
                     ),
-                    mode="direct",  # into the twin: what serves is not touched before it is whole
+                    mode="direct",  # into the staging model: what serves is not touched before it is whole
                     load=self._load,
-                    strict=False,  # the twin knows better what must be filled
+                    strict=False,  # the staging model knows better what must be filled
                     rank=rank,
                     world_size=world_size,
                     serve=init_info.serve,
@@ -135,7 +135,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 )
                 stack.callback(subscriber.close)
             stack.pop_all()
-        self._joined, self._strict = (subscriber, twin), init_info.strict
+        self._joined, self._strict = (subscriber, staging), init_info.strict
         _logger.info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
     def start_weight_update(self) -> None:
@@ -144,7 +144,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._landed = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive a version into the twin; all workers of the engine have it then, or all raise.
+        """Receive a version into the staging model; all workers of the engine have it then, or all raise.
 
         Raises:
             ConfigError: another version is being received.
@@ -182,12 +182,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             ConfigError: nothing has landed since `start_weight_update`; nothing was touched.
             Exception: vLLM's own, of its post-processing; the model is of no version, and must not serve.
         """
-        subscriber, twin = self._parts()
+        subscriber, staging = self._parts()
         if self._landed is None:
             raise ConfigError("no version has landed since the update was started", hint="call /update_weights")
         began = time.monotonic()
         with _agreed():
-            twin.install(subscriber.wanted)
+            staging.install(subscriber.wanted)
         took_s = time.monotonic() - began
         _logger.info("penstock: version %d of %s installed in %.3f s", self._landed, subscriber.name, took_s)
 
@@ -200,29 +200,29 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             wait([self._receiving[1]])
         self._joined = self._receiving = self._landed = None
 
-    def _parts(self) -> tuple[Any, Twin]:
+    def _parts(self) -> tuple[Any, StagingModel]:
         if self._joined is None:
             raise ConfigError("this worker is subscribed to nothing", hint="call /init_weight_transfer_engine")
         return self._joined
 
     def _receive(self, info: UpdateInfo) -> None:
-        subscriber, twin = self._parts()
+        subscriber, staging = self._parts()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if subscriber.version != info.version or subscriber.is_dirty:
             report = subscriber.update(info.version, timeout_s=info.timeout_s)
             _logger.info("penstock: %s", report.summary())
-        twin.check(subscriber.wanted, strict=self._strict)
+        staging.check(subscriber.wanted, strict=self._strict)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Return the model's loader, which may run only while vLLM waits for this worker."""
-        _, twin = self._parts()
+        _, staging = self._parts()
         if not self._may_load:
             raise ConfigError(
                 "the model's loader is needed: it is another checkpoint, or one that cannot be recorded",
                 hint="receive this version without 'background'",
             )
-        return twin.load_weights(weights)
+        return staging.load_weights(weights)
 
 
 @contextlib.contextmanager

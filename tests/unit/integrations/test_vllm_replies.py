@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.integrations.vllm_replies import hear_all
+from penstock.integrations.vllm_replies import receive_all_replies
 
 
 class Queue:
@@ -60,8 +60,8 @@ def test_the_call_after_one_that_failed_gets_its_own_answers(which: str) -> None
         with pytest.raises((RuntimeError, AssertionError)):
             assert Executor.collective_rpc(one, "next") == ["next 0", "next 1", "next 2"]
 
-    hear_all(Mine, "penstock")
-    hear_all(Mine, "penstock")
+    receive_all_replies(Mine, "penstock")
+    receive_all_replies(Mine, "penstock")
     one = Mine("penstock", 3)
     queues = one.response_mqs
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_what_was_never_asked_is_not_waited_for_and_others_are_left_alone() -> N
     class Mine(Executor):
         pass
 
-    hear_all(Mine, "penstock")
+    receive_all_replies(Mine, "penstock")
     one = Mine("penstock", 2)
     one.is_failed = True
     with pytest.raises(RuntimeError, match="executor failed"):

@@ -1,11 +1,12 @@
-"""A vLLM model's twin: its weights beside it in the format that its own loader fills, to be received and installed.
+"""The staging model of a vLLM model: its weights in the format that its own loader fills, to be received and installed.
 
 In: a loaded vLLM model. Out: a module whose tensors are received into, loaded and recorded as any other's; `install`.
 Not here: receiving (`penstock.sync`), when to install (`vllm_sync`).
 
 vLLM repacks, quantises and drops parameters after loading: what serves is not what a loader can fill. It remembers of
-each layer what that was; the twin is that, allocated. Installing is vLLM's layerwise reload, a layer at a time: the
-layer as loaded, its post-processing, then copies into the tensors that serve, whose addresses stay (CUDA graphs).
+each layer what that was; the staging model is that, allocated. Installing is vLLM's layerwise reload, a layer at a
+time: the layer as loaded, its post-processing, then copies into the tensors that serve, whose addresses stay (CUDA
+graphs).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LISTED = 10
 """Parameters that an error names; the rest are counted."""
 
 
-class Twin(torch.nn.Module):
+class StagingModel(torch.nn.Module):
     """A vLLM model's weights as its loader fills them, under the model's names, in memory of their own."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
@@ -48,16 +49,16 @@ class Twin(torch.nn.Module):
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Return the model's own loading, into the twin.
+        """Return the model's own loading, into the staging model.
 
-        Order: the model must not run meanwhile: its layers hold the twin's tensors until this returns.
+        Order: the model must not run meanwhile: its layers hold the staging model's tensors until this returns.
         """
         from vllm.config import set_current_vllm_config
 
         (model,) = self._model
         with set_current_vllm_config(self._vllm_config), contextlib.ExitStack() as stack:
             for layer in self._layers:
-                stack.enter_context(layer.holds_the_twin())
+                stack.enter_context(layer.uses_staging_tensors())
             named: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
             self._loaded |= named or set()
             return named
@@ -112,7 +113,7 @@ class Twin(torch.nn.Module):
                 experts.process_weights_after_loading(layer.live)
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return what each tensor is made of: the twin's own, or that of one it is tied to.
+        """Return what each tensor is made of: the staging model's own, or that of one it is tied to.
 
         A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself.
         """
@@ -121,13 +122,13 @@ class Twin(torch.nn.Module):
         shared: list[tuple[str, int]] = []
         for layer in self._layers:
             for name, whole in layer.names():
-                live, twin = getattr(layer.live, name, None), getattr(layer.twin, name)
+                live, staging = getattr(layer.live, name, None), getattr(layer.staging, name)
                 place = live.data_ptr() if isinstance(live, torch.Tensor) and live.numel() else None
-                if unfilled.get(whole, 0) == twin.numel():
+                if unfilled.get(whole, 0) == staging.numel():
                     if place is not None:
                         shared.append((whole, place))
                     continue
-                found[whole] = twin
+                found[whole] = staging
                 if place is not None and (other := names.setdefault(place, whole)) != whole:
                     raise ConfigError(
                         f"vLLM holds {whole} and {other} as one tensor, and both are published",
@@ -139,13 +140,13 @@ class Twin(torch.nn.Module):
 class _Layer:
     """One layer of the model, and the module of its tensors in the loader's format."""
 
-    def __init__(self, name: str, live: torch.nn.Module, twin: torch.nn.Module) -> None:
-        self.live, self.twin = live, twin
+    def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:
+        self.live, self.staging = live, staging
         self._prefix = f"{name}." if name else ""
 
     def names(self) -> Iterator[tuple[str, str]]:
         """Of each tensor that has elements its name in the layer, and in the model."""
-        for name, tensor in (*self.twin._parameters.items(), *self.twin._buffers.items()):
+        for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
 
@@ -159,7 +160,7 @@ class _Layer:
 
         if is_deferred_attention_layer(self.live):
             return []
-        return [whole for name, whole in self.names() if name in self.twin._parameters and whole not in filled]
+        return [whole for name, whole in self.names() if name in self.staging._parameters and whole not in filled]
 
     def check(self, filled: Collection[str]) -> None:
         """ConfigError where the layer is processed anew without all it needs, or would not be processed."""
@@ -173,25 +174,25 @@ class _Layer:
             raise ConfigError(f"vLLM processes a layer as a whole, and of this one nobody publishes {lacking}")
 
     @contextlib.contextmanager
-    def holds_the_twin(self) -> Iterator[None]:
-        """The live layer with the twin's tensors in the place of its own."""
+    def uses_staging_tensors(self) -> Iterator[None]:
+        """The live layer with the staging model's tensors in the place of its own."""
         own = self.live.__dict__
         hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (self.live._parameters, self.twin._parameters),
-            (self.live._buffers, self.twin._buffers),
+            (self.live._parameters, self.staging._parameters),
+            (self.live._buffers, self.staging._buffers),
         ]
         saved = [dict(group) for group, _ in pairs]
-        for group, twin in pairs:
+        for group, staging in pairs:
             absent = {name: None for name, tensor in group.items() if tensor is None}
             group.clear()
-            group.update(absent | twin)
+            group.update(absent | staging)
         try:
             yield
         finally:
-            for (group, twin), before in zip(pairs, saved, strict=True):
-                # What the loader put in a parameter's place goes to the twin, for a recorder to see.
-                twin.update({name: group[name] for name in twin if group.get(name) is not None})
+            for (group, staging), before in zip(pairs, saved, strict=True):
+                # What the loader put in a parameter's place goes to the staging model, for a recorder to see.
+                staging.update({name: group[name] for name in staging if group.get(name) is not None})
                 group.clear()
                 group.update(before)
             own.update(hiding)
@@ -201,7 +202,7 @@ class _Layer:
 def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
     """Give vLLM's reload one whole tensor of a layer; with the last of them it processes the layer.
 
-    Until the end the tensor's loader is the plain copy: the twin's went through its own loader already.
+    Until the end the tensor's loader is the plain copy: the staging model's went through its own loader already.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.integrations.vllm_salt import salt_of, salt_requests
+from penstock.integrations.vllm_prefix_cache import salt_of, salt_requests
 
 
 class Request:

@@ -1,4 +1,4 @@
-"""What is installed of a vLLM model's twin gives the tokens of an engine started with it, for kinds of layers."""
+"""A vLLM model into which a staging model installs gives the tokens of an engine started with the same weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm.config import set_current_vllm_config
 
 from penstock.errors import PlanError
 from penstock.peer.weight_layout import tabulate
-from penstock.integrations.vllm_twin import Twin
+from penstock.integrations.vllm_staging import StagingModel
 from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import fill
 from penstock.sync.recording.record import record
@@ -76,22 +76,22 @@ def tokens(llm):
     return list(answer.outputs[0].token_ids)
 
 
-def lacks_a_name(twin, true):
+def lacks_a_name(staging, true):
     some = {name: tensor for name, tensor in true.items() if "layers.1.self_attn.o_proj" not in name}
     try:
-        twin.check(wanted_of(twin, some))
+        staging.check(wanted_of(staging, some))
     except PlanError as error:
         return "layers.1.self_attn.o_proj" in str(error)
     return False
 
 
-def wanted_of(twin, weights):
+def wanted_of(staging, weights):
     values = weights.values()
     table = tabulate(list(weights), [dtype_of(t.dtype) for t in values], [tuple(t.shape) for t in values])
     global recording
-    recording = record(twin, table)
+    recording = record(staging, table)
     assert not recording.unrecorded, recording.unrecorded
-    return wanted(twin, recording, table)
+    return wanted(staging, recording, table)
 
 
 if __name__ == "__main__":
@@ -101,17 +101,17 @@ if __name__ == "__main__":
     llm = engine(f"{directory}/0")
     said = {"old": tokens(llm)}
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    twin = Twin(worker.get_model(), worker.vllm_config, "cpu")
-    said["lacking is named"] = lacks_a_name(twin, second)
-    made = wanted_of(twin, second)
-    twin.check(made)
+    staging = StagingModel(worker.get_model(), worker.vllm_config, "cpu")
+    said["lacking is named"] = lacks_a_name(staging, second)
+    made = wanted_of(staging, second)
+    staging.check(made)
     for name, weights in (("new", second), ("old again", first), ("new again", second)):
-        fill(recording, weights, twin)
+        fill(recording, weights, staging)
         said[f"before {name}"] = tokens(llm)
         with set_current_vllm_config(worker.vllm_config):
-            twin.install(made)
+            staging.install(made)
         said[name] = tokens(llm)
-    del llm, worker, twin
+    del llm, worker, staging
     said["true"] = tokens(engine(f"{directory}/1"))
     print("SAID", json.dumps(said))
 """
