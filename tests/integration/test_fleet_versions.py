@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import http.server
 import json
 import threading
@@ -18,6 +17,7 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, PlanError
+from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.messages import Hello
@@ -69,8 +69,6 @@ Change = Callable[[Any], Any]
 @pytest.fixture
 def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
     """Between members and the hub, changing what each side says."""
-    from penstock.peer.client import _UnixConnection
-
     servers: list[http.server.ThreadingHTTPServer] = []
 
     def start(asked: Change, answered: Change) -> str:
@@ -82,14 +80,11 @@ def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
                 if body:
                     body = json.dumps(asked(json.loads(body))).encode()
                 headers = {"Penstock-Life": self.headers.get("Penstock-Life", "")}
-                connection = _UnixConnection(urlsplit(hub).path, 20.0)
-                connection.request(self.command, self.path, body, headers)
-                answer = connection.getresponse()
-                raw = answer.read()
-                connection.close()
+                with ControlConnection(over_unix(urlsplit(hub).path), "hub") as connection:
+                    status, raw = connection.request(self.command, self.path, body, headers, timeout_s=20.0)
                 if raw:
                     raw = json.dumps(answered(json.loads(raw))).encode()
-                self.send_response(answer.status)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
                 self.wfile.write(raw)
@@ -176,17 +171,12 @@ def test_a_version_that_is_none_is_refused(hub: str) -> None:
 
 
 def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> None:
-    from penstock.peer.client import _UnixConnection
-
     with ps.join("m", connection=hub) as holder:
         (path,) = [urlsplit(one).path for one in holder.member.server.addresses]
         for room in ("leases", "sync"):
-            connection: http.client.HTTPConnection = _UnixConnection(path, 20.0)
             asked = {"member": "m", "key": "0" * 32, "grant": b"", "protocol": "3.0", "grants": []}
-            connection.request("POST", f"/v1/{room}", msgspec.msgpack.encode(asked))
-            answer = connection.getresponse()
-            said = answer.read()
-            connection.close()
+            with ControlConnection(over_unix(path), "peer") as connection:
+                status, said = connection.request("POST", f"/v1/{room}", msgspec.msgpack.encode(asked), timeout_s=20.0)
             if room == "leases":
-                assert answer.status == 426
+                assert status == 426
                 assert f"the reader speaks protocol 3.0, this member speaks {PROTOCOL}".encode() in said

@@ -133,7 +133,9 @@ def test_typed(
     deadline = time.monotonic() + 20.0
     while len(server.requests) < num_requests and time.monotonic() < deadline:
         time.sleep(0.01)  # the last was sent, and given up, before a busy server had read it
-    assert len(server.requests) == num_requests
+    # Silence is measured in time: a machine that did not run the last attempt for that long ends it before it is sent.
+    least = num_requests if error is not SourceStalled else 2
+    assert least <= len(server.requests) <= num_requests
     server.faults = Faults()
     assert read(source, 1000, [1000])[0] == DATA[1000:2000]
 
