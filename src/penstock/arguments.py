@@ -7,6 +7,7 @@ Not here: what depends on more than the type (each function checks that itself).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError
 
@@ -50,7 +51,14 @@ def require_text_map(what: str, value: object, expected: str) -> None:
 
 
 def require_hub_address(value: object) -> None:
-    """Raise ConfigError unless a value is a URL that a hub can have."""
+    """Raise ConfigError unless a value is a URL that a hub can have: a Unix path, or a host and perhaps a port."""
     require_type("hub", value, str, "the URL of a hub")
-    if not str(value).startswith(("unix:///", "http://", "https://")):
+    try:
+        parts = urlsplit(str(value))
+        # No host is this host by TCP, which nobody means: a token would be sent to whatever listens there.
+        is_address = bool(parts.hostname) if parts.scheme in {"http", "https"} else str(value).startswith("unix:///")
+        is_address = is_address and (parts.scheme == "unix" or parts.port != 0)
+    except ValueError:  # the port is none
+        is_address = False
+    if not is_address:
         raise ConfigError(f"{value!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -407,6 +407,12 @@ def test_a_transport_name_that_is_taken_or_none_is_refused(name: str, why: str) 
     kind = TransportKind(name=name, open=lambda setup: object(), reach="host", rank=5)
     with pytest.raises(ConfigError, match=why):
         register_transport(kind)
+
+
+@pytest.mark.parametrize("register", [register_format, register_transport])
+def test_what_is_of_another_type_is_refused(register: Callable[[object], None]) -> None:
+    with pytest.raises(ConfigError, match="is 'peek' "):
+        register("peek")
 
 
 @pytest.mark.parametrize("scheme", ["file", "S3", "a b", "", "x://"])

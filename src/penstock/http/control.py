@@ -47,7 +47,7 @@ class MalformedAnswer(OSError):
 
 
 class PoolClosed(ConnectionAbortedError):
-    """The pool was closed before the request was sent."""
+    """The pool was closed; nothing was sent."""
 
 
 def over_unix(path: str) -> Connect:
@@ -103,8 +103,10 @@ class ControlConnection(Closing):
 
     def __init__(self, connect: Connect, host: str) -> None:
         self._connect = connect
-        # Its `connect` is never called: the socket is set before each request.
         self._http = http.client.HTTPConnection(host)
+        # The socket is set before each request. Without this, a request on a connection that another thread closes at
+        # that moment would be sent, grant and all, to whatever listens at port 80 of `host`.
+        self._http.auto_open = 0
         self._http.response_class = _Answer
         self._idle_since_s = 0.0
 
@@ -130,21 +132,24 @@ class ControlConnection(Closing):
         """
         deadline = time.monotonic() + timeout_s + len(body or b"") / MIN_BYTES_PER_S
         try:
-            if self._http.sock is None:
-                self._http.sock = self._connect(timeout_s)
-            self._http.sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock = self._http.sock
+            if sock is None:
+                sock = self._http.sock = self._connect(timeout_s)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 with contextlib.suppress(BrokenPipeError):
                     # A server without a free connection answers before it reads the request, and closes. Its answer
                     # is still in the socket's buffer.
                     self._http.request(method, path, body, dict(headers or {}))
-                self._http.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
                 response = self._http.getresponse()
                 answer = response.read(MAX_ANSWER_BYTES)
             except TimeoutError as error:
                 raise NoAnswer(f"no answer within {timeout_s:g} s") from error
             except http.client.RemoteDisconnected:
                 raise  # an OSError: the other end closed the connection
+            except http.client.NotConnected as error:
+                raise ConnectionAbortedError("another thread closed the connection") from error
             except (http.client.HTTPException, UnicodeError) as error:
                 raise MalformedAnswer(f"the answer is malformed: {error or type(error).__name__}") from error
             if not response.isclosed():
@@ -199,54 +204,45 @@ class ControlPool(Closing):
         self._busy: set[ControlConnection] = set()
         self._is_open = True
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        timeout_s: float,
-    ) -> tuple[int, bytes]:
-        """Send a request by a connection that is free, or a new one; see `ControlConnection.request`.
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[ControlConnection]:
+        """Lend a free or a new connection for the block; the pool keeps it afterwards if it can be reused.
 
         Raises:
-            PoolClosed: nothing was sent.
+            PoolClosed: the pool was closed.
         """
-        with self._borrowed() as connection:
-            return connection.request(method, path, body, headers, timeout_s=timeout_s)
-
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[ControlConnection]:
         stale: list[ControlConnection] = []
         with self._lock:
             if not self._is_open:
                 raise PoolClosed("the connections were closed")
-            connection = None
-            while self._idle and connection is None:
+            lent = None
+            while self._idle and lent is None:
                 # The one used last, so that those that a burst of requests opened grow old and are closed.
                 candidate = self._idle.pop()
                 if candidate.is_reusable:
-                    connection = candidate
+                    lent = candidate
                 else:
                     stale.append(candidate)
-            connection = connection or ControlConnection(self._connect, self._host)
-            self._busy.add(connection)
+            lent = lent or ControlConnection(self._connect, self._host)
+            self._busy.add(lent)
         for old in stale:
             old.close()
         try:
-            yield connection
+            yield lent
         finally:
             with self._lock:
-                self._busy.discard(connection)
-                is_kept = self._is_open and len(self._idle) < MAX_IDLE and connection.is_reusable
+                self._busy.discard(lent)
+                is_kept = self._is_open and len(self._idle) < MAX_IDLE and lent.is_reusable
                 if is_kept:
-                    self._idle.append(connection)
+                    self._idle.append(lent)
             if not is_kept:
-                connection.close()
+                lent.close()
 
     def close(self) -> None:
-        """Close every connection; requests under way end with an OSError. Idempotent."""
+        """Close every connection. Idempotent.
+
+        Requests under way end with an OSError; one that still connects ends at its deadline at the latest.
+        """
         with self._lock:
             self._is_open = False
             idle, self._idle = self._idle, []

@@ -191,7 +191,8 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
     except (SourceError, FormatError, UnicodeDecodeError) as error:
         hint = "a token a line: `openssl rand -hex 32` makes one"
-        raise ConfigError(f"token file {path} cannot be read: {error}", hint=hint) from error
+        why = str(error) if isinstance(error, UnicodeDecodeError) else error.message
+        raise ConfigError(f"token file {path} cannot be read: {why}", hint=hint) from error
     tokens = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -311,7 +311,10 @@ class HubClient(Closing):
             url = self._endpoint.reach(left_s)
             pool, prefix = self._connections(url)
             try:
-                status, answer = pool.request(method, prefix + path, content, self._headers, timeout_s=attempt_s)
+                with pool.connection() as connection:
+                    status, answer = connection.request(
+                        method, prefix + path, content, self._headers, timeout_s=attempt_s
+                    )
             except PoolClosed as error:
                 last = error  # another thread closed it, since the hub's address changed
                 self._drop(pool)
@@ -379,12 +382,7 @@ class HubClient(Closing):
             except OSError as error:
                 hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
                 raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
-        try:
-            port = parts.port or (443 if trust is not None else 80)
-        except ValueError as error:
-            raise ConfigError(
-                f"{url!r} is not an address of a hub: {error}", hint="write http(s)://host:port"
-            ) from error
+        port = parts.port or (443 if trust is not None else 80)
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from penstock.arguments import require_type
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError
 from penstock.types import DType
@@ -81,6 +82,7 @@ def register_format(form: Format) -> None:
     Raises:
         ConfigError: the tag is none or another format has it, or the kernels cannot store such blocks.
     """
+    require_type("form", form, Format, "a penstock.transform.Format")
     if why := _fault(form):
         raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
     with _lock:
@@ -108,7 +110,8 @@ def _fault(form: Format) -> str | None:
 def format_of(tag: str) -> Format:
     """Return the format of a tag, registered here or by an installed package. ConfigError for a tag that is none."""
     if not is_format(tag):
-        hint = f"one of {', '.join(FORMATS)}, or register_format"
+        hint = f"one of {', '.join(FORMATS)}; workers and the command line are other processes: they find a format of"
+        hint += f" another package by an entry point of {ENTRY_POINTS}"
         raise ConfigError(f"no transform is called {tag!r}", hint=hint)
     return _formats[tag]
 

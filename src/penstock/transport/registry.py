@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from penstock.arguments import require_type
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError
 from penstock.transport.loopback import LoopbackTransport
@@ -88,6 +89,7 @@ def register_transport(kind: TransportKind) -> None:
     Raises:
         ConfigError: the name is none, or another transport has it.
     """
+    require_type("kind", kind, TransportKind, "a penstock.transport.TransportKind")
     if not _NAME.fullmatch(kind.name) or kind.name.startswith(("staged_", "pinned_")):
         hint = "up to 32 lower-case letters, digits and _; staged_ and pinned_ are taken"
         raise ConfigError(f"cannot register a transport called {kind.name!r}: not a name", hint=hint)

@@ -66,6 +66,11 @@ def answer_all(sock: socket.socket) -> None:
         sock.sendall(ANSWER)
 
 
+def get(pool: ControlPool) -> tuple[int, bytes]:
+    with pool.connection() as connection:
+        return connection.request("GET", "/", timeout_s=20)
+
+
 def test_a_connection_is_used_again(start) -> None:
     server = start(answer_all)
     with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
@@ -82,7 +87,7 @@ def test_a_connection_that_the_server_closed_is_replaced_in_a_pool(start) -> Non
     server = start(once)
     with ControlPool(over_tcp("127.0.0.1", server.port), "host") as pool:
         for _ in range(3):
-            assert pool.request("GET", "/", timeout_s=5) == (200, b"ok")
+            assert get(pool) == (200, b"ok")
             time.sleep(0.05)  # the server's close arrives
     assert server.num_connections == 3
 
@@ -150,9 +155,7 @@ def test_a_pool_keeps_a_bounded_number_of_connections_and_closes_them(start) -> 
 
     server = start(meet)
     pool = ControlPool(over_tcp("127.0.0.1", server.port), "host")
-    threads = [
-        threading.Thread(target=pool.request, args=("GET", "/"), kwargs={"timeout_s": 20}) for _ in range(MAX_IDLE + 4)
-    ]
+    threads = [threading.Thread(target=get, args=(pool,)) for _ in range(MAX_IDLE + 4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -161,7 +164,7 @@ def test_a_pool_keeps_a_bounded_number_of_connections_and_closes_them(start) -> 
     pool.close()
     assert not pool._idle
     with pytest.raises(PoolClosed):
-        pool.request("GET", "/", timeout_s=5)
+        get(pool)
 
 
 def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
@@ -170,5 +173,22 @@ def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
     threading.Timer(0.2, pool.close).start()
     began = time.monotonic()
     with pytest.raises(OSError):
-        pool.request("GET", "/", timeout_s=20)
+        get(pool)
     assert time.monotonic() - began < 10
+
+
+def test_a_request_goes_nowhere_else_when_another_thread_closes_the_connection(start, monkeypatch) -> None:
+    server = start(answer_all)
+    with ControlConnection(over_tcp("127.0.0.1", server.port), "127.0.0.1") as connection:
+        connected: list[object] = []
+        monkeypatch.setattr(connection._http, "_create_connection", lambda address, *_: connected.append(address))
+        putrequest = connection._http.putrequest
+
+        def close_and_put(*arguments: object, **options: object) -> None:
+            connection.close()
+            putrequest(*arguments, **options)
+
+        monkeypatch.setattr(connection._http, "putrequest", close_and_put)
+        with pytest.raises(ConnectionAbortedError, match="another thread"):
+            connection.request("GET", "/", timeout_s=5)
+        assert connected == []

@@ -1,6 +1,8 @@
 """A hub's client: certificates of the environment, connections that are gone, and what counts as silence."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -72,6 +74,10 @@ def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch
     line, clock = _Told(), _Clock()
 
     class Slow:
+        @contextmanager
+        def connection(self) -> Iterator[object]:
+            yield self
+
         def request(self, *args: object, **options: object) -> None:
             clock.sleep(0.05)
             raise ConnectionRefusedError if len(line.silent) < 2 else NoAnswer
