@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Task, Worker
 from penstock.testing.fork_server import ForkServer

@@ -29,7 +29,7 @@ from benchmarks import fetch_worker
 from benchmarks.fetch_page import page
 from benchmarks.load import cache
 
-from penstock.cli.bench_fetch import private_hub
+from penstock.cli.bench import private_hub
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 

@@ -34,7 +34,7 @@ from benchmarks.load.loaders import LOADERS, Call
 
 from penstock.config import Settings
 from penstock.storage.files import FileSource, MappedFile
-from penstock.storage.page_cache import num_pages, resident_pages
+from penstock.storage.local import num_pages, resident_pages
 
 MIB = 1 << 20
 LIMITS = ("limit: 1 x 8 MiB", "limit: 2 x 8 MiB", "limit: 4 x 8 MiB", "limit: 8 x 4 MiB", "limit: map and touch")

@@ -38,8 +38,7 @@ from typing import Any
 import numpy as np
 
 from penstock.segments import Segments
-from penstock.transport.descriptor import decode, encode
-from penstock.transport.protocol import Memory, Transport
+from penstock.transport.protocol import Memory, Transport, decode, encode
 
 CASES = ("socket", "http", "nixl", "curl", "scp")
 COMPRESS = {"http": None, "http_raw": False, "http_zstd": True}

@@ -36,13 +36,13 @@ import numpy as np
 
 from penstock.errors import UnknownMember
 from penstock.hub.auth import LIFE_HEADER, member_of
-from penstock.hub.identity import Identity
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
     Hello,
     HoldingState,
+    Identity,
     UpstreamsReply,
     UpstreamsRequest,
     Welcome,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tests.support.shards import shard_box
 
+from penstock.digest.cuda import SCRATCH_BYTES, plan_strips
 from penstock.digest.strip import Strips
-from penstock.digest.strip_cuda import SCRATCH_BYTES, plan_strips
 from penstock.engine.trace import Trace
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout
@@ -26,9 +26,9 @@ from penstock.plan.sync import plan_sync
 from penstock.segments import Rectangles
 from penstock.sync.copy_plan import Copy
 from penstock.sync.local_version import LocalVersion
-from penstock.sync.publish.snapshot import Snapshot
-from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.publish.offer import Snapshot
+from penstock.sync.receive.sources import LocalLink
+from penstock.sync.receive.target import StagingCopy
 from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory

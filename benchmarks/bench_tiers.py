@@ -31,7 +31,7 @@ from benchmarks.load import limits
 import penstock as ps
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
-from penstock.engine.place_cuda import CudaRegistrar
+from penstock.engine.place import CudaRegistrar
 from penstock.memory.arena import Arena
 from penstock.memory.tier import PIECE_BYTES, HostRoom, Room
 from penstock.memory.tier_cuda import CudaRoom, CudaTier

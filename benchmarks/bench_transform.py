@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from penstock.transform.formats import Format, format_of
+from penstock.transform.formats import Format, format_of, outputs
 from penstock.transform.fuse import Job, fuse
-from penstock.transform.geometry import outputs
 from penstock.transform.quantize import quantise, torch_dtype
 from penstock.types import Box, DType
 

@@ -26,9 +26,8 @@ import numpy as np
 from penstock.segments import Segments
 from penstock.testing.holder import TILE_BYTES, HolderProcess, allocate, fill, tile
 from penstock.transport import cuda_ipc
-from penstock.transport.descriptor import Descriptor
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Memory, Transport
+from penstock.transport.protocol import Descriptor, Memory, Transport
 from penstock.transport.shm import ShmTransport
 from penstock.types import GB, MIB
 

@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "fork", "closing", "interrupt"}),
+    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
     frozenset({"segments"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
@@ -67,13 +67,10 @@ NO_TORCH = (
     "storage/",
     "transport/protocol.py",
     "transport/loopback.py",
-    "transport/generation_table.py",
     "transport/host_endpoint.py",
     "transport/shm.py",
     "transport/cuda_ipc.py",
-    "cuda/driver_types.py",
     "cuda/driver.py",
-    "transport/cuda_memory.py",
     "transport/fd_server.py",
     "http/compression.py",
     "transport/http.py",
@@ -81,11 +78,7 @@ NO_TORCH = (
     "http/server.py",
     "http/connection.py",
     "transport/nixl.py",
-    "transport/nixl_agent.py",
     "transport/nixl_reader.py",
-    "http/byte_planes.py",
-    "transport/mapped_region.py",
-    "memory/memfd.py",
     "memory/arena.py",
     "cli/",
     "digest/leaf.py",
@@ -99,7 +92,7 @@ NO_TORCH = (
     "jobs/operations/reshard.py",
     "jobs/coordinator.py",
     "jobs/workers/fork_server.py",
-    "transform/geometry.py",
+    "transform/formats.py",
     "transform/select.py",
 )
 
@@ -134,9 +127,7 @@ SOCKETS = frozenset({"net", "http", "hub", "peer", "transport", "testing"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "socket": SOCKETS
     | {"jobs/messages.py", "jobs/workers/process.py", "jobs/workers/fork_server.py"}  # socket pairs to own processes
-    | {
-        "storage/cache_directory.py"
-    },  # an abstract socket's name, which tells other processes that this one fetches a chunk
+    | {"storage/cache.py"},  # an abstract socket's name, which tells other processes that this one fetches a chunk
     "ssl": SOCKETS | {"sync/client.py"},
     "http.client": frozenset({"http", "testing", "cli/calibrate.py"}),
     "http.server": frozenset({"peer", "testing", "cli/calibrate.py"}),
@@ -147,7 +138,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "starlette": frozenset({"hub"}),
     "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})
-    | {"storage/io_uring.py", "storage/page_cache.py"}  # system calls that Python has no name for
+    | {"storage/io_uring.py", "storage/local.py"}  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array
     | {"jobs/workers/fork_server.py"},  # prctl(2)
 }

@@ -185,6 +185,6 @@ def prepare(name: str) -> None:
     if LOADERS[name].package == "penstock":
         importlib.import_module("penstock.loader.load")
     if LOADERS[name].package == "penstock" and torch.cuda.is_available():
-        importlib.import_module("penstock.engine.place_cuda")
+        importlib.import_module("penstock.engine.place")
         if name == "penstock-verify":
-            importlib.import_module("penstock.engine.check_cuda")
+            importlib.import_module("penstock.engine.check")

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.fetch.join import Fleet, join
     from penstock.fetch.report import FetchReport
-    from penstock.hub.queries import status, why
+    from penstock.hub.client import status, why
     from penstock.jobs.convert import convert
     from penstock.jobs.report import ConvertReport
     from penstock.keeper.attach import Attached, AttachReport, attach
     from penstock.keeper.keeper import Keeper
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
-    from penstock.loader.manifest import ManifestReport, manifest
     from penstock.loader.report import LoadReport
     from penstock.loader.safe_open import load_file, safe_open
-    from penstock.loader.verify import InspectReport, VerifyReport, inspect, verify
+    from penstock.loader.verify import InspectReport, ManifestReport, VerifyReport, inspect, manifest, verify
     from penstock.sync.publish.publisher import Publisher, publisher
-    from penstock.sync.receive.subscribe import subscriber
-    from penstock.sync.receive.subscriber import Hooks, Subscriber
+    from penstock.sync.receive.subscriber import Hooks, Subscriber, subscriber
     from penstock.sync.report import PublishReport, UpdateReport
     from penstock.sync.shards import Shard
 
@@ -38,7 +36,7 @@ _ROOMS = {
     "InspectReport": "loader.verify",
     "Keeper": "keeper.keeper",
     "LoadReport": "loader.report",
-    "ManifestReport": "loader.manifest",
+    "ManifestReport": "loader.verify",
     "PublishReport": "sync.report",
     "Publisher": "sync.publish.publisher",
     "Shard": "sync.shards",
@@ -54,14 +52,14 @@ _ROOMS = {
     "load": "loader.load",
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
-    "manifest": "loader.manifest",
+    "manifest": "loader.verify",
     "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
-    "status": "hub.queries",
+    "status": "hub.client",
     "stream": "loader.load",
-    "subscriber": "sync.receive.subscribe",
+    "subscriber": "sync.receive.subscriber",
     "verify": "loader.verify",
-    "why": "hub.queries",
+    "why": "hub.client",
 }
 
 __all__ = [

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn
 
 from tests.truth import by_safetensors
 
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.errors import PenstockError, SourceStalled
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.fleet import Worker, digests
@@ -36,7 +36,7 @@ from penstock.types import MIB
 
 STALL_S = 6.0
 SMALL = {
-    "penstock.peer.weight_layout.CHUNK_BYTES": 256 << 10,
+    "penstock.peer.local_weights.CHUNK_BYTES": 256 << 10,
     "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
@@ -46,7 +46,7 @@ HASTY = SMALL | {
     "penstock.hub.client._MAX_PAUSE_S": 0.1,
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
-    "penstock.hub.store_redis.ANSWER_S": 0.5,
+    "penstock.hub.store.ANSWER_S": 0.5,
 }
 """Beats and silences in proportion to rounds of seconds."""
 ROUND_S = 90.0

@@ -141,7 +141,7 @@ def hub(told: dict[str, Any]) -> int:
     set_constants(told["constants"])
     store: Store = MemoryStore()
     if told["redis"]:
-        from penstock.hub.store_redis import RedisStore
+        from penstock.hub.store import RedisStore
 
         store = RedisStore(told["redis"])
     directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"])

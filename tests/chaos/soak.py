@@ -63,7 +63,7 @@ SPARE = 2
 """Descriptors or threads that a process at rest may have more than at rest before: a pool's thread begun later."""
 SPARE_BYTES = 32 << 20
 """Bytes that a process at rest may have more than at rest before."""
-SMALL = {"penstock.peer.weight_layout.CHUNK_BYTES": 256 << 10, "penstock.hub.claims.MIN_PIECE_BYTES": 1 << 20}
+SMALL = {"penstock.peer.local_weights.CHUNK_BYTES": 256 << 10, "penstock.hub.claims.MIN_PIECE_BYTES": 1 << 20}
 """More chunks in small weights: more rounds of what a fetch does."""
 WATCHED = ("hub", "keeper", "member", "publisher", "subscriber", "client")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.hub.store import MemoryStore, Store
-from penstock.hub.store_redis import RedisStore
+from penstock.hub.store import MemoryStore, RedisStore, Store
 from penstock.testing import redis_server
 from penstock.testing.store_suite import StoreTests
 

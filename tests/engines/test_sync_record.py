@@ -15,7 +15,7 @@ from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
 from penstock.sync.recording.layout import fill  # noqa: E402
-from penstock.sync.recording.record import record  # noqa: E402
+from penstock.sync.recording.requirements import record  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

@@ -26,11 +26,11 @@ from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 
 from penstock.errors import PlanError
-from penstock.peer.weight_layout import tabulate
+from penstock.peer.local_weights import tabulate
 from penstock.integrations.vllm_staging import StagingModel
 from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import fill
-from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import record
 from penstock.sync.recording.requirements import wanted
 
 SMALL = {

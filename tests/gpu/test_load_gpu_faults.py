@@ -18,7 +18,7 @@ from tests.truth import by_safetensors, own_threads
 
 import penstock
 from penstock.config import Settings
-from penstock.engine.place_cuda import CudaPlace
+from penstock.engine.place import CudaPlace
 from penstock.errors import SourceUnavailable
 from penstock.storage import weight_set
 from penstock.storage.files import FileSource

@@ -12,15 +12,15 @@ from tests.gpu.sync_holder import SHAPES, Holder, bytes_of, on_device
 from tests.unit.sync.parts import naive, parts, sharded
 
 from penstock.cuda import pack as pack_cuda
+from penstock.digest.cuda import plan_strips
 from penstock.digest.strip import Strips, strip_digests
-from penstock.digest.strip_cuda import plan_strips
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.sync.copy_plan import Copy
 from penstock.sync.local_version import LocalVersion
-from penstock.sync.publish.snapshot import VersionSnapshot
-from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.publish.offer import VersionSnapshot
+from penstock.sync.receive.sources import LocalLink
+from penstock.sync.receive.target import StagingCopy
 from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory

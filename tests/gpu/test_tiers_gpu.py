@@ -15,7 +15,7 @@ from tests.integration.test_bench_tiers import ran
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.engine.place_cuda import CudaRegistrar
+from penstock.engine.place import CudaRegistrar
 from penstock.hub.client import HubClient
 from penstock.memory.tier import Tier
 from penstock.memory.tier_cuda import CudaTier

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError, PenstockError, SourceTruncated
-from penstock.storage import MemorySource, strict_json
+from penstock.storage import MemorySource
 from penstock.storage import safetensors as parser
 from penstock.storage.safetensors import parse_header, parse_index, read_header
 
@@ -246,7 +246,7 @@ def test_the_length_is_checked_before_anything_is_read() -> None:
 
 
 def test_too_long_to_walk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict_json, "WALK_LIMIT_BYTES", 10)
+    monkeypatch.setattr(parser, "WALK_LIMIT_BYTES", 10)
     data = file_of({"a": t([1], [0, 1]) | {"unknown": 1}}, b"x")
     with pytest.raises(FormatError, match="unknown fields in"):
         read_header(MemorySource(data))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.truth import by_safetensors
 
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.errors import HubUnavailable
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
@@ -29,7 +29,7 @@ from penstock.testing.sync import SyncTask, SyncWorker
 from penstock.types import MIB
 
 SMALL = {
-    "penstock.peer.weight_layout.CHUNK_BYTES": 256 << 10,
+    "penstock.peer.local_weights.CHUNK_BYTES": 256 << 10,
     "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.integration.conftest import Host, check
 from tests.truth import by_safetensors
 
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.config import Settings
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.storage.weight_set import open_weights
@@ -25,7 +25,7 @@ COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)
 SLOW_BYTES_PER_S = 50_000_000
 """What all readers of a slow storage share."""
 DEFAULTS = {
-    "penstock.peer.weight_layout.CHUNK_BYTES": 16 * MIB,
+    "penstock.peer.local_weights.CHUNK_BYTES": 16 * MIB,
     "penstock.hub.claims.MIN_PIECE_BYTES": 64 * MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 30.0,
 }

@@ -26,7 +26,7 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.jobs.convert import convert, plan
-from penstock.jobs.journal import Journal
+from penstock.jobs.job import Journal
 from penstock.jobs.workers.launch import LocalLauncher, num_prewarmed
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType

@@ -16,7 +16,7 @@ from tests.truth import by_safetensors
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, SourceChanged, SourceTruncated
 from penstock.jobs.convert import convert
-from penstock.jobs.journal import Journal
+from penstock.jobs.job import Journal
 from penstock.jobs.operations.operation import Copy
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")

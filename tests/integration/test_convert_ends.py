@@ -52,7 +52,7 @@ import os, signal, sys
 from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.convert import convert
 from penstock.jobs.workers.launch import LocalLauncher
-from penstock.jobs.journal import Journal
+from penstock.jobs.job import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)
 """

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.truth import by_safetensors
 
 import penstock
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.jobs.convert import convert
 from penstock.types import MIB

@@ -13,7 +13,7 @@ import xxhash
 from tests.truth import assert_same, by_safetensors
 
 import penstock
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.errors import IntegrityError
 from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama

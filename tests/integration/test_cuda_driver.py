@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cuda.driver_types import SIGNATURES
+from penstock.cuda.driver import SIGNATURES
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 

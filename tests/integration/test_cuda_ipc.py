@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.cuda import driver as cuda_driver
-from penstock.cuda.streams import never_freed
+from penstock.cuda.driver import never_freed
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -36,8 +36,7 @@ from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_ipc, fd_server
-from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.cuda_memory import CudaPayload, map_peer
+from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer
 from penstock.transport.protocol import Memory
 
 NBYTES = 5_000_011

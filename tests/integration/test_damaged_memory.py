@@ -153,7 +153,7 @@ def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large,
 
 
 def test_a_member_whose_memory_changes_ends_serving_with_the_reason(host, large) -> None:
-    worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.weight_layout.CHUNK_BYTES": 16 << 20})
+    worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.local_weights.CHUNK_BYTES": 16 << 20})
     worker.say_until("digests")
     worker.say_until("serving")
     memory = arenas(worker.process.pid)[0]

@@ -95,7 +95,7 @@ import msgspec
 
 from penstock.errors import Cancelled, ConfigError, PeerLost, StaleDescriptor
 from penstock.transport import TransportKind
-from penstock.transport.descriptor import Descriptor
+from penstock.transport.protocol import Descriptor
 
 GENERATIONS = Path(os.environ["PEEK_ROOT"])
 PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)

@@ -19,7 +19,7 @@ from penstock.types import MIB
 STALL_S = 4.0
 SLACK_S = 8.0
 """For processes that share two cores with others: joining, and looks at who is silent."""
-ONE_CHUNK = {"penstock.peer.weight_layout.CHUNK_BYTES": 4 * MIB}
+ONE_CHUNK = {"penstock.peer.local_weights.CHUNK_BYTES": 4 * MIB}
 SLOW_BYTES_PER_S = 400e3
 """A chunk of 2 MiB takes five seconds, longer than a stall; a compressed block of 1 MiB, which counts once it is whole,
 takes less."""

@@ -8,9 +8,8 @@ from tests.truth import assert_same
 
 import penstock as ps
 from penstock.segments import Segments
-from penstock.transport.descriptor import Descriptor
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Handle, Pending
+from penstock.transport.protocol import Descriptor, Handle, Pending
 from penstock.types import MIB
 
 CHUNK_BYTES = 256 << 10
@@ -28,7 +27,7 @@ def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
     is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr("penstock.fetch.upstream.MAPPED_STEP_CHUNKS", 8)
     first, honest = list[int](), HttpTransport.post_read
 

@@ -23,7 +23,7 @@ import pytest
 from tests.integration.conftest import SMALL
 from tests.truth import by_safetensors
 
-from penstock.cli.manifest import manifest
+from penstock.cli.checkpoints import manifest
 from penstock.errors import HubUnavailable, PenstockError
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
@@ -44,7 +44,7 @@ HASTY = SMALL | {
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
     "penstock.hub.claims.CLAIM_STALL_S": 3.0,
-    "penstock.hub.store_redis.ANSWER_S": 0.5,
+    "penstock.hub.store.ANSWER_S": 0.5,
 }
 STALL_S = "8.0"
 CAP = 8 << 20

@@ -15,8 +15,8 @@ from tests.support.authority import Authority
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError
-from penstock.hub.tls import MemberTls
-from penstock.transport.descriptor import decode
+from penstock.hub.auth import MemberTls
+from penstock.transport.protocol import decode
 
 TOKEN = "all-models-0123456789"
 

@@ -26,7 +26,7 @@ from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer.client import PeerClient
 from penstock.peer.member import host_id
-from penstock.transport.descriptor import decode, encode
+from penstock.transport.protocol import decode, encode
 
 OPERATORS, LLAMA = "operators-token-0123456789", "llama-only-token-0123456789"
 
@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="pt-"))
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
     yield directory
     shutil.rmtree(directory)
 

@@ -20,12 +20,11 @@ from penstock.errors import ConfigError, PlanError
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import Hello
+from penstock.hub.messages import PROTOCOL, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.hub.version_negotiation import PROTOCOL
 from penstock.peer import server as peer_server
-from penstock.peer.http_listener import BoundedRequestHandler
+from penstock.peer.server import BoundedRequestHandler
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
@@ -46,7 +45,7 @@ def with_more_fields(value: Any, *, inside: str = "") -> Any:
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
 
 
 @pytest.fixture

@@ -28,19 +28,18 @@ from penstock.errors import (
 )
 from penstock.http import server as http_server
 from penstock.http.connection import MAX_RUNS, HttpConnection, ReadRequest
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import ConnectionLimits
 from penstock.segments import Segments
 from penstock.testing.transport_suite import sample, segments
-from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Descriptor, Memory, decode
 
 NBYTES = 40_000_003
 HOLDER = """
 import sys, time
 from penstock.testing.transport_suite import sample
 from penstock.http import server as http_server
-from penstock.transport.descriptor import encode
+from penstock.transport.protocol import encode
 from penstock.transport.http import HttpTransport
 from penstock.http.connection import HttpConnection
 from penstock.transport.protocol import Memory

@@ -27,9 +27,8 @@ from penstock.errors import (
 )
 from penstock.testing.transport_suite import sample, segments
 from penstock.transport import nixl, nixl_reader
-from penstock.transport.descriptor import decode
 from penstock.transport.nixl import NixlTransport
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Memory, decode
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -38,7 +37,7 @@ HOLDER = """
 import sys
 from penstock.testing.transport_suite import sample
 from penstock.transport import nixl
-from penstock.transport.descriptor import encode
+from penstock.transport.protocol import encode
 from penstock.transport.protocol import Memory
 
 transport = nixl.NixlTransport(tls="tcp")

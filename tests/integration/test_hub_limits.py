@@ -28,7 +28,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import ConnectionLimits
 from penstock.net.listener import AdmittedSocket
 
 TOKEN = "a-token-of-16-characters"

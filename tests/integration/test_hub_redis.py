@@ -22,7 +22,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
 from penstock.hub.server import HubThread, bind
-from penstock.hub.store_redis import RedisStore
+from penstock.hub.store import RedisStore
 from penstock.testing import redis_server
 from penstock.testing.hubs import IDENTITY, chunks, key_state
 

@@ -10,21 +10,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.cuda.streams import never_freed
+from penstock.cuda.driver import never_freed
 from penstock.errors import ConfigError, DestinationError, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.segments import Rectangles
-from penstock.sync.receive.source_read import SourceRead
+from penstock.sync.receive.sources import SourceRead
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import pinned, staged
 from penstock.transport.choose import Links
 from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.descriptor import encode
 from penstock.transport.http import HttpTransport
 from penstock.transport.pinned import PinnedTransport
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Memory, encode
 from penstock.transport.shm import ShmTransport
 from penstock.transport.staged import StagedTransport
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock.cli.main import app
 from penstock.keeper import lease
-from penstock.memory.memfd import shared_at
+from penstock.memory.arena import shared_at
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.keeper import KeeperProcess
 

@@ -16,9 +16,8 @@ from penstock.peer import server as peer_server
 from penstock.peer.client import PeerClient
 from penstock.peer.member import Member
 from penstock.segments import Segments
-from penstock.transport.descriptor import Descriptor, decode
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Memory
+from penstock.transport.protocol import Descriptor, Memory, decode
 
 NBYTES = 64 << 20
 

@@ -19,7 +19,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.cli.main import run
 from penstock.fetch import pull as pulling
-from penstock.storage import page_cache
+from penstock.storage import local
 from penstock.testing.checkpoints import every_dtype, write_llama
 
 
@@ -126,7 +126,7 @@ def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> N
 
 
 def test_a_disk_that_is_full_leaves_nothing(keeper, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(page_cache, "_fallocate", lambda *_: errno.ENOSPC)
+    monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     assert command("llama", "--to", tmp_path / "out") == 3
     assert list(tmp_path.iterdir()) == []
 

@@ -10,8 +10,8 @@ import pytest
 from penstock.errors import ConfigError, PeerLost, StaleDescriptor
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.holder import HolderProcess, pattern
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.mapped_region import map_region
+from penstock.transport.protocol import Descriptor
+from penstock.transport.shm import map_region
 
 NBYTES = 3_000_011
 

@@ -13,7 +13,7 @@ from penstock.testing.sync import SyncWorker
 
 LAYER = 64 * 96
 """Bytes that one of two receivers takes of a layer."""
-SHAPE: dict[str, Any] = {"frozen": 4, "constants": {"penstock.sync.receive.delta.CUT_S": 0.0}}
+SHAPE: dict[str, Any] = {"frozen": 4, "constants": {"penstock.sync.receive.transfer.CUT_S": 0.0}}
 
 
 def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:

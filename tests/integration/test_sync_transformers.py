@@ -26,7 +26,7 @@ from tests.unit.sync.small_models import CONFIGS, make, saved, shuffled  # noqa:
 
 from penstock.integrations.transformers import checkpoint_shards, weights_loader  # noqa: E402
 from penstock.sync.recording.layout import fill  # noqa: E402
-from penstock.sync.recording.record import record  # noqa: E402
+from penstock.sync.recording.requirements import record  # noqa: E402
 from penstock.sync.shards import Row, declared  # noqa: E402
 
 TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]

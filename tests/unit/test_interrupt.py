@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from penstock import interrupt
+from penstock import lifecycle
 
 
 def send() -> None:
@@ -19,33 +19,33 @@ def send() -> None:
 
 def test_the_outermost_block_raises_once_its_work_is_done() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
-        with interrupt.deferred():
+    with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
+        with lifecycle.deferred():
             send()
             done.append("inner")
         done.append("outer")
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with interrupt.deferred():  # nothing is left of the signal
-        interrupt.raise_if_noted()
+    with lifecycle.deferred():  # nothing is left of the signal
+        lifecycle.raise_if_noted()
 
 
 def test_a_wait_inside_raises_once() -> None:
-    assert interrupt.longest_wait_s(30) == 30
+    assert lifecycle.longest_wait_s(30) == 30
     cleaned = []
-    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
-        assert interrupt.longest_wait_s(30) == interrupt.LOOK_S
+    with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
+        assert lifecycle.longest_wait_s(30) == lifecycle.LOOK_S
         send()
         try:
-            interrupt.raise_if_noted()
+            lifecycle.raise_if_noted()
         finally:
-            interrupt.raise_if_noted()
+            lifecycle.raise_if_noted()
             cleaned.append(True)
     assert cleaned == [True]
 
 
 def test_an_error_gives_way_to_the_signal() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, interrupt.deferred():
+    with pytest.raises(KeyboardInterrupt) as raised, lifecycle.deferred():
         send()
         raise ValueError
     assert isinstance(raised.value.__context__, ValueError)
@@ -53,25 +53,25 @@ def test_an_error_gives_way_to_the_signal() -> None:
 
 def test_a_signal_is_let_through_where_a_library_waits() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
-        with interrupt.let_through():
+    with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
+        with lifecycle.let_through():
             pass
-        assert interrupt.is_deferring()
-        with interrupt.let_through():
+        assert lifecycle.is_deferring()
+        with lifecycle.let_through():
             send()
             reached.append(True)
     assert not reached
-    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+    with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
         send()
-        with interrupt.let_through():  # it came before
+        with lifecycle.let_through():  # it came before
             reached.append(True)
     assert not reached
 
 
 def test_a_user_who_insists_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupt, "_INSISTS_S", 0.01)
+    monkeypatch.setattr(lifecycle, "_INSISTS_S", 0.01)
     reached = []
-    with pytest.raises(KeyboardInterrupt), interrupt.deferred():
+    with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
         send()
         time.sleep(0.02)
         send()
@@ -87,7 +87,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
 
     class Dropped:
         def __del__(self) -> None:
-            with interrupt.postponed():
+            with lifecycle.postponed():
                 send()
                 finished.append(True)
 
@@ -104,7 +104,7 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
-        with interrupt.deferred():
+        with lifecycle.deferred():
             send()
             assert seen == [signal.SIGINT]
     finally:
@@ -113,10 +113,10 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
     inside = []
 
     def enter() -> None:
-        with interrupt.deferred():
-            inside.append(interrupt.is_deferring())
+        with lifecycle.deferred():
+            inside.append(lifecycle.is_deferring())
 
-    with interrupt.deferred():
+    with lifecycle.deferred():
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join()
@@ -127,14 +127,14 @@ def test_a_handler_that_is_installed_inside_stays() -> None:
     def handler(number: int, frame: object) -> None:
         pass
 
-    with interrupt.deferred():
+    with lifecycle.deferred():
         signal.signal(signal.SIGINT, handler)
     assert signal.signal(signal.SIGINT, signal.default_int_handler) is handler
 
 
 FORKS = """
 import os, signal, threading
-from penstock import interrupt
+from penstock import lifecycle
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -145,7 +145,7 @@ def fork():
     codes.append(os.waitpid(child, 0)[1])
 
 codes = []
-with interrupt.deferred():
+with lifecycle.deferred():
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from penstock.cli.installed import importable
+from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
-from penstock.plan.chunks import CHUNK_BYTES
 from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates
+from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB, MIB
 
 _BYTES = 128 * MIB

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import (
+from penstock.cli.plan import RatesOption, read_rates
+from penstock.cli.terminal import (
     Format,
     FormatOption,
     Hub,
@@ -26,11 +27,9 @@ from penstock.cli.options import (
     To,
     TokenFile,
     Verify,
+    bytes_text,
     connection_of,
     given,
-)
-from penstock.cli.output import (
-    bytes_text,
     keep_stdout,
     note,
     write_columns,
@@ -38,7 +37,6 @@ from penstock.cli.output import (
     write_json,
     write_lines,
 )
-from penstock.cli.simulate import RatesOption, read_rates
 from penstock.errors import ConfigError
 from penstock.report import plain
 
@@ -105,8 +103,8 @@ def convert(
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
         from penstock.jobs.convert import plan
-        from penstock.jobs.memory_destination import ONE_FILE, SCHEME
         from penstock.jobs.predict import predict
+        from penstock.jobs.publish import ONE_FILE, SCHEME
         from penstock.jobs.workers.launch import devices_of
 
         shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
@@ -122,7 +120,7 @@ def convert(
     else:
         launcher = LocalLauncher(devices.split(","), workers)
         launcher.begin()  # now, for the rest is imported meanwhile
-    from penstock.jobs.memory_destination import SCHEME
+    from penstock.jobs.publish import SCHEME
 
     run = partial(
         _run,

@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.cli.installed import importable, package_version
-from penstock.cli.options import Format, FormatOption, given
-from penstock.cli.output import bytes_text, write_columns, write_fields, write_json, write_lines
+from penstock.cli.terminal import (
+    Format,
+    FormatOption,
+    bytes_text,
+    given,
+    importable,
+    package_version,
+    write_columns,
+    write_fields,
+    write_json,
+    write_lines,
+)
 from penstock.config import ecosystem, environment
 from penstock.errors import ConfigError
 from penstock.types import GB, GIB, MIB

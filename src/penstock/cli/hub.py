@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.options import given
-from penstock.cli.output import note
+from penstock.cli.terminal import given, note
 
 
 def hub(
@@ -49,8 +48,7 @@ def hub(
         from penstock.hub.directory import Directory
         from penstock.hub.local_hub import own_address
         from penstock.hub.server import run_hub
-        from penstock.hub.store import MemoryStore, Store
-        from penstock.hub.store_redis import RedisStore
+        from penstock.hub.store import MemoryStore, RedisStore, Store
     except MissingExtra:
         raise
     except ImportError as error:

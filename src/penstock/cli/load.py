@@ -13,8 +13,20 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Device, Format, FormatOption, MemoryBytes, Names, Uri, Verify, given
-from penstock.cli.output import bytes_text, write_fields, write_json, write_lines
+from penstock.cli.terminal import (
+    Device,
+    Format,
+    FormatOption,
+    MemoryBytes,
+    Names,
+    Uri,
+    Verify,
+    bytes_text,
+    given,
+    write_fields,
+    write_json,
+    write_lines,
+)
 from penstock.config import Settings, parse_bytes
 from penstock.report import plain
 from penstock.types import MIB

@@ -3,6 +3,10 @@
 In: arguments of the process. Out: an exit code:
     0 done   2 wrong usage   3 failed, the destination is intact   4 failed, the destination is dirty   130 interrupted
 Not here: the commands (one file each).
+
+`penstock version`: which Penstock, on which Python, with which torch.
+
+In: nothing. Out: versions. Not here: devices and limits (`doctor`).
 """
 
 from __future__ import annotations
@@ -18,22 +22,8 @@ DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 try:  # a process that is interrupted while it imports ends as one that is interrupted later
     import typer
 
-    from penstock.cli import (
-        bench,
-        convert,
-        doctor,
-        hub,
-        inspect,
-        keep,
-        load,
-        manifest,
-        output,
-        plan,
-        pull,
-        simulate,
-        status,
-        version,
-    )
+    from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, load, plan, terminal
+    from penstock.cli.terminal import Format, FormatOption, write_fields, write_json
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
@@ -46,20 +36,41 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def version(format: FormatOption = Format.human) -> None:
+    """Print the versions that a bug report needs."""
+    import platform
+
+    from penstock.cli.terminal import package_version
+
+    found = {
+        "penstock": package_version("penstock"),
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "safetensors": package_version("safetensors"),
+        "platform": platform.platform(),
+    }
+    if format is Format.json:
+        write_json(found)
+    else:
+        write_fields({name: value or "not installed" for name, value in found.items()})
+
+
 app.command("load")(load.load)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(manifest.verify)
-app.command("manifest")(manifest.manifest)
-app.command("keep")(keep.keep)
-app.command("pull")(pull.pull)
+app.command("inspect")(checkpoints.inspect)
+app.command("verify")(checkpoints.verify)
+app.command("manifest")(checkpoints.manifest)
+app.command("keep")(fleet.keep)
+app.command("pull")(fleet.pull)
 app.command("convert")(convert.convert)
 app.command("hub")(hub.hub)
-app.command("status")(status.status)
-app.command("why")(status.why)
+app.command("status")(fleet.status)
+app.command("why")(fleet.why)
 app.command("doctor")(doctor.doctor)
-app.command("version")(version.version)
+app.command("version")(version)
 app.add_typer(plan.app, name="plan")
-app.add_typer(simulate.app, name="simulate")
+app.add_typer(plan.simulate_app, name="simulate")
 app.add_typer(bench.app, name="bench")
 
 
@@ -84,7 +95,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
     except PenstockError as error:
         code = exit_code(error)
-        output.write_error(error, exit_code=code, as_json=_asks_for_json(given))
+        terminal.write_error(error, exit_code=code, as_json=_asks_for_json(given))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001
@@ -92,7 +103,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
             code = _lost_code(lost)
         else:
             traceback.print_exc()
-            output.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
+            terminal.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
             code = DIRTY
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
@@ -116,7 +127,7 @@ def _lost_code(lost: OSError) -> int:
     """Return the exit code of output that was lost: its reader had enough of it, or it is said why."""
     if isinstance(lost, BrokenPipeError):
         return CLOSED
-    output.note(f"penstock: stdout cannot be written: {lost.strerror}")
+    terminal.note(f"penstock: stdout cannot be written: {lost.strerror}")
     return FAILED
 
 

@@ -2,20 +2,39 @@
 
 In: a staging buffer and its segments. Out: bytes in slabs, or a `Pending` while a device copies.
 Not here: CUDA (`place_cuda`), which of the two (`choose_place`), what the slabs become (`loader`).
+
+CUDA memory as a place: pinned staging, asynchronous copies on one stream, slabs from torch's own allocator.
+
+In: packed segments. Out: `Pending`s that are CUDA events.
+Not here: digests on the device (`check`).
+
+Slabs are allocated on the stream that was current where the place was made, so torch's allocator tracks them as the
+caller's own; the copy stream waits for that stream after each allocation, because a recycled block may still be in
+use by kernels queued there.
+
+Choose the destination memory for a device, and the registrar that pins host memory for it.
+
+In: a torch device. Out: a `HostPlace` or `CudaPlace`; a `Registrar`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.engine.executors import Pending
-from penstock.errors import DestinationError
+from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import Registrar, StagingBuffer
+
+if TYPE_CHECKING:
+    import torch
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -111,3 +130,158 @@ class HostPlace:
         for src, slab, dst, run, _, _ in segments:
             self.slab(slab)[dst : dst + run] = buffer.array[src : src + run]
         return None
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
+
+
+class CudaRegistrar:
+    """Pins host memory for CUDA's copy engines."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `Registrar.register`."""
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code != 0:
+            raise DestinationError(f"cudaHostRegister of {nbytes} bytes failed with {code}", hint="lower memory_bytes")
+
+    def unregister(self, address: int) -> None:
+        """See `Registrar.unregister`."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class CudaPending:
+    """Copies up to an event; its handle, which the place owns."""
+
+    __slots__ = ("_driver", "_event")
+
+    def __init__(self, driver: CudaDriver, event: int) -> None:
+        self._driver, self._event = driver, event
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self._driver.is_done(self._event)
+
+
+class CudaPlace:
+    """Slabs on one CUDA device.
+
+    Args:
+        device: with an index.
+        slab_nbytes: bytes of each slab.
+        slabs: flat uint8 tensors to fill (live parameters), or None to allocate.
+    """
+
+    def __init__(
+        self, device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        self.device = device
+        self.registrar = CudaRegistrar(device)
+        self._nbytes = slab_nbytes
+        self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
+        self._caller = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(self._caller)
+        self._driver = load_driver()
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self) -> None:
+        """Make every slab that there is none of yet, all from one piece of device memory where torch has none to reuse.
+
+        One cudaMalloc instead of hundreds: the piece is allocated, freed into torch's cache, and split again.
+        Slabs that `slab` made meanwhile stay: copies to them may be under way.
+
+        Raises:
+            DeviceOutOfMemory: nothing stays allocated.
+        """
+        try:
+            with self._lock, torch.cuda.stream(self._caller):
+                open_slabs = [index for index, slab in enumerate(self._slabs) if slab is None]
+                nbytes = [self._nbytes[index] for index in open_slabs]
+                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+                slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
+                self._stream.wait_stream(self._caller)
+                for index, slab in zip(open_slabs, slabs, strict=True):
+                    self._slabs[index] = slab
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._no_room(sum(self._nbytes)) from error
+
+    def slab(self, index: int) -> torch.Tensor:
+        """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
+        slab = self._slabs[index]
+        if slab is None:
+            with self._lock:
+                slab = self._slabs[index]
+                if slab is None:
+                    slab = self._slabs[index] = self._allocate_one(self._nbytes[index])
+        return slab
+
+    def _allocate_one(self, nbytes: int) -> torch.Tensor:
+        try:
+            with torch.cuda.stream(self._caller):
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._no_room(nbytes) from error
+        self._stream.wait_stream(self._caller)
+        return buffer
+
+    def take(self, index: int) -> torch.Tensor:
+        """Return the slab, forgotten here."""
+        slab = self.slab(index)
+        self._slabs[index] = None
+        return slab
+
+    def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
+        """See `Place.direct`: no source writes to device memory."""
+        return None
+
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
+        """See `Place.copy`."""
+        event, stream = self._event_of(buffer), self._stream.cuda_stream
+        # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
+        # takes a switch interval, several times a chunk.
+        for src, slab, dst, run, _, _ in segments:
+            self._driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
+        self._driver.record(event, stream)
+        return CudaPending(self._driver, event)
+
+    def _event_of(self, buffer: StagingBuffer) -> int:
+        """Return the handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""
+        event = self._events.get(buffer.address)
+        if event is None:
+            # Torch makes an event when it is first recorded, and makes the device's context that of this thread.
+            torch.cuda.set_device(self.device)
+            event = self._events[buffer.address] = torch.cuda.Event()
+            event.record(self._stream)
+        return int(event.cuda_event)
+
+    def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceOutOfMemory(
+            f"{self.device} has {free} of {total} bytes free, {nbytes} are needed",
+            hint="free memory there, load fewer names, or load boxes",
+        )
+
+
+def place_on(
+    device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
+) -> HostPlace | CudaPlace:
+    """Slabs on a device: `slabs`, flat uint8 tensors to fill, or new ones."""
+    if device.type == "cpu":
+        return HostPlace(slab_nbytes, None if slabs is None else [slab.numpy() for slab in slabs])
+
+    return CudaPlace(device, slab_nbytes, slabs)
+
+
+def registrar_of(device: torch.device) -> Registrar | None:
+    """Return what pins host memory for a device; None where none does."""
+    if device.type != "cuda":
+        return None
+
+    return CudaRegistrar(device)

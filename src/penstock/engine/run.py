@@ -15,13 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.closing import Closing
 from penstock.engine.check import Checker
-from penstock.engine.executors import Executor, HostedExecutor, Pending, Work
+from penstock.engine.executors import Executor, HostedExecutor, Pending, Ticket, Work
 from penstock.engine.fetch_ring import Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
-from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
+from penstock.lifecycle import Closing
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source

@@ -29,15 +29,13 @@ from penstock.errors import (
     PenstockError,
     SourceError,
 )
-from penstock.hub.identity import Identity
-from penstock.hub.messages import HoldingState
+from penstock.hub.messages import HoldingState, Identity
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.peer.local_weights import LocalWeights
+from penstock.peer.local_weights import LocalWeights, WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.peer.member import Member
-from penstock.peer.weight_layout import WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
 from penstock.types import U64, TensorTable

@@ -24,20 +24,16 @@ from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import IntegrityError, PenstockError
 from penstock.fetch.discover import Discovery, Target
-from penstock.fetch.provenance import Provenance
-from penstock.fetch.report import FetchReport, report_of
+from penstock.fetch.report import FetchReport, Provenance, report_of
 from penstock.fetch.run import Fetch
 from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
-from penstock.hub.identity import Identity
+from penstock.hub.messages import Identity
 from penstock.loader.into import targets_of
-from penstock.loader.progress import ProgressOption, looked_at
-from penstock.loader.report import Phases
+from penstock.loader.report import Phases, ProgressOption, looked_at
 from penstock.loader.session import resolve_device
-from penstock.peer.local_weights import LocalWeights
-from penstock.peer.member import Member
-from penstock.peer.shutdown import until_stopped
-from penstock.peer.weight_layout import layout_of_tensors
+from penstock.peer.local_weights import LocalWeights, layout_of_tensors
+from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
 
 

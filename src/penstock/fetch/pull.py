@@ -22,7 +22,7 @@ from penstock.errors import IntegrityError
 from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.loader.progress import ProgressOption
+from penstock.loader.report import ProgressOption
 from penstock.peer.local_weights import LocalWeights
 from penstock.storage.output import OutputSet, require_free, typed
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri

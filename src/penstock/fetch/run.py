@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from penstock.closing import Closing
-from penstock.engine.executors import Executor, Pending, Work, guarded
-from penstock.engine.ticket import LEAST_BYTES, Silence, Ticket
+from penstock.engine.executors import LEAST_BYTES, Executor, Pending, Silence, Ticket, Work, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
@@ -30,17 +28,17 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.fetch.provenance import NEAREST, Provenance
+from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.storage_reader import StorageReader
 from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
+from penstock.lifecycle import Closing
 from penstock.peer.local_weights import Bools, LocalWeights
 from penstock.peer.member import Member
-from penstock.plan.chunks import to_ranges
+from penstock.plan.schedule import to_ranges
 from penstock.transport.protocol import Pending as PendingRead
-from penstock.transport.protocol import Stoppable, Transport
-from penstock.transport.reads import wait_all
+from penstock.transport.protocol import Stoppable, Transport, wait_all
 from penstock.types import GB, I64
 
 READS_AT_ONCE = 6

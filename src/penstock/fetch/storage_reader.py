@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from penstock.engine.choose_place import place_on
+from penstock.engine.place import place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
 from penstock.loader.session import Session
-from penstock.peer.weight_layout import WeightLayout
+from penstock.peer.local_weights import WeightLayout
 from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 

@@ -12,8 +12,7 @@ import time
 
 import numpy as np
 
-from penstock.engine.executors import guarded
-from penstock.engine.ticket import Silence, Ticket
+from penstock.engine.executors import Silence, Ticket, guarded
 from penstock.errors import (
     FormatError,
     IntegrityError,
@@ -23,14 +22,13 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
+from penstock.hub.grants import make_proof
 from penstock.hub.messages import HoldingMap, LogReply, Proof
-from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
 from penstock.segments import Segments
 from penstock.transport.choose import Links, Reaching
-from penstock.transport.descriptor import Descriptor, decode
-from penstock.transport.protocol import Coding, Handle, Transport
+from penstock.transport.protocol import Coding, Descriptor, Handle, Transport, decode
 from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from penstock.errors import ConfigError
-from penstock.fork import let_go_in_children
+from penstock.lifecycle import let_go_in_children
 
 _WHOLE_BYTES = 64 << 10
 """From this many bytes on the kernel is asked to fill the buffer before it returns (MSG_WAITALL).

@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from penstock.closing import Closing
-from penstock.net.limits import MIN_BYTES_PER_S
-from penstock.net.peercred import connect_unix
+from penstock.lifecycle import Closing
+from penstock.net.admission import MIN_BYTES_PER_S
 from penstock.net.timed import TimedReader
+from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20
 """Longest accepted answer: the table of four million tensors."""

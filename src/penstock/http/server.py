@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.http.byte_planes import BLOCK_BYTES, Planes
+from penstock.http.compression import BLOCK_BYTES, Planes
 from penstock.http.connection import (
     CODING,
     MAX_BODY_BYTES,
@@ -37,8 +37,7 @@ from penstock.http.connection import (
     fields,
     front,
 )
-from penstock.net.admission import Admission, Connection
-from penstock.net.limits import MIN_BYTES_PER_S, ConnectionLimits
+from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits
 from penstock.net.listener import ThreadedListener
 
 HEAD_S = 10.0

@@ -13,7 +13,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.net.peercred import connect_unix
+from penstock.net.unix_sockets import connect_unix
 
 PEER_URL_PATTERN = (
     r"^(?:unix://(/[!-~]{1,106})"

@@ -5,6 +5,16 @@ Not here: sockets and threads (`server`), the answers (`directory`), the caller'
 
 Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. Whatever is not 2xx has a
 `Fault` as its body.
+
+The operations of the hub: method, path, message types and the directory's method that answers.
+
+In: nothing. Out: `OPERATIONS`, from which the app makes its routes and the OpenAPI document its paths.
+Not here: HTTP (`app`), the answers (`directory`).
+
+The hub's OpenAPI document.
+
+In: the operations. Out: a document whose schemas msgspec makes from the messages.
+Not here: the operations (`operations`), the routes (`app`).
 """
 
 from __future__ import annotations
@@ -12,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,19 +39,129 @@ from penstock.errors import (
     UnknownMember,
 )
 from penstock.hub.audit import CALLER, STRANGER
-from penstock.hub.auth import LIFE_HEADER, Auth, Caller, member_of
+from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
+    UPGRADE_HINT,
+    AnnouncedVersion,
+    Beat,
+    ClaimReply,
+    ClaimRequest,
+    Complaint,
     Fault,
     Hello,
     MemberId,
+    Status,
+    SyncReply,
+    SyncRequest,
+    UpstreamsReply,
+    UpstreamsRequest,
+    Welcome,
+    Why,
+    WhyRequest,
     Word,
+    version_fault,
 )
-from penstock.hub.operations import FAULTS, OPERATIONS, Operation
 from penstock.hub.store import MemoryStore
-from penstock.hub.tls import CERTIFICATE
-from penstock.hub.version_negotiation import UPGRADE_HINT, AnnouncedVersion, version_fault
+
+if TYPE_CHECKING:
+    from penstock.hub.metrics import Metrics
+
+
+FAULTS = {
+    400: "the caller speaks another major version of the protocol",
+    401: "no token, or not one of this hub's",
+    403: "not for this caller, or another process's member",
+    409: "the holding contradicts itself",
+    410: "the member is not known: register it again (hello)",
+    413: "the body is too large",
+    422: "the body or a parameter is not what the schema says",
+    429: "this caller asks for that too often",
+    503: "the hub's store does not answer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of the hub: its method and path, its message types, and the function that answers."""
+
+    name: str
+    method: str
+    path: str
+    about: str
+    takes: type | None = None
+    gives: type | None = None
+    models: Callable[[Any], Iterable[str]] = lambda _: ()
+    """Models that the body names, which the caller's token must allow."""
+    answer: Callable[[Directory, str, Any, Caller], Any]
+    """Called with the directory, the parameter in path or query, the body, and the caller."""
+    speaker: Callable[[str, Any], str] | None = None
+    """Returns, from the parameter and the body, the member spoken for, whose secret the caller must show."""
+
+
+def _in_path(parameter: str, _: Any) -> str:
+    return parameter
+
+
+def _in_body(_: str, body: Any) -> str:
+    return str(body.member)
+
+
+def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
+    return (request.holding.identity.model,)
+
+
+OPERATIONS = (
+    Operation(
+        name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
+        speaker=_in_body,
+        answer=lambda directory, _, body, caller: directory.hello(body, caller),
+    ),
+    Operation(
+        name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat, with all that the member holds.",
+        takes=Beat, speaker=_in_path,
+        models=lambda beat: (
+            *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
+        ),
+        answer=lambda directory, member, body, caller: directory.beat(member, body),
+    ),
+    Operation(
+        name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
+        speaker=_in_path,
+        answer=lambda directory, member, _, caller: directory.leave(member),
+    ),
+    Operation(
+        name="flight", method="POST", path="/v1/flight", about="Members to read chunks from, with grants.",
+        takes=UpstreamsRequest, gives=UpstreamsReply, models=_model_of, speaker=_in_body,
+        answer=lambda directory, _, body, caller: directory.upstreams(body),
+    ),
+    Operation(
+        name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
+        takes=ClaimRequest, gives=ClaimReply, models=_model_of, speaker=_in_body,
+        answer=lambda directory, _, body, caller: directory.claim(body),
+    ),
+    Operation(
+        name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
+        takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
+        speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
+    ),
+    Operation(
+        name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
+        speaker=_in_body,
+        answer=lambda directory, _, body, caller: directory.complain(body, caller),
+    ),
+    Operation(
+        name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
+        answer=lambda directory, model, _, caller: directory.status(model or None),
+    ),
+    Operation(
+        name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
+        takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
+        answer=lambda directory, _, body, caller: directory.why(body),
+    ),
+)  # fmt: skip
+
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -52,8 +173,6 @@ try:
 except ImportError as error:
     raise MissingExtra("the hub needs FastAPI", hint="pip install 'penstock[hub]'") from error
 
-if TYPE_CHECKING:
-    from penstock.hub.metrics import Metrics
 
 MAX_BODY_BYTES = 8 << 20
 """A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
@@ -92,7 +211,6 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         MissingExtra: FastAPI or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
-    from penstock.hub.openapi import document
 
     auth = auth or Auth()
     metrics = Metrics(directory)
@@ -314,3 +432,84 @@ def _map_faults(app: FastAPI, metrics: Metrics) -> None:
     app.add_exception_handler(PenstockError, ours)
     app.add_exception_handler(HTTPException, framework)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+_REF = "#/components/schemas/{name}"
+
+
+def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document."""
+    operations = tuple(operations)  # it is walked twice, and may be an iterator
+    named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
+    _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, faults)
+    for path, about in (
+        ("/healthz", "The process answers."),
+        ("/readyz", "The store answers, too."),
+        ("/metrics", "For Prometheus."),
+    ):
+        page = {"description": "text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        get: dict[str, Any] = {"summary": about, "operationId": path[1:], "responses": {"200": page}}
+        if path != "/healthz":
+            get["responses"]["503"] = _fault(faults[503])
+        if path == "/metrics":
+            get["responses"]["401"] = _fault(faults[401])
+        else:
+            get["security"] = []
+        paths[path] = {"get": get}
+    openapi: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock hub", "version": "1", "description": "Who holds what; never the bytes."},
+        "paths": paths,
+        "components": {"schemas": dict(components)},
+    }
+    if auth.token_file is not None:
+        openapi["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        openapi["security"] = [{"token": []}]
+    described: dict[str, Any] = _as_ecma(openapi)
+    return described
+
+
+def _as_ecma(value: Any) -> Any:
+    r"""Write the ends of patterns as JSON Schema does: its `$` is Python's `\Z`, which no newline may follow."""
+    if isinstance(value, dict):
+        return {
+            name: item.replace(r"\Z", "$") if name == "pattern" and isinstance(item, str) else _as_ecma(item)
+            for name, item in value.items()
+        }
+    return [_as_ecma(item) for item in value] if isinstance(value, list) else value
+
+
+def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any]:
+    described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
+    if operation.gives is None:
+        described["responses"]["204"] = {"description": "done"}
+    else:
+        described["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
+    for status, what in faults.items():
+        described["responses"][str(status)] = _fault(what)
+    if operation.takes is not None:
+        described["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+    parameters: list[dict[str, Any]] = []
+    if "{member}" in operation.path:
+        schema = msgspec.json.schema(MemberId)
+        parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
+    if operation.name == "status":
+        schema = msgspec.json.schema(Word)
+        parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
+    if operation.speaker is not None:
+        about = "The secret that the member's id is the digest of."
+        parameters.append(
+            {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
+        )
+    return described | ({"parameters": parameters} if parameters else {})
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
+
+
+def _fault(what: str) -> dict[str, Any]:
+    return {"description": what, **_json("Fault")}

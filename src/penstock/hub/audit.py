@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.hub.rate import RateLimit
+from penstock.hub.auth import RateLimit
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="hub")
 """Caller of the request that is being answered: `Caller.name`, or `STRANGER`."""

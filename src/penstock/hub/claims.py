@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.errors import PlanError
 from penstock.hub.messages import ClaimRequest, HoldingState, Ranges
-from penstock.plan.chunks import to_ranges
+from penstock.plan.schedule import to_ranges
 from penstock.types import GIB, MIB
 
 Bools = npt.NDArray[np.bool_]

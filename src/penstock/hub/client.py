@@ -2,6 +2,11 @@
 
 In: messages. Out: the hub's answers, its faults as typed errors.
 Not here: the times of requests (`peer.member`), hosting the hub of one host (`local_hub`).
+
+The verbs `status` and `why`: the members of a fleet with their holdings, and the reasons for their upstreams.
+
+In: connection settings. Out: the hub's answers, as values.
+Not here: the answers (`directory`, `explain`), how a command prints them (`cli.status`).
 """
 
 from __future__ import annotations
@@ -20,8 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from penstock.arguments import require_hub_address
-from penstock.closing import Closing
+from penstock.arguments import require_hub_address, require_name
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
@@ -35,6 +39,7 @@ from penstock.errors import (
 from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.messages import (
+    UPGRADE_HINT,
     Beat,
     ClaimReply,
     ClaimRequest,
@@ -42,14 +47,16 @@ from penstock.hub.messages import (
     Fault,
     Hello,
     Status,
+    SyncReply,
+    SyncRequest,
     UpstreamsReply,
     UpstreamsRequest,
     Welcome,
     Why,
     WhyRequest,
+    version_fault,
 )
-from penstock.hub.sync_messages import SyncReply, SyncRequest
-from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
+from penstock.lifecycle import Closing
 
 TIMEOUT_S = 10.0
 """Deadline of a request with all its retries; known peers stay usable meanwhile."""
@@ -397,3 +404,39 @@ def _fault(status: int, answer: bytes) -> Fault:
         return _FAULT.decode(answer)
     except msgspec.MsgspecError:
         return Fault(error=f"status {status} with a body that is not a hub's")
+
+
+def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> Status:
+    """Return the members of a fleet: what they hold, how far they are, and where their bytes come from.
+
+    Args:
+        model: only members that have or get it; None: all.
+        connection: the hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the hub of
+            this host. See `ConnectionSettings`.
+
+    Raises:
+        HubUnavailable: there is no hub. PermissionDenied: it does not take the token.
+        ConfigError, MissingExtra: an argument is wrong, or a package is not installed.
+    """
+    settings = resolve_connection(connection)
+    if model is not None:
+        require_name("model", model)
+    with HubClient.connect(settings.hub, settings.token) as client:
+        return client.status(model)
+
+
+def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
+    """Return the reasons why members read a model from their upstreams, and why not from others, one in each line.
+
+    Args:
+        model: the name that its members agree on.
+        member: only of this member, by its id.
+        connection: see `status`.
+
+    Raises:
+        NotFound: no such member. Others as `status`.
+    """
+    settings = resolve_connection(connection)
+    require_name("model", model)
+    with HubClient.connect(settings.hub, settings.token) as client:
+        return client.why(WhyRequest(model=model, member=member))

@@ -18,9 +18,8 @@ from collections.abc import Callable
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock.hub.auth import Auth
+from penstock.hub.auth import CERTIFICATE, Auth, certificate_names
 from penstock.hub.messages import Fault
-from penstock.hub.tls import CERTIFICATE, certificate_names
 from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
 

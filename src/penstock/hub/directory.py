@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
-from penstock.hub import explain, sync_directory
+from penstock.hub import snapshot
 from penstock.hub.address import parse_peer_url
-from penstock.hub.auth import TOKEN_CALLER, Caller
+from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
-from penstock.hub.grants import GrantSigner
+from penstock.hub.grants import GrantSigner, proof_fault
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -32,6 +32,8 @@ from penstock.hub.messages import (
     HoldingState,
     Ranges,
     Status,
+    SyncReply,
+    SyncRequest,
     Upstream,
     UpstreamsReply,
     UpstreamsRequest,
@@ -39,8 +41,6 @@ from penstock.hub.messages import (
     Why,
     WhyRequest,
 )
-from penstock.hub.proof import proof_fault
-from penstock.hub.rate import RateLimit
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
     HOLDING_DECODER,
@@ -56,7 +56,6 @@ from penstock.hub.snapshot import (
     status,
 )
 from penstock.hub.store import ABSENT, Entry, Store
-from penstock.hub.sync_messages import SyncReply, SyncRequest
 
 COMPLAINT_TTL_S = 30.0
 """Time after which a holder that could not be read is tried again."""
@@ -211,7 +210,7 @@ class Directory:
         )
         for holding in beat.holdings:
             self._hold(known, holding)
-        sync_directory.record_states(
+        snapshot.record_states(
             self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
         )
         # A request of the same member may have changed the entry since it was read: then merge with that once more. If
@@ -378,7 +377,7 @@ class Directory:
         """Return the members of a sync, with the grants requested. Raises UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
-        return sync_directory.list_members(self.store, request, self._grants())
+        return snapshot.list_members(self.store, request, self._grants())
 
     # For people.
 
@@ -389,7 +388,7 @@ class Directory:
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""
         views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
-        return Why(lines=explain.explain_lines(request, {key: view for key, view in views.items() if view.held}))
+        return Why(lines=snapshot.explain_lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
 

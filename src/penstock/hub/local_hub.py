@@ -22,15 +22,14 @@ import time
 import weakref
 from pathlib import Path
 
-from penstock.closing import Closing
 from penstock.config import runtime_dir
 from penstock.errors import ConfigError, HubUnavailable
-from penstock.fork import let_go_in_children
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import LivedClock, MemoryStore
-from penstock.net.peercred import connect_unix, peer_credentials
+from penstock.lifecycle import Closing, let_go_in_children
+from penstock.net.unix_sockets import connect_unix, peer_credentials
 
 BEAT_S = 0.5
 """On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""

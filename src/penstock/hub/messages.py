@@ -3,6 +3,24 @@
 In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields, which
 a newer minor version may send (`version_negotiation`).
 Not here: sending them (`client`, `peer.client`), answering them (`app`, `peer.server`).
+
+The identity of weights in one rank's memory, which decides if members can exchange them, and its digest, the key.
+
+In: a worker's description of its weights. Out: a key; the fields in which two identities differ.
+Not here: the members that hold weights (`directory`), the bytes' own digests (`digest`).
+
+The version of the protocol between members and the hub, and the versions that are compatible.
+
+In: a version that the other side announced. Out: the reason if it is not compatible.
+Not here: the messages (`messages`, `sync_messages`).
+
+Within one major version fields are only added, each with a default: unknown ones are ignored, missing ones take their
+default, and both sides use the fields that both have. A change that an older side would misread is a new major version.
+
+Messages of a sync, between members and the hub (JSON) and between members (msgpack): typed values.
+
+In / Out: frozen structs, as in `messages`. Layouts and parts are sent as `plan.columns` encodes them.
+Not here: sending them (`sync`), answering them (`sync_directory`, `sync.routes`).
 """
 
 from __future__ import annotations
@@ -10,11 +28,83 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from penstock.hub.address import PEER_URL_PATTERN
-from penstock.hub.identity import Identity
-from penstock.hub.version_negotiation import PROTOCOL, AnnouncedVersion, ProtocolVersion
+from penstock.types import DType, TensorTable
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two holdings exchange chunks only if all of these are equal; a field left empty is equal only to an empty one.
+
+    Unknown fields are refused, unlike in messages: ignoring one would call weights equal that differ in it. A new field
+    is a new major version of the protocol.
+    """
+
+    model: str
+    revision: str = ""
+    """`w1-...`; or `h1-...` and the files' identities, since headers alone do not say that bodies are equal."""
+    layout: str = ""
+    """Digest of names, dtypes and shapes: `layout_digest`."""
+    dtype: str = ""
+    quantization: str = ""
+    """Digest of the whole quantisation config."""
+    parallel: dict[str, str] = {}
+    """Coordinates, e.g. `{"tp": "1/4", "pp": "0/1"}`."""
+    role: str = "target"
+    """`target`, `draft`, `lora:NAME`, ..."""
+    post_processing: str = ""
+    """The engine's changes to the weights after loading; empty: none."""
+    engine: str = ""
+    """Name and version of engine and kernels, where `post_processing` depends on them."""
+    device_capability: str = ""
+
+    def key(self) -> str:
+        """Return the digest of all fields: 32 hex digits."""
+        # Deterministic order: the key must not depend on the order in which a caller filled `parallel`.
+        ordered = msgspec.json.encode(self, order="deterministic")
+        return str(blake3(ordered).hexdigest(length=16))
+
+    def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
+        """Return the differing fields: name -> (this one's, the other's)."""
+        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+
+def layout_digest(table: TensorTable) -> str:
+    """Return the digest of names, dtypes and shapes, sorted by name, whatever the files are: 32 hex digits."""
+    rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
+    return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))
+
+
+PROTOCOL = "2.1"
+"""This release's. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's
+epoch; 2.1 signs the digests in logs."""
+ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
+
+
+class AnnouncedVersion(msgspec.Struct, frozen=True):
+    """The version in a message whose other fields may be of a version that is not known here."""
+
+    protocol: ProtocolVersion = "1.0"
+
+
+def version_fault(theirs: str, who: str, us: str) -> str:
+    """Return why a version is not compatible; empty: it is.
+
+    Args:
+        theirs: what the other side announced.
+        who: the other side, for the message.
+        us: this side, for the message.
+    """
+    if theirs.partition(".")[0] == PROTOCOL.partition(".")[0]:
+        return ""
+    return f"{who} speaks protocol {theirs}, {us} speaks {PROTOCOL}: their major versions differ"
+
+
+UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"
+
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
@@ -343,4 +433,160 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
 
 
 prepare(AnnouncedVersion)
+prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))
+
+
+def sync_key(name: str) -> str:
+    """Return the key that grants for a sync name: 32 hex digits of its name."""
+    return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
+
+
+# Member -> hub.
+
+
+class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the members of a sync, with grants for some of them."""
+
+    member: MemberId
+    name: Word
+    grants: Annotated[tuple[MemberId, ...], Meta(max_length=65536)] = ()
+
+
+class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of a sync."""
+
+    member: MemberId
+    host: Word
+    doors: PeerUrls
+    called: str
+    """For people."""
+    since: float
+    """Time at which it joined, by the hub's clock."""
+    seen: float
+    """Time of its last beat."""
+    state: SyncState
+    grant: bytes = b""
+    """For the caller, if it requested one."""
+    certificate: Certificate = ""
+
+
+class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
+    """All members of a sync, the earliest first."""
+
+    members: tuple[SyncMember, ...] = ()
+    is_new: bool = False
+    """Whether the hub is new, so that members may be missing."""
+
+
+# Member -> member, msgpack.
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A member's request for a session, with its grant."""
+
+    member: MemberId
+    key: Key
+    grant: bytes
+    protocol: ProtocolVersion = PROTOCOL
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to send requests, until the member is silent for `ttl_s`."""
+
+    session: Word
+    ttl_s: float
+    protocol: ProtocolVersion = PROTOCOL
+
+
+class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A receiver's request to a planner for its part of the transfer plan."""
+
+    version: Version
+    """-1: the newest there is."""
+    digest: Key
+    """Of its layout."""
+    layout: bytes | None = None
+    """The layout itself, if the planner does not know it."""
+    have_key: str = ""
+    """Key of the part that it has already."""
+    without: tuple[MemberId, ...] = ()
+    """Sources that it could not read."""
+
+
+class PartReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the transfer plan; or a request for the layout; or the reason why there is no part yet."""
+
+    version: Version = -1
+    run: str = ""
+    needs_layout: bool = False
+    not_yet: str = ""
+    key: str = ""
+    part: bytes | None = None
+    """None: the part that the receiver has already."""
+
+
+class TableReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that all publishers hold together."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tags: tuple[str, ...] = ()
+    """Transformation of each tensor's values; empty: none of any tensor."""
+
+
+class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A publisher's progress."""
+
+    run: str
+    version: Version
+    """The newest that it began."""
+    is_open: bool
+    """Whether that version can be read of it now."""
+
+
+class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Byte ranges that the caller will read, as columns of little-endian int64; by their digest if sent before."""
+
+    version: Version
+    generation: Count
+    strips: bytes
+    """BLAKE3 of the columns."""
+    at: bytes = b""
+    run_bytes: bytes = b""
+    num_rows: bytes = b""
+    pitch: bytes = b""
+    wait_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of the byte ranges, little-endian uint64; None while their bytes are not ready."""
+
+    digests: bytes | None
+    num_ready: Count
+    is_unknown: bool = False
+    """The ranges of that digest are not known, and must be sent."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """A receiver's progress, sent to the planner of its part."""
+
+    version: Version
+    """-1: the present one; the receiver failed before it knew a version."""
+    moved_bytes: Count = 0
+    outcome: Literal["", "committed", "failed"] = ""
+    why: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's decision on the end of a live version."""
+
+    is_over: bool
+    is_begun: bool = False
+    """Whether rank 0 has begun it."""
+    committed: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    failed: dict[str, str] = {}
+
+
 prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))

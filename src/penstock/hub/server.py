@@ -23,13 +23,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
-from penstock.fork import let_go_in_children
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
-from penstock.net.acceptor import Acceptor
-from penstock.net.admission import Admission
-from penstock.net.limits import ConnectionLimits, descriptor_limit, raise_descriptor_limit
-from penstock.net.listener import BACKLOG, GuardedListener
+from penstock.lifecycle import let_go_in_children
+from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit, raise_descriptor_limit
+from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 
 if TYPE_CHECKING:
     import uvicorn

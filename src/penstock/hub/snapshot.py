@@ -1,13 +1,24 @@
 """A snapshot of one key at the hub: the members that have or fetch it, complaints, and the relay among them.
 
 In: the store's entries. Out: a `HubSnapshot`. Not here: changing anything (`directory`).
+
+The hub's side of a sync: the members that take part under a name, and grants to contact them.
+
+In: `SyncState`s of beats, in the store. Out: a `SyncReply`.
+Not here: planning and versions (`sync`): the hub only lists the members and their reported states.
+
+    sync/KEY/MEMBER    one entry for each member and name, for as long as it beats
+
+Explanations of why members read a model from their upstreams: differing identities, states, complaints.
+
+In: a request, the hub's snapshot of each key. Out: lines for people. Not here: the answer's transport (`app`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TypeVar
 from urllib.parse import quote
@@ -16,10 +27,94 @@ import msgspec
 import numpy as np
 
 from penstock.hub.claims import Bools
-from penstock.hub.messages import Complaint, Hello, HoldingState, MemberStatus, Status
+from penstock.hub.grants import GrantSigner
+from penstock.hub.messages import (
+    Complaint,
+    Hello,
+    HoldingState,
+    Identity,
+    MemberStatus,
+    Status,
+    SyncMember,
+    SyncReply,
+    SyncRequest,
+    SyncState,
+    WhyRequest,
+    sync_key,
+)
 from penstock.hub.store import Entry, Store
-from penstock.hub.sync_directory import states_of
 from penstock.plan.relay import DISTRUST, Node, Relay
+
+
+class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a member of a sync."""
+
+    hello: Hello
+    since: float
+    seen: float
+    state: SyncState
+    certificate: str = ""
+
+
+_SYNCED = msgspec.msgpack.Decoder(SyncEntry)
+
+
+def record_states(
+    store: Store,
+    hello: Hello,
+    since: float,
+    now: float,
+    ttl_s: float,
+    states: Iterable[SyncState],
+    certificate: str = "",
+) -> None:
+    """Store the sync states that a heartbeat reports."""
+    for state in states:
+        entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
+        store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
+
+
+def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
+    """Return the live members of a sync, the earliest first.
+
+    Raises:
+        HubUnavailable: the store did not answer.
+    """
+    key, wanted = sync_key(request.name), set(request.grants)
+    members = []
+    for name, entry in store.scan(f"sync/{key}/").items():
+        synced = _SYNCED.decode(entry.value)
+        if synced.state.name != request.name or store.read(f"member/{name}") is None:
+            continue  # it left: its entry here expires later than its membership
+        grant = (
+            signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
+            if name in wanted
+            else b""
+        )
+        members.append(
+            SyncMember(
+                member=name,
+                host=synced.hello.host,
+                doors=synced.hello.doors,
+                called=synced.hello.name,
+                since=synced.since,
+                seen=synced.seen,
+                state=synced.state,
+                grant=grant,
+                certificate=synced.certificate,
+            )
+        )
+    members.sort(key=lambda member: (member.since, member.member))
+    return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
+
+
+def states_of(store: Store) -> dict[str, list[SyncState]]:
+    """Return member -> its syncs, for `status`."""
+    states_of_member: dict[str, list[SyncState]] = {}
+    for name, entry in store.scan("sync/").items():
+        states_of_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
+    return {member: sorted(states, key=lambda state: state.name) for member, states in states_of_member.items()}
+
 
 T = TypeVar("T")
 CHEAP_READ_S = 0.0005
@@ -322,3 +417,128 @@ def status(store: Store, model: str | None, now: float) -> Status:
             )
         )
     return Status(members=tuple(members))
+
+
+_MAX_LINES = 200
+
+
+def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
+    """Return the explanation, at most 200 lines."""
+    if not views:
+        return (f"no member has or fetches {request.model}: the first one to fetch it reads storage",)
+    lines = list(_lines(request, views))
+    # A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"... and {len(lines) - _MAX_LINES} lines more: name a member"]
+    return tuple(lines)
+
+
+def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    if request.identity is not None:
+        yield from _of_identity(request.identity, request.identity.key(), views)
+        return
+    askers = [
+        (key, name, holder)
+        for key, view in sorted(views.items())
+        for name, holder in sorted(view.held.items())
+        if (request.member == name if request.member else holder.holding.state == "filling")
+    ]
+    if not askers:
+        if request.member:
+            yield f"{request.member} neither has nor fetches {request.model}"
+        else:
+            yield f"no member is fetching {request.model}"
+        for key, view in sorted(views.items()):
+            for name, holder in sorted(view.held.items()):
+                demoted = f"; {words}" if (words := _demoted(view, name)) else ""
+                yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
+        yield from _between_keys(views)
+        return
+    for key, name, holder in askers:
+        yield from _of_member(key, name, holder, views)
+
+
+def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    view = views[key]
+    if holder.holding.state != "filling":
+        yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
+        return
+    order = view.relay(holder.holding.num_chunks).upstreams(name)
+    yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
+    for other, theirs in sorted(view.held.items()):
+        if other != name:
+            yield f"  {other}: {_between(name, holder, other, theirs, view, order)}"
+    yield from (f"  {line}" for line in _of_identity(holder.holding.identity, key, views, ours=False))
+
+
+def _between(
+    name: str, holder: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
+) -> str:
+    facts = [_has(theirs)]
+    if theirs.holding.num_chunks != holder.holding.num_chunks:
+        facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
+    facts += [
+        f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
+        for complaint in view.complaints
+        if complaint.of == other
+    ]
+    if words := _demoted(view, other):
+        facts.append(words)
+    if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
+        facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
+    if other in order:
+        facts.append("parent" if order[0] == other else f"substitute, number {order.index(other)}")
+    elif theirs.holding.parent == name:
+        facts.append("reads from it")
+    else:
+        facts.append("not among its upstreams: others are nearer, further ahead, or it is a descendant")
+    return "; ".join(facts)
+
+
+def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
+    for other, view in sorted(views.items()):
+        for name, holder in sorted(view.held.items()):
+            if other == key:
+                if ours:
+                    can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
+                    yield f"{name} {_has(holder)}: the identities are equal, {can}"
+                continue
+            differing = identity.differences(holder.holding.identity)
+            words = "; ".join(
+                f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
+            )
+            yield f"{name}: cannot be read, the identities differ: {words}"
+
+
+def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
+    identities = [
+        (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
+    ]
+    for key, identity in identities[1:]:
+        # Each with the first only: all pairs of n keys would repeat most differences n times.
+        first, of_first = identities[0]
+        words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
+        yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
+
+
+def _came(holder: HoldingEntry) -> str:
+    """Return the path of a member's bytes and the reason for it."""
+    holding = holder.holding
+    why = f" ({holding.why})" if holding.why else ""
+    return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
+
+
+def _demoted(view: HubSnapshot, name: str) -> str:
+    """Return that a member is the last choice for everyone, and why; empty: it is not."""
+    if not view.demoted(name):
+        return ""
+    why = ": it signed digests that are not the revision's" if name in view.proven else ""
+    return f"demoted for everyone{why}"
+
+
+def _has(holder: HoldingEntry) -> str:
+    holding = holder.holding
+    if holding.state == "whole":
+        return "is whole"
+    return f"is {holding.state} with {holder.num_have} of {holding.num_chunks} chunks"

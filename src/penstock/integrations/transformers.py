@@ -141,8 +141,8 @@ def checkpoint_shards(
     from torch.distributed.fsdp import FSDPModule
     from transformers import initialization
 
-    from penstock.sync.recording import reverse as rename
-    from penstock.sync.recording.record import record
+    from penstock.sync.recording import layout as rename
+    from penstock.sync.recording.requirements import record
 
     own: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
     with initialization.no_init_weights(), torch.device("meta"):

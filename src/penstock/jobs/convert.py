@@ -25,31 +25,33 @@ import numpy as np
 
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
-from penstock.jobs.cache_locality import bytes_read
 from penstock.jobs.coordinator import Coordinator
-from penstock.jobs.job import SHARD_BYTES, Job
-from penstock.jobs.journal import Journal, Notes
-from penstock.jobs.memory_destination import ONE_FILE, SCHEME, MemoryDestination, fill
+from penstock.jobs.job import SHARD_BYTES, Job, Journal, Notes, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.operations.spec import Operations
 from penstock.jobs.predict import Predicted, predict
 from penstock.jobs.publish import (
     METADATA,
+    ONE_FILE,
+    SCHEME,
     STAMP,
+    MemoryDestination,
     check_repeated,
     check_unchanged,
     config_of,
+    fill,
     forget_what_did_not_last,
     manifest_of,
     published,
+    sidecar_files,
     small_files,
+    small_from,
     stamp,
 )
 from penstock.jobs.report import ConvertReport, how_verified
 from penstock.jobs.request import ConvertRequest, plan_request
-from penstock.jobs.sidecar_files import sidecar_files, small_from
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, rows_of
-from penstock.loader.progress import Progress, ProgressOption
+from penstock.loader.report import Progress, ProgressOption
 from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
@@ -350,7 +352,7 @@ def _launcher(ray: str | None, devices: str | Sequence[str], workers: int | None
         launcher = stack.enter_context(LocalLauncher(devices, workers))
         launcher.begin()
         return launcher
-    from penstock.jobs.workers.launch_ray import RayLauncher
+    from penstock.jobs.workers.launch import RayLauncher
 
     cluster = RayLauncher(ray)
     stack.callback(cluster.close)

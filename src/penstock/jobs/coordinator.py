@@ -21,10 +21,8 @@ import msgspec
 import numpy as np
 
 from penstock import errors
-from penstock.closing import Closing
 from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError
-from penstock.jobs.job import Job
-from penstock.jobs.journal import Journal
+from penstock.jobs.job import Job, Journal
 from penstock.jobs.messages import (
     HELLO_BYTES,
     MAX_FRAME_BYTES,
@@ -43,6 +41,7 @@ from penstock.jobs.messages import (
     listen,
 )
 from penstock.jobs.workers.launch import Launcher, WorkerStats, WorkerTrace
+from penstock.lifecycle import Closing
 from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of
 

@@ -16,8 +16,7 @@ import msgspec
 
 from penstock.engine.trace import Span
 from penstock.errors import FormatError, PeerLost
-from penstock.net.admission import Admission
-from penstock.net.limits import ConnectionLimits, descriptor_limit
+from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit
 from penstock.net.listener import GuardedListener
 
 MAX_FRAME_BYTES = 64 << 20

@@ -2,32 +2,42 @@
 
 In: a job, its journal, its output. Out: a journal that matches the disk; a `Manifest`; files by name.
 Not here: the run (`coordinator`), publishing (`convert`).
+
+Sidecar files of a result: manifests, configuration and tokenizer, and files that an operation adds.
+
+In: a job, the manifest of all its outputs, small files of a source. Out: small files of the result, by path.
+Not here: the index (`storage.output`), which source's small files (`small_from`), writing them.
+
+Memory as a conversion's destination: the result is written where it is used from, and never to a disk.
+
+In: a job in one file. Out: its bytes in memory that the destination owns, visible once they are complete.
+Not here: whose memory that is (`keeper.keeper`), the job's run (`convert`), directories and object stores (`storage`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Settings
-from penstock.digest.leaf import leaf_digests, num_leaves, revision
-from penstock.errors import FormatError, IntegrityError, OperationFailed, PenstockError
-from penstock.jobs.job import Job
-from penstock.jobs.journal import Journal
+from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves
+from penstock.errors import ConfigError, FormatError, IntegrityError, OperationFailed, PenstockError
+from penstock.jobs.job import Job, Journal, Notes
 from penstock.jobs.operations.operation import Operation
 from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.files import FileSource
 from penstock.storage.locate import SIDECAR
-from penstock.storage.manifest import decode
-from penstock.storage.output import OutputSet
+from penstock.storage.manifest import decode, encode
+from penstock.storage.output import OutputRegion, OutputSet
 from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
@@ -240,3 +250,132 @@ def small_files(
         if raw is not None and len(raw) <= _MAX_SMALL_BYTES:
             files[name] = raw
     return files
+
+
+@runtime_checkable
+class Attested(Protocol):
+    """An operation that adds files to its result, or that knows the result's revision beforehand.
+
+    Attributes:
+        small_from: the source whose configuration and tokenizer the result has.
+    """
+
+    small_from: int
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return additional small files of the result."""
+        ...
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise IntegrityError if the result is not the expected one; nothing is published then."""
+        ...
+
+
+def small_from(job: Job) -> int:
+    """Return the source whose configuration and tokenizer the result has."""
+    return job.operation.small_from if isinstance(job.operation, Attested) else 0
+
+
+def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return all sidecar files, after the operation has checked the result.
+
+    A result of several weight sets has small files and a manifest in the directory of each. If several sets share one
+    directory, each file has its own manifest, and the directory has the small files. The manifest of all sets, by
+    paths, is at the root too: it shows that the result is complete.
+    """
+    in_each_set = dict(small)
+    if isinstance(job.operation, Attested):
+        job.operation.check(manifest)
+        in_each_set |= job.operation.files()
+    groups = dict.fromkeys(group for group in job.files.groups if group)
+    sidecars = {} if groups and not any("*" in group for group in groups) else dict(in_each_set)
+    for group in groups:
+        files = [i for i, of_file in enumerate(job.files.groups) if of_file == group]
+        if "*" in group:
+            sidecars |= {f"{manifest.files[i].name}.{SIDECAR}": encode(_part(manifest, [i], group, "")) for i in files}
+        else:
+            sidecars |= {f"{group}/{name}": data for name, data in in_each_set.items()}
+            sidecars[f"{group}/{SIDECAR}"] = encode(_part(manifest, files, group, f"{group}/"))
+    return sidecars | {SIDECAR: encode(manifest)}
+
+
+def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manifest:
+    """Return the manifest of some files, whose tensors' names are without their group."""
+    assert manifest.leaves is not None
+    table = manifest.tensors
+    rows = np.flatnonzero(np.isin(table.file_index, files))
+    taken = table.take(rows.tolist())
+    number = {file: i for i, file in enumerate(files)}
+    tensors = replace(
+        taken,
+        names=tuple(name[len(group) + 1 :] for name in taken.names),
+        file_index=np.array([number[file] for file in taken.file_index.tolist()], np.int64),
+    )
+    leaves = take_leaves(manifest.leaves, num_leaves(table.nbytes, manifest.leaf_bytes), rows)
+    return Manifest(
+        files=tuple(replace(manifest.files[i], name=manifest.files[i].name.removeprefix(place)) for i in files),
+        tensors=tensors,
+        leaf_bytes=manifest.leaf_bytes,
+        leaves=leaves,
+        revision=revision(tensors, manifest.leaf_bytes, leaves),
+    )
+
+
+SCHEME = "keeper:"
+"""Of a memory destination's `uri`, and of a destination on a command line."""
+ONE_FILE = 1 << 62
+"""`shard_bytes` of a job whose result is one region of memory."""
+
+
+@runtime_checkable
+class MemoryDestination(Protocol):
+    """Memory of this host that a conversion writes its result to.
+
+    Attributes:
+        uri: its name in reports and errors.
+    """
+
+    uri: str
+
+    def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
+        """Allocate memory for the job's one file, have it filled, and publish it: completely, or not at all.
+
+        Args:
+            fill: to be called once, with a path that processes of this user and host write to.
+
+        Raises:
+            BudgetTooSmall, ConfigError: there is no room, or the result is there already. Whatever `fill` raises.
+        """
+        ...
+
+
+def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes], None]) -> str:
+    """Run a job into a memory destination; return the result's revision.
+
+    Args:
+        run: runs every task, given the output and the notes of finished tasks; raises if a source changed meanwhile.
+
+    Raises:
+        ConfigError: the result is not one piece. See `MemoryDestination.take`.
+    """
+    if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
+        raise ConfigError(f"{target.uri} takes one weight set, and {job.operation.name} gives several", uri=target.uri)
+    # `take` returns nothing and may wrap the call in code of its own, so the manifest leaves `make` through a list.
+    manifests: list[Manifest] = []
+
+    def make(path: Path) -> Manifest:
+        out, notes = OutputRegion(path, job.files.table), Notes()
+        try:
+            out.open()
+            run(out, notes)
+            manifest = manifest_of(job, notes, out)
+        finally:
+            out.close()
+        # Inside `take`: an operation that rejects the result must do so before anyone can see that memory.
+        if isinstance(job.operation, Attested):
+            job.operation.check(manifest)
+        manifests.append(manifest)
+        return manifest
+
+    target.take(job, make)
+    return manifests[0].revision

@@ -4,49 +4,209 @@ In: a model's name. Out: tensors over the keeper's memory; a lease on it, renewe
 Not here: keeping (`keeper`), mapping (`transport.mapped_region`), renewing the lease (`lease`).
 
     hub: keepers on this host --> keeper's server: lease, map, table, digests --> map --> compare --> tensors
+
+Bind a module's parameters and buffers to existing memory.
+
+In: a module on any device; tensors by name. Out: the module, whose parameters and buffers are those tensors.
+Not here: filling memory that the module has (`loader.into`), the owner of the memory (`attach`).
+
+Map a keeper's regions into this process, view them as tensors, and compare their digests.
+
+In: a layout, a map, a log. Out: tensors over the keeper's memory.
+Not here: finding a keeper, its lease (`attach`); mapping one region (`transport.mapped_region`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 
 from penstock.arguments import require_name
-from penstock.closing import Closing
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
+    FormatError,
     HubUnavailable,
     IntegrityError,
     NotFound,
     PeerLost,
     PenstockError,
     PermissionDenied,
+    PlanError,
     SourceBusy,
     SourceStalled,
     StaleDescriptor,
 )
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
-from penstock.hub.messages import Hello, HoldingState, Upstream, UpstreamsRequest
-from penstock.keeper.bind_parameters import bind_parameters
+from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
 from penstock.keeper.lease import LeaseOwner, LeaseRenewal, LeaseState
-from penstock.keeper.mapped_weights import differing_chunks, leaves_in, map_regions, tensors_in
+from penstock.lifecycle import Closing
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
+from penstock.loader.tensor import as_tensors
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import device_id
+from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
 from penstock.peer.member import host_id
-from penstock.peer.weight_layout import from_message
 from penstock.report import Summarised
-from penstock.transport.mapped_region import Region
-from penstock.types import GB
+from penstock.transport.protocol import decode
+from penstock.transport.shm import Region, map_region
+from penstock.types import GB, I64, U64
+
+
+def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
+    state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+    pairs, pointed, faults = [], set[int](), []
+    for name, tensor in tensors.items():
+        target = state.get(name)
+        if target is None:
+            faults += [f"{name}: the target has none"] * strict
+            continue
+        if target.dtype != tensor.dtype or target.shape != tensor.shape:
+            ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
+            faults.append(f"{name}: {ours} does not fit {theirs}")
+        elif id(target) not in pointed:  # else it is tied to a parameter that is bound already
+            pairs.append((target, tensor))
+        pointed.add(id(target))
+    if strict:
+        left = [name for name, target in state.items() if id(target) not in pointed and target.numel()]
+        faults += [f"{name}: the keeper has no such tensor" for name in left]
+    if faults:
+        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
+        message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
+        raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
+    places = _places(module)
+    for target, tensor in pairs:
+        _point(target, tensor, places[id(target)])
+
+
+_Place = tuple[dict[str, torch.Tensor | None], str]
+
+
+def _places(module: torch.nn.Module) -> dict[int, list[_Place]]:
+    """Return the places of each parameter and buffer by its id; a tied one has several."""
+    places: dict[int, list[_Place]] = {}
+    for submodule in module.modules():
+        for members in (submodule._parameters, submodule._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((members, name))  # type: ignore[arg-type]
+    return places
+
+
+def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[_Place]) -> None:
+    if target.device == tensor.device:
+        target.data = tensor
+        return
+    new: torch.Tensor = tensor
+    if isinstance(target, torch.nn.Parameter):
+        new = torch.nn.Parameter(tensor, requires_grad=target.requires_grad)
+    for members, name in places:
+        members[name] = new
+
+
+NEAREST = ("shm", "cuda_ipc")
+"""Transports whose memory can be mapped."""
+MAX_THREADS = 16
+"""Most threads that digest host memory: at 10 GB/s each they use the memory bandwidth of a host."""
+
+
+def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
+    """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
+    chunks, given = decode_column(log.chunks, "<u4"), decode_column(log.leaves, "<u8").view(np.uint64)
+    count = layout.chunks.num_chunks
+    if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
+        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
+    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
+    at = layout.chunks.leaves_of(chunks)
+    if len(at) != len(given):
+        raise FormatError(f"a keeper's log has {len(given)} digests for {len(at)} leaves")
+    leaves[at] = given
+    return leaves
+
+
+def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
+    """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
+    regions = []
+    for offered in where.regions:
+        name = next((name for name in NEAREST if name in offered), None)
+        if name is None:
+            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
+        regions.append(map_region(decode(offered[name]), device=device))
+    return regions
+
+
+def tensors_in(
+    layout: WeightLayout, where: HoldingMap, regions: Sequence[Region]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
+    region_of, offset_of = locate_rows(layout, where, [one.nbytes for one in regions])
+    table = layout.table
+    made: dict[int, torch.Tensor] = {}
+    rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
+    for number, region in enumerate(regions):
+        whole = _bytes_of(region)
+        mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
+        offsets = offset_of[mine].tolist()
+        dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
+        made |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
+        for row, offset in zip(mine, offsets, strict=True):
+            rows[row] = whole[offset : offset + int(table.nbytes[row])]
+    empty = [row for row in range(len(table)) if row not in made]
+    device = torch.device(regions[0].device if regions else "cpu")
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    for row in empty:
+        made[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
+        rows[row] = none
+    return rows, {name: made[row] for row, name in enumerate(table.names)}
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
+    if region.device == "cpu":
+        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
+        return whole[region.offset : region.offset + region.nbytes]
+    # Kernels that use the memory may still be queued when the last tensor is freed; unmapping does not wait for them.
+    weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
+    return torch.as_tensor(region.owner, device=region.device)
+
+
+def _settle(pid: int, device: str) -> None:
+    if pid == os.getpid():  # a forked child has no device
+        torch.cuda.synchronize(device)
+
+
+def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
+    """Digest every chunk of this mapping; return the chunks that differ from their digests.
+
+    Raises:
+        IntegrityError: the digests are not those of the revision.
+
+    Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
+    """
+    mapped = LocalWeights(held.identity, layout, rows, leaves=leaves)
+    mapped.check_revision(held.revision)
+    chunks = np.arange(layout.chunks.num_chunks)
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
+    if mapped.device.type != "cpu" or num_threads < 2:
+        digests = mapped.digest(chunks)
+    else:
+        # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
+        parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
+            digests = np.concatenate(list(pool.map(mapped.digest, parts)))
+    return mapped.differing_chunks(chunks, digests, leaves)
+
 
 WAIT_S = 1.0
 """Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""

@@ -25,27 +25,25 @@ from types import TracebackType
 import torch
 
 from penstock.config import ConnectionSettings, Settings, parse_bytes
-from penstock.engine.place_cuda import CudaRegistrar
+from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
 from penstock.hub.client import HubClient, resolve_connection
-from penstock.hub.identity import Identity
+from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
-from penstock.jobs.memory_destination import SCHEME, MemoryDestination
+from penstock.jobs.publish import SCHEME, MemoryDestination
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
 from penstock.memory.arena import needed_bytes
+from penstock.memory.tier import TiersStats
 from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
-from penstock.memory.tier_stats import TiersStats
 from penstock.memory.tiers import Level, Tiers
-from penstock.peer.local_weights import LocalWeights
-from penstock.peer.member import Member
-from penstock.peer.shutdown import until_stopped
-from penstock.peer.weight_layout import revision_of
+from penstock.peer.local_weights import LocalWeights, revision_of
+from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest
 

@@ -29,8 +29,7 @@ from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Block, Room
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
-from penstock.peer.local_weights import LocalWeights
-from penstock.peer.weight_layout import WeightLayout
+from penstock.peer.local_weights import LocalWeights, WeightLayout
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest, TensorTable
 

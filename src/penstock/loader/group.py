@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.engine.choose_place import place_on
-from penstock.engine.place import HostPlace, Segment
+from penstock.engine.place import HostPlace, Segment, place_on
 from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.session import Batch, Session

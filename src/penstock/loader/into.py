@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from penstock.arguments import require_type
-from penstock.engine.choose_place import place_on
+from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError, SourceChanged, SourceTruncated
 from penstock.loader.load import deferred_interrupts, open_session, reports_failure
-from penstock.loader.progress import ProgressOption
-from penstock.loader.report import LoadReport
+from penstock.loader.report import LoadReport, ProgressOption
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.rehome import rehome

@@ -2,6 +2,11 @@
 
 In: a URI and options. Out: tensors the caller owns, verified where there are digests, and a report.
 Not here: how (`session`), live parameters (`into`), the exchange between ranks (`group`).
+
+Penstock's errors, catchable also as the class that another library raises for the same fault.
+
+In: an error and the other classes. Out: an error of the same name and content that is all of them.
+Not here: which fault is which library's error (`safe_open`, `compat`).
 """
 
 from __future__ import annotations
@@ -17,17 +22,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from penstock import interrupt
+from penstock import lifecycle
 from penstock.arguments import require_type
-from penstock.closing import Closing
 from penstock.config import Settings, parse_bytes
-from penstock.engine.choose_place import place_on
-from penstock.engine.place import HostPlace
+from penstock.engine.place import HostPlace, place_on
 from penstock.engine.run import LoadRun
-from penstock.errors import Cancelled
-from penstock.loader.pause import paused_gc, quick_handover
-from penstock.loader.progress import ProgressOption
-from penstock.loader.report import LoadReport
+from penstock.errors import Cancelled, PenstockError
+from penstock.lifecycle import Closing, paused_gc, quick_handover
+from penstock.loader.report import LoadReport, ProgressOption
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.report import pre
@@ -37,6 +39,7 @@ from penstock.types import GB, Manifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -109,7 +112,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
-            interrupt.raise_if_noted()
+            lifecycle.raise_if_noted()
         except StopIteration:
             self._end()
             raise
@@ -149,7 +152,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
     def __del__(self) -> None:
         if getattr(self, "_session", None) is not None:
-            with interrupt.postponed():
+            with lifecycle.postponed():
                 self.close()
 
 
@@ -252,7 +255,7 @@ def stream(
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
     """Answer Ctrl-C inside the block where nothing is left behind. Not in a group: its exchanges ask for no signal."""
-    return interrupt.deferred() if group is None else nullcontext()
+    return lifecycle.deferred() if group is None else nullcontext()
 
 
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
@@ -361,3 +364,32 @@ def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Cal
         return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes)
 
     return plan, place, begin
+
+
+_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
+
+
+def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
+    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already."""
+    ours = type(error)
+    missing = tuple(other for other in others if not issubclass(ours, other))
+    if not missing:
+        return error
+    key = (ours, *missing)
+    if key not in _classes:
+        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
+        # Kept, so that two errors of one kind are of one class.
+        _classes[key] = type(ours.__name__, key, body)
+    instance = _classes[key].__new__(_classes[key])
+    # Not by calling the class: a foreign base may want other arguments, or none.
+    PenstockError.__init__(
+        instance,
+        error.message,
+        mutated=error.mutated,
+        uri=error.uri,
+        tensor=error.tensor,
+        byte_range=error.byte_range,
+        hint=error.hint,
+    )
+    instance.__dict__.update(error.__dict__)
+    return instance

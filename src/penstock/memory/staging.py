@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
-from penstock.memory.pages import populate
+from penstock.memory.arena import populate
 
 
 class Registrar(Protocol):

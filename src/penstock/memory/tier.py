@@ -3,17 +3,21 @@
 In: a block's size. Out: a room of one tier; its bytes, in another's.
 Not here: which block is where, and when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`,
 `memory.tier_disk`).
+
+Statistics of memory tiers: bytes in each, and moves over each link between them.
+
+In / Out: frozen values. Not here: counting (`tiers`).
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from penstock.types import MIB
+from penstock.types import GB, MIB
 
 PIECE_BYTES = 16 * MIB
 """What is moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
@@ -163,3 +167,44 @@ def _each(
                 # Pieces that run are waited for when the block is left: they still use both rooms.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """The use of one tier now; `used_bytes` are of rooms, rounded up to the tier's unit."""
+
+    num_blocks: int
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStats:
+    """The moves in one direction between two tiers, so far."""
+
+    num_moves: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Return the rate in GB/s; 0 where nothing took time."""
+        return self.nbytes / GB / self.seconds if self.seconds else 0.0
+
+    def plus(self, nbytes: int, seconds: float) -> LinkStats:
+        """Return the same with one more move."""
+        return LinkStats(num_moves=self.num_moves + 1, nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersStats:
+    """Statistics of all tiers and links."""
+
+    tiers: Mapping[str, TierStats]
+    """By name, fastest first."""
+    links: Mapping[tuple[str, str], LinkStats]
+    """From tier, to tier; `source` is one."""
+    hits: int
+    """Requests for blocks that were there."""
+    misses: int

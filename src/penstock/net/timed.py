@@ -11,7 +11,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from penstock.net.limits import MIN_BYTES_PER_S
+from penstock.net.admission import MIN_BYTES_PER_S
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

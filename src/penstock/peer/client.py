@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.closing import Closing
 from penstock.errors import (
     FormatError,
     NotFound,
@@ -27,10 +26,19 @@ from penstock.errors import (
 )
 from penstock.http.control import Connect, ControlConnection, over_tcp
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url, private_socket_fault
-from penstock.hub.messages import Fault, HoldingMap, Lease, LeaseRequest, LogReply, Upstream
-from penstock.hub.tls import certificate_names
-from penstock.hub.version_negotiation import UPGRADE_HINT, version_fault
-from penstock.peer.weight_layout import TableMessage
+from penstock.hub.auth import certificate_names
+from penstock.hub.messages import (
+    UPGRADE_HINT,
+    Fault,
+    HoldingMap,
+    Lease,
+    LeaseRequest,
+    LogReply,
+    Upstream,
+    version_fault,
+)
+from penstock.lifecycle import Closing
+from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")

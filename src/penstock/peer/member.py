@@ -2,6 +2,10 @@
 
 In: a hub, local weights. Out: heartbeats; upstreams, claims and clients of peers for a fetch; a clean leave.
 Not here: the API for users (`fetch.join`), filling weights (`fetch.run`).
+
+Wait for a request to stop: a call in this process, SIGTERM or SIGINT; or for a failed check.
+
+In: an event, a check. Out: True if the event was set. Not here: the reaction (`fetch.join`, `keeper.keeper`).
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,8 +35,9 @@ from penstock.errors import (
     StaleDescriptor,
     UnknownMember,
 )
+from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
-from penstock.hub.grants import GrantChecker
+from penstock.hub.grants import PROVABLE, DigestSigner, GrantChecker
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -41,21 +48,20 @@ from penstock.hub.messages import (
     LeaseRequest,
     LogReply,
     Proof,
+    SyncReply,
+    SyncRequest,
     SyncState,
     Upstream,
     UpstreamsReply,
     UpstreamsRequest,
     Welcome,
 )
-from penstock.hub.proof import PROVABLE, DigestSigner
-from penstock.hub.sync_messages import SyncReply, SyncRequest
-from penstock.hub.tls import MemberTls
-from penstock.net.runtime_dir import RuntimeDir
+from penstock.net.unix_sockets import RuntimeDir
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
 from penstock.transport.choose import Links, open_links
-from penstock.transport.generation_table import here
+from penstock.transport.host_endpoint import here
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.types import GB
 
@@ -422,3 +428,38 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
     (StaleDescriptor, "stale"),
     (PermissionDenied, "refused"),
 )
+
+
+_LOOK_S = 0.2
+"""Length of one wait: Python runs signal handlers of the main thread only between waits."""
+
+
+def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s: float | None = None) -> bool:
+    """Wait until `stopped` is set, by any thread or by a signal; return False if `timeout_s` passed first.
+
+    Args:
+        stopped: ends the wait.
+        check: called several times a second; an error that it raises ends the wait, too.
+        timeout_s: limit of the wait; None: no limit.
+
+    Order: handles signals in the main thread only; restores the previous handlers before it returns.
+    """
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+            if stopped.wait(left):
+                return True
+            check()
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -159,7 +159,7 @@ H200_RATES = Rates(
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
         ("worker_gb_per_s", "benchmarks/results/h200x2_202611/convert.md, two workers on 32 cores"),
         ("answer_s", "assumed: a small request to a member's server"),
-        ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
+        ("hop_s", "penstock.plan.schedule: 3 to 4 ms between two processes on two busy cores"),
     ),
 )
 CPU_RATES = Rates(
@@ -176,7 +176,7 @@ CPU_RATES = Rates(
     source=(
         ("run_s", "benchmarks/results/cpu2_202611/transport.md, 4 KiB segments"),
         ("device_copy_gb_per_s", "benchmarks/results/cpu2_202611/transport.md, one memmove"),
-        ("hop_s", "penstock.plan.chunks: 3 to 4 ms between two processes on two busy cores"),
+        ("hop_s", "penstock.plan.schedule: 3 to 4 ms between two processes on two busy cores"),
         ("quantise_gb_per_s", "assumed; so are the others"),
     ),
 )

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.chunks import CHUNK_BYTES
 from penstock.plan.cluster import Cluster, Links, Rates, slowdowns
-from penstock.plan.flow import F64, fair_rates
 from penstock.plan.relay import Node, Relay
-from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
+from penstock.plan.schedule import CHUNK_BYTES
+from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
 from penstock.types import GB, I64
 
 PATIENCE_S = 0.5

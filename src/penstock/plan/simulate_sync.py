@@ -16,16 +16,15 @@ import heapq
 import numpy as np
 
 from penstock.plan.cluster import SLAB_BYTES, Cluster, Links, Rates, slowdowns
-from penstock.plan.flow import F64, fair_rates
-from penstock.plan.simulate import Meter, Prediction, Span, Stage, assumed, bottleneck
-from penstock.plan.sync import SyncPlan
-from penstock.plan.sync_work import (
+from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
+from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
     GROUP_BYTES,
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
+    SyncPlan,
     Work,
 )
 from penstock.types import GB, I64

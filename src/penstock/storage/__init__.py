@@ -16,7 +16,11 @@ from urllib.parse import unquote, urlsplit
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.storage.local import read_bounded
-from penstock.storage.registry import (
+from penstock.storage.source import (
+    MAX_SMALL_BYTES,
+    Counting,
+    MemorySource,
+    Source,
     Storage,
     WritableStorage,
     is_registered,
@@ -25,7 +29,6 @@ from penstock.storage.registry import (
     registered_schemes,
     storage_for,
 )
-from penstock.storage.source import MAX_SMALL_BYTES, Counting, MemorySource, Source
 
 __all__ = [
     "Counting",

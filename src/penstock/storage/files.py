@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from penstock import interrupt
+from penstock import lifecycle
 from penstock.config import Settings
 from penstock.errors import (
     SourceChanged,
@@ -22,9 +22,17 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
-from penstock.storage.local import open_regular, require_unchanged, state_of, typed_error
-from penstock.storage.mapped import MappedFile
-from penstock.storage.page_cache import address_of, direct_alignment, num_pages, resident_pages
+from penstock.storage.local import (
+    MappedFile,
+    address_of,
+    direct_alignment,
+    num_pages,
+    open_regular,
+    require_unchanged,
+    resident_pages,
+    state_of,
+    typed_error,
+)
 from penstock.types import MIB
 
 __all__ = ["FileSource", "MappedFile"]
@@ -152,7 +160,7 @@ class FileSource:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
-            with interrupt.postponed():
+            with lifecycle.postponed():
                 self.close()
 
     def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
@@ -282,7 +290,7 @@ class FileSource:
         """Return the descriptor for direct I/O, opened for the first absent range; -1: refused, `why` says why."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
-        with self._lock, interrupt.deferred():
+        with self._lock, lifecycle.deferred():
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
             # O_DIRECT belongs to the open file, not to a read, so buffered and direct reads need a descriptor each.

@@ -16,10 +16,8 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
 from penstock.http.client import Pool, shared_pool
-from penstock.http.range_request import Address, Exchange, Failed, Validators
-from penstock.http.retry import ATTEMPTS_PER_STALL, Arrivals, Patience
-from penstock.storage.registry import read_whole
-from penstock.storage.source import Source, span
+from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
+from penstock.storage.source import Source, read_whole, span
 
 
 class HttpStorage:

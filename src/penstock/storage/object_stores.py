@@ -32,7 +32,7 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.http.retry import ATTEMPTS_PER_STALL
+from penstock.http.range_request import ATTEMPTS_PER_STALL
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3CredentialProvider

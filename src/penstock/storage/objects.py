@@ -20,12 +20,10 @@ from obstore.exceptions import BaseError
 
 from penstock.config import Settings
 from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavailable
-from penstock.http.range_request import Address, Validators
-from penstock.http.retry import Arrivals, Patience
+from penstock.http.range_request import Address, Arrivals, Patience, Validators
 from penstock.storage.http import HttpSource
 from penstock.storage.object_stores import Place, Store, anonymous_signing_store, check_process, locate, mapped
-from penstock.storage.registry import read_whole
-from penstock.storage.source import Source, span
+from penstock.storage.source import Source, read_whole, span
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

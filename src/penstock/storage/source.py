@@ -2,14 +2,26 @@
 
 In: offsets and the caller's buffers. Out: filled buffers, and the path the bytes took.
 Not here: which source a URI needs (`storage.open_source`).
+
+Storages by URI scheme: the `Storage` protocol and its registration.
+
+In: a scheme and a class. Out: the storage that opens, lists and reads URIs of that scheme.
+Not here: local paths (`files`), the chooser that calls a storage (`penstock.storage`).
+
+    register_storage("vault", VaultStorage)
+    penstock.load("vault://models/llama", "cuda")
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from penstock.errors import SourceTruncated
+from penstock.config import Settings
+from penstock.entry_points import entry_points, load
+from penstock.errors import ConfigError, FormatError, SourceTruncated
 from penstock.types import GIB
 
 MAX_SMALL_BYTES = GIB
@@ -105,3 +117,115 @@ def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[in
     if offset < 0 or stop > source.nbytes:
         raise SourceTruncated(f"it has {source.nbytes} bytes", uri=source.uri, byte_range=(offset, stop))
     return stop, [buffer for buffer in buffers if buffer.nbytes]
+
+
+ENTRY_POINTS = "penstock.storages"
+"""Group of entry points in which an installed package names its storages, by scheme.
+
+Reason: the workers of a conversion are other processes, which a call in this one does not reach.
+"""
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+"""Source: RFC 3986, section 3.1, in lower case."""
+
+
+class Storage(Protocol):
+    """A kind of storage that URIs of one or several schemes name. Methods are called from any thread."""
+
+    def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
+        """Open one object.
+
+        Raises:
+            NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
+            ConfigError: the URI or an option is wrong.
+        """
+        ...
+
+    def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
+        """Return the URIs that `uri` names, sorted: one object, those directly below a prefix, or matches of a glob.
+
+        Raises:
+            NotFound: nothing is there.
+            PermissionDenied: nothing can be listed; files are then looked for under their published names.
+        """
+        ...
+
+    def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
+        """Return a whole index, manifest or signature; None when it is not there. `read_whole` does for most."""
+        ...
+
+
+@runtime_checkable
+class WritableStorage(Protocol):
+    """A storage that small files can be written to."""
+
+    def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
+        """Write a whole small file (a manifest, a signature); it appears at once or not at all."""
+        ...
+
+
+_factories: dict[str, Callable[[], Storage]] = {}
+_storages: dict[Callable[[], Storage], Storage] = {}
+_lock = threading.Lock()
+
+
+def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
+    """Register a storage for the URIs of a scheme, in this process.
+
+    Args:
+        scheme: what stands before `://`, in lower case.
+        factory: a class without arguments, or a function; called once, on first use.
+
+    Raises:
+        ConfigError: the scheme is not one, or another storage has it.
+    """
+    if not _SCHEME.fullmatch(scheme) or scheme == "file":
+        hint = "write it in lower case and without ://; file is always a local path"
+        raise ConfigError(f"cannot register a storage for {scheme!r}: not a URI scheme", hint=hint)
+    with _lock:
+        if _factories.setdefault(scheme, factory) is not factory:
+            raise ConfigError(f"cannot register a storage for {scheme}://: there is one", hint="choose another scheme")
+
+
+def registered_schemes() -> list[str]:
+    """Return the schemes registered in this process, sorted."""
+    return sorted(_factories)
+
+
+def is_registered(scheme: str) -> bool:
+    """Return whether a storage has this scheme, registered here or by an installed package."""
+    if scheme in _factories:
+        return True
+    # Looked up on each call: an unknown scheme ends in an error, so this is never on a fast path.
+    for entry in entry_points(ENTRY_POINTS, scheme):
+        factory = load(entry)
+        if not callable(factory):
+            raise ConfigError(f"the entry point {scheme} of {ENTRY_POINTS} is {factory!r}, not a class or a function")
+        register_storage(scheme, factory)
+        return True
+    return False
+
+
+def storage_for(scheme: str) -> Storage:
+    """Return the storage of a registered scheme; it is made on first use."""
+    with _lock:
+        factory = _factories[scheme]
+        if factory not in _storages:
+            _storages[factory] = factory()
+        return _storages[factory]
+
+
+def read_whole(source: Source) -> bytes:
+    """Read a small source whole and close it.
+
+    Raises:
+        FormatError: it has more than `MAX_SMALL_BYTES`. Others as `Source.readv`.
+    """
+    try:
+        if source.nbytes > MAX_SMALL_BYTES:
+            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
+        data = bytearray(source.nbytes)
+        source.readv(0, [memoryview(data)])
+        return bytes(data)
+    finally:
+        source.close()

@@ -19,12 +19,11 @@ from itertools import chain
 import numpy as np
 
 from penstock.arguments import require_texts, require_type
-from penstock.closing import Closing
 from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
+from penstock.lifecycle import Closing
 from penstock.storage import Source, is_remote, open_source, read_small
-from penstock.storage.digester import digest_bodies
 from penstock.storage.locate import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
 from penstock.storage.manifest import (
     Sidecar,
@@ -36,8 +35,8 @@ from penstock.storage.manifest import (
     sign,
     unpack,
 )
-from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, read_header
-from penstock.storage.strict_json import clip
+from penstock.storage.output import digest_bodies
+from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, clip, read_header
 from penstock.types import I64, U64, FileEntry, Manifest, TensorTable
 
 __all__ = [

@@ -17,11 +17,11 @@ from blake3 import blake3
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, PeerLost, PenstockError, PlanError, StaleDescriptor
-from penstock.hub.messages import Fault, Upstream
-from penstock.hub.sync_messages import (
+from penstock.hub.messages import (
     Decision,
     DigestReply,
     DigestRequest,
+    Fault,
     NewsReply,
     PartReply,
     PartRequest,
@@ -30,10 +30,10 @@ from penstock.hub.sync_messages import (
     SessionRequest,
     SyncMember,
     TableReply,
+    Upstream,
 )
 from penstock.peer.client import PeerClient
-from penstock.plan.columns import decode
-from penstock.plan.layout import Layout
+from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
 from penstock.errors import DestinationError, PlanError
 from penstock.segments import Segments
-from penstock.sync.regions import locate
+from penstock.sync.local_version import locate
 from penstock.transport.protocol import Memory
 from penstock.types import I64
 

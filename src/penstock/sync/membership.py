@@ -15,7 +15,7 @@ from typing import TypeVar
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, PermissionDenied, SourceStalled
 from penstock.hub.client import TIMEOUT_S, HubClient
-from penstock.hub.sync_messages import SyncMember, sync_key
+from penstock.hub.messages import SyncMember, sync_key
 from penstock.peer.member import Member
 from penstock.sync.client import SyncClient
 

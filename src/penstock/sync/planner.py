@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
-from penstock.hub.sync_messages import PartReply, PartRequest, SyncMember, TableReply
-from penstock.plan.balance import BUCKET_BYTES
-from penstock.plan.columns import decode, encode
-from penstock.plan.layout import Layout
+from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply
+from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import SyncPlan, plan_sync
+from penstock.plan.tasks import BUCKET_BYTES
 from penstock.sync.membership import Membership
-from penstock.sync.version_status import VersionStatus
+from penstock.sync.report import VersionStatus
 
 LOOK_S = 0.5
 """Maximum age of the member list that the planner uses."""

@@ -17,10 +17,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from penstock.cuda.driver import CudaDriver
-from penstock.cuda.driver_types import IPC_HANDLE_BYTES
+from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver
 from penstock.errors import PeerLost
-from penstock.memory.memfd import Mapping, create, open_peer, shared_at
+from penstock.memory.arena import Mapping, create, open_peer, shared_at
 from penstock.segments import Rectangles
 from penstock.transport.protocol import Memory
 from penstock.types import U64

@@ -358,7 +358,7 @@ def hub(values: dict[str, Any]) -> int:
     set_constants(values.get("constants", {}))
     store: Store = MemoryStore()
     if values.get("redis"):
-        from penstock.hub.store_redis import RedisStore
+        from penstock.hub.store import RedisStore
 
         store = RedisStore(values["redis"])
     directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])

@@ -20,9 +20,9 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from penstock.closing import Closing
 from penstock.jobs.workers import fork_server
 from penstock.jobs.workers import launch as launcher
+from penstock.lifecycle import Closing
 
 IMPORTS = (
     "torch",
@@ -43,12 +43,12 @@ IMPORTS = (
     "penstock.fetch.join",
     "penstock.hub.local_hub",
     "penstock.hub.metrics",
-    "penstock.hub.openapi",
-    "penstock.hub.store_redis",
+    "penstock.hub.app",
+    "penstock.hub.store",
     *launcher.IMPORTS,
     "penstock.jobs.operations.user_function",
     "penstock.sync.publish.publisher",
-    "penstock.sync.receive.subscribe",
+    "penstock.sync.receive.subscriber",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.pinned",

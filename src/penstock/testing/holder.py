@@ -25,10 +25,9 @@ import numpy.typing as npt
 from penstock.memory.arena import Arena
 from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.descriptor import Descriptor, decode, encode
 from penstock.transport.host_endpoint import FencedHandle
 from penstock.transport.nixl import NixlTransport
-from penstock.transport.protocol import Memory, Transport
+from penstock.transport.protocol import Descriptor, Memory, Transport, decode, encode
 from penstock.transport.shm import ShmTransport
 
 TILE_BYTES = (1 << 20) + 13

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.hub.directory import Directory
-from penstock.hub.identity import Identity
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
     Hello,
     HoldingState,
+    Identity,
     Ranges,
     State,
     UpstreamsRequest,

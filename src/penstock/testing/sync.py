@@ -98,8 +98,7 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
     """Return what a subscriber takes of a version, all of it: under its tag."""
-    from penstock.transform.formats import format_of
-    from penstock.transform.geometry import outputs
+    from penstock.transform.formats import format_of, outputs
     from penstock.transform.quantize import dtype_of, quantise
     from penstock.types import Box
 
@@ -140,15 +139,15 @@ def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard
 
 def _slow(pause_s: float) -> None:
     """Have every digesting of strips take this long, on top, in this process."""
-    from penstock.sync import regions
+    from penstock.sync import local_version
 
-    digest = regions.Regions.digests
+    digest = local_version.Regions.digests
 
-    def slow(self: regions.Regions, *args: Any, **kwargs: Any) -> Any:
+    def slow(self: local_version.Regions, *args: Any, **kwargs: Any) -> Any:
         time.sleep(pause_s)
         return digest(self, *args, **kwargs)
 
-    vars(regions)["Regions"].digests = slow
+    vars(local_version)["Regions"].digests = slow
 
 
 def _work(task: SyncTask) -> None:

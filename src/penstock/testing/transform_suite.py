@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.transform import fuse, geometry, quantize
+from penstock.transform import formats, fuse, quantize
 from penstock.transform.formats import Format
 from penstock.types import Box, DType
 
@@ -48,7 +48,7 @@ def sources(form: Format, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.T
                 larger = values((*shape[:-1], shape[-1] + 19), dtype, seed)
                 views += [whole.transpose(-1, -2), larger[..., 3 : 3 + shape[-1]], larger[..., ::2]]
             for view in views:
-                if geometry.fault(form, quantize.dtype_of(view), tuple(view.shape)) is None:
+                if formats.fault(form, quantize.dtype_of(view), tuple(view.shape)) is None:
                     yield view
 
 
@@ -61,7 +61,7 @@ def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int
             amax = torch.tensor([float(number)]).to(device)
         expected.append(quantize.quantise(form, source, amax=None if amax is None else amax.cpu()))
         shape = tuple(source.shape)
-        parts = geometry.outputs(form, "", quantize.dtype_of(source), shape, Box.full(shape))
+        parts = formats.outputs(form, "", quantize.dtype_of(source), shape, Box.full(shape))
         outs = tuple(_place(part.shape, part.dtype, number, device) for part in parts)
         # Moved with its strides: a copy would be contiguous.
         base = torch.empty(source.untyped_storage().nbytes() // source.element_size(), dtype=source.dtype)

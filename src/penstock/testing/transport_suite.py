@@ -20,8 +20,7 @@ import numpy as np
 
 from penstock.errors import Cancelled, ConfigError, PeerLost, PenstockError, PlanError, StaleDescriptor
 from penstock.segments import Segments
-from penstock.transport.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
-from penstock.transport.protocol import Handle, Memory, Transport
+from penstock.transport.protocol import MAX_DESCRIPTOR_BYTES, Descriptor, Handle, Memory, Transport, decode, encode
 
 _NBYTES = 3_000_017
 _STALL_S = 20.0

@@ -22,8 +22,7 @@ import torch
 
 from penstock.cuda.kernel_cache import launch
 from penstock.errors import PlanError
-from penstock.transform.formats import WHOLE, Format
-from penstock.transform.geometry import outputs
+from penstock.transform.formats import WHOLE, Format, outputs
 from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 

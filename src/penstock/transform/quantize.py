@@ -35,8 +35,7 @@ import torch
 from torch.nn import functional
 
 from penstock.errors import PlanError
-from penstock.transform.formats import CASTS, WHOLE, Format
-from penstock.transform.geometry import check, outputs
+from penstock.transform.formats import CASTS, WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100

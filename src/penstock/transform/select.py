@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.transform.formats import Format
-from penstock.transform.geometry import fault
+from penstock.transform.formats import Format, fault
 from penstock.types import DType
 
 KEEP = (

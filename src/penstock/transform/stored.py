@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.transform.formats import WHOLE, Format
-from penstock.transform.geometry import fault, outputs
+from penstock.transform.formats import WHOLE, Format, fault, outputs
 from penstock.types import Box, DType
 
 Tensor = tuple[str, DType, tuple[int, ...]]

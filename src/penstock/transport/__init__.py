@@ -4,9 +4,8 @@ In / Out: a `TransportKind` for `register_transport`, and what its transport is 
 Not here: what crosses and when (`plan`, `fetch`, `sync`).
 """
 
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.protocol import Handle, Memory, Pending, Transport
-from penstock.transport.registry import TransportKind, TransportSetup, register_transport
+from penstock.transport.choose import TransportKind, TransportSetup, register_transport
+from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Transport
 
 __all__ = [
     "Descriptor",

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.net.admission import Admission, Connection
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import Admission, Connection, ConnectionLimits
 from penstock.net.listener import ThreadedListener
-from penstock.net.peercred import peer_credentials
+from penstock.net.unix_sockets import peer_credentials
 
 _PER_MESSAGE = 64
 """Descriptors a message; the kernel allows 253 (SCM_MAX_FD)."""

@@ -2,20 +2,216 @@
 
 In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
 Not here: how bytes cross (`shm`, `cuda_ipc`), the page itself (`generation_table`).
+
+A page of shared memory that shows every reader on the host the generation of each registration.
+
+In: registrations' generations, from their owner. Out: their current values, for readers that map the page (read-only).
+Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`host_endpoint`).
+
+    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
+
+The **serial** identifies a registration for as long as its memory is the same. The **checksum** is a digest of its
+descriptor, so that a forged descriptor is detected. **Life** is a lock on the page that its owner has; the kernel drops
+it when the owner dies. Order: an owner writes the generation before it changes a byte, and a reader checks it after its
+last byte; the interpreter's lock, taken in between, orders the two.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import hashlib
 import itertools
+import mmap
+import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
 
-from penstock.errors import Cancelled, ConfigError
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.generation_table import GenerationAddress, GenerationTable, PeerGenerationTable, seal_of
-from penstock.transport.protocol import Handle, Memory
+import msgspec
+
+from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.lifecycle import let_go_in_children
+from penstock.memory.arena import Mapping, create, open_peer
+from penstock.transport.protocol import Descriptor, Handle, Memory
+
+PAGE_BYTES = 64 << 10
+_MAGIC = b"penstock page 1\n"
+_HEADER_BYTES = 64
+_SLOT_WORDS = 4
+NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
+"""2,046. An arena is one registration; a model of loose tensors that has more belongs in one."""
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of the page for a reader, and the registration's slot in it."""
+
+    host: Annotated[str, msgspec.Meta(max_length=128)]
+    pid: _Id
+    fd: _Id
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
+    serial: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+@functools.cache
+def here() -> str:
+    """Return what processes share that can open each other's pages: the boot and the PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError as error:
+        raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
+
+
+def seal_of(descriptor: Descriptor) -> int:
+    """The digest of a descriptor that stands beside its generation."""
+    # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
+    fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
+    raw = msgspec.msgpack.encode((*fields, descriptor.payload))
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+_pages: weakref.WeakSet[GenerationTable] = let_go_in_children(lambda page: page.forget())
+
+
+class GenerationTable:
+    """The owner's side. Made by `create`; a forked child's copy does nothing."""
+
+    def __init__(self, name: str, mapped: Mapping, lock_fd: int) -> None:
+        self.name, self.is_mine = name, True
+        self._mapped, self._words = mapped, memoryview(mapped)[_HEADER_BYTES:].cast("Q")
+        self._free, self._changing = list(range(NUM_SLOTS))[::-1], threading.Lock()
+        self._closer = weakref.finalize(self, os.close, lock_fd)
+
+    @classmethod
+    def create(cls) -> GenerationTable:
+        """A new page with a new name, alive. ConfigError, DestinationError: as `memfd.create`."""
+        mapped, name = create("penstock-page", PAGE_BYTES), secrets.token_hex(8)
+        try:
+            # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
+            lock_fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DestinationError(f"cannot lock a page of shared memory: {error}") from error
+        mapped[: len(_MAGIC) + len(name)] = _MAGIC + name.encode()
+        page = cls(name, mapped, lock_fd)
+        _pages.add(page)
+        return page
+
+    def address(self, slot: int, serial: int = 0) -> GenerationAddress:
+        """Return the address for readers of the registration in this slot; `serial` identifies the registration."""
+        return GenerationAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
+
+    def take_slot(self) -> int:
+        """A slot, until `give_slot`. ConfigError if all are taken."""
+        with self._changing:
+            if not self._free:
+                hint = "put the tensors into one arena and register that"
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all a page has room for", hint=hint)
+            return self._free.pop()
+
+    def set(self, slot: int, generation: int, checksum: int, serial: int = 0) -> None:
+        """Say that the registration in this slot is now of this generation."""
+        if self.is_mine:
+            at = _SLOT_WORDS * slot
+            # Zero first and the generation last: a reader between these stores finds no valid generation, never a
+            # new generation with the checksum of an old one.
+            self._words[at] = 0
+            self._words[at + 1], self._words[at + 2] = checksum, serial
+            self._words[at] = generation
+
+    def give_slot(self, slot: int) -> None:
+        """The registration is over."""
+        if self.is_mine:
+            self._words[_SLOT_WORDS * slot] = self._words[_SLOT_WORDS * slot + 2] = 0
+            with self._changing:
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """End the page; readers find its owner dead. Idempotent."""
+        if self.is_mine:
+            self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the page without a word to readers. Its descriptors are closed now, not when it is collected."""
+        self.is_mine = False
+        self._closer()
+        self._words.release()
+        self._mapped.close()
+
+
+class PeerGenerationTable:
+    """A reader's side, of one endpoint. Made by `open`."""
+
+    def __init__(self, name: str, pid: int, fd: int, mapped: mmap.mmap) -> None:
+        self.name, self.pid, self._fd = name, pid, fd
+        self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
+        """Map the page of the endpoint that gave this descriptor.
+
+        Raises:
+            ConfigError: it is on another host, or in another PID namespace.
+            PeerLost: the process is gone, or its number is another's now.
+            PermissionDenied, DestinationError: as `memfd.open_peer`.
+        """
+        uri = f"{source.transport}:{source.endpoint}"
+        if address.host != here():
+            raise ConfigError("the peer is on another host or in another PID namespace", uri=uri)
+        fd = open_peer(address.pid, address.fd, PAGE_BYTES, uri)
+        try:
+            mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
+        if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
+            os.close(fd)
+            raise PeerLost(f"process {address.pid} is not the one that made the descriptor", uri=uri)
+        return cls(source.endpoint, address.pid, fd, mapped)
+
+    def generation(self, slot: int) -> int:
+        """Return the generation of the registration in this slot now; 0: there is none."""
+        return self._words[_SLOT_WORDS * slot]
+
+    def holds(self, address: GenerationAddress) -> bool:
+        """Return whether the registration still exists, in any generation, with its memory."""
+        return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Return whether the owner still has its page open: False from its last instant, however it ended."""
+        # The owner has the exclusive lock for as long as it lives. A process id would not do: it can be used again.
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def check(self, slot: int, source: Descriptor, checksum: int) -> None:
+        """Raise unless the descriptor is just as it was given, still holds, and its owner lives.
+
+        Raises:
+            PeerLost: the owner is gone.
+            StaleDescriptor: it fenced or released the memory, or never gave this descriptor.
+        """
+        uri = f"{source.transport}:{source.endpoint}"
+        if not self.is_alive():
+            raise PeerLost(f"process {self.pid} is gone", uri=uri)
+        if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
+            raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
+
+    def close(self) -> None:
+        """Close the page. Idempotent; a page that is collected is closed too."""
+        self._closer()
+
 
 Describe = Callable[[GenerationAddress], bytes]
 """A registration's payload, given where its slot is."""

@@ -26,15 +26,14 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import Cancelled, ConfigError
-from penstock.fork import let_go_in_children
 from penstock.http.compression import Choice
 from penstock.http.connection import ReadRequest
 from penstock.http.server import Region, Server
-from penstock.net.runtime_dir import RuntimeDir
+from penstock.lifecycle import let_go_in_children
+from penstock.net.unix_sockets import RuntimeDir
 from penstock.segments import Segments
-from penstock.transport.descriptor import Descriptor, decode, decode_payload
 from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
-from penstock.transport.protocol import Handle, Memory, Pending, Transport
+from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Transport, decode, decode_payload
 
 CONNECTIONS = 2
 """To one peer, unless told otherwise. Source: benchmarks/results/cpu2_202611/hosts.md."""

@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
-from penstock.http.byte_planes import MAX_FRAME_BYTES, Planes, block_bytes
+from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, Choice, Planes, block_bytes
 from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
-from penstock.http.compression import REQUEST_BYTES, Choice
 from penstock.http.connection import (
     CHUNK_HEAD,
     CODING,
@@ -41,7 +40,7 @@ from penstock.http.connection import (
     fields,
     front,
 )
-from penstock.net.peercred import connect_unix
+from penstock.net.unix_sockets import connect_unix
 from penstock.segments import Segments, gathered
 from penstock.types import MIB
 

@@ -14,9 +14,7 @@ import threading
 
 from penstock.errors import Cancelled, ConfigError, StaleDescriptor
 from penstock.segments import Segments
-from penstock.transport.deferred_read import DeferredRead
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.protocol import Handle, Memory, Pending, Transport
+from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB

@@ -26,14 +26,11 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
-from penstock.fork import let_go_in_children
+from penstock.lifecycle import let_go_in_children
 from penstock.segments import Segments
-from penstock.transport.deferred_read import DeferredRead
-from penstock.transport.descriptor import Descriptor, decode_payload
-from penstock.transport.generation_table import seal_of
-from penstock.transport.nixl_agent import Agent, Discarded, place_of
-from penstock.transport.nixl_reader import WORD_BYTES, Job, Payload, Reader, pieces
-from penstock.transport.protocol import Handle, Memory, Pending, Transport
+from penstock.transport.host_endpoint import seal_of
+from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, Job, Payload, Reader, pieces, place_of
+from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport, decode_payload
 
 LINGER_S = 3.0
 """Reason: a reader posts within milliseconds of looking at the word, and holds a window of 128 MiB."""

@@ -15,12 +15,10 @@ from __future__ import annotations
 from penstock.cuda.driver import CudaDriver, ordinal
 from penstock.errors import PeerLost, StaleDescriptor
 from penstock.segments import Rectangles, Segments
-from penstock.transport.deferred_read import DeferredRead
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.device_target import IntoDevice, batches
 from penstock.transport.host_endpoint import Claim, IntoHandle, Mappings
-from penstock.transport.protocol import Handle, Pending, Striding, Transport
+from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Pending, Striding, Transport
 from penstock.transport.shm import MappedMemory, ShmTransport
+from penstock.transport.staged import IntoDevice, batches
 from penstock.types import MIB
 
 TURN_BYTES = 256 * MIB

@@ -6,18 +6,83 @@ Not here: moving the bytes (`loopback`), the form of a descriptor (`descriptor`)
 
     holder    register(memory) -> Handle, whose .descriptor is encoded and sent by any channel
     receiver  register(memory) -> Handle;  post_read(handle, descriptor, segments) -> Pending;  wait(pending)
+
+Descriptors, by which a peer reads our memory, and their bytes on the wire: typed msgpack, never pickle.
+
+In: a `Descriptor`, or bytes that claim to be one. Out: the other.
+Not here: the meaning of the payload (each transport), sending descriptors (`peer`).
+
+Reads posted together, by whatever transports, and waited for: at the end none of them is under way any more.
+
+In: reads as they are posted. Out: what failed first, and whether a byte of our memory may have been written.
+Not here: which reads, and what becomes of a source that failed (`fetch.run`, `sync.receive.source_read`).
+
+A read that is carried out by the thread that waits for it: once, however many wait.
+
+In: what the read needs, until it is done. Out: how much moved, and what was met, to each who waits.
+Not here: how bytes move (each transport).
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
+import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, DestinationError, FormatError, PenstockError, SourceStalled
 from penstock.segments import Rectangles, Segments
-from penstock.transport.descriptor import Descriptor
+
+MAX_DESCRIPTOR_BYTES = 64 << 10
+"""Longest encoded descriptor that is decoded. A NIXL agent's metadata is 427 bytes; one arena is one registration."""
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """The data by which a peer reads a registration. It is valid for one generation."""
+
+    transport: _Name
+    endpoint: _Name
+    """The holder's transport: one life of one process."""
+    generation: _Count
+    """Of the registration; never given twice by an endpoint, so an address used again is not mistaken."""
+    nbytes: _Count
+    device: _Name = "cpu"
+    payload: bytes = b""
+    """The transport's own: an IPC handle, an agent's metadata. Hostile until that transport has checked it."""
+
+
+_DECODER = msgspec.msgpack.Decoder(Descriptor)
+_Payload = TypeVar("_Payload", bound=msgspec.Struct)
+
+
+def encode(descriptor: Descriptor) -> bytes:
+    """The descriptor as bytes (msgpack)."""
+    return msgspec.msgpack.encode(descriptor)
+
+
+def decode(raw: bytes) -> Descriptor:
+    """The descriptor that a peer sent. FormatError for anything else."""
+    # Before decoding: the bytes come from another process, and a decoder allocates what they claim.
+    if len(raw) > MAX_DESCRIPTOR_BYTES:
+        raise FormatError(f"a descriptor of {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
+    try:
+        return _DECODER.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed descriptor: {error}") from error
+
+
+def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
+    """A descriptor's payload, typed. FormatError if it is malformed."""
+    try:
+        return decoder.decode(source.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed {source.transport} descriptor: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -165,3 +230,82 @@ class Coding(Protocol):
     def way(self, source: Descriptor) -> tuple[str, str]:
         """Return the name of the path in use, with `+zstd` if compressed, and the ratio or the reason against it."""
         ...
+
+
+CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
+"""Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
+written over bytes that were read again and verified, so it is the end of whoever reads."""
+
+LATE_S = 1.0
+"""Patience with what is left where a read failed, since all of it is read again: a hundred reads of a peer that fell
+silent end after `stall_s`, and so much for each, not after a hundred times that."""
+
+
+def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
+    """Wait for all that is posted, well or not: what is read again must not be written over.
+
+    Args:
+        posting: posts a read per iteration; an error ends the posting, and the earlier reads are waited for.
+        stall_s: see `Transport.wait`; less once one failed.
+
+    Returns:
+        The first failure, but a DestinationError before others: bytes may still arrive. And whether any was written.
+    """
+    posted: list[tuple[Transport, Pending]] = []
+    failed: PenstockError | None = None
+    is_touched = False
+    try:
+        for read in posting:
+            posted.append(read)  # one by one: those before one that fails are waited for
+    except PenstockError as error:
+        failed, is_touched = error, error.mutated
+    for transport, pending in posted:
+        is_patient = failed is None or (transport.name in CANNOT_RECALL and not isinstance(failed, DestinationError))
+        try:
+            transport.wait(pending, stall_s=stall_s if is_patient else min(stall_s, LATE_S))
+        except PenstockError as error:
+            met: PenstockError = error
+            if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
+                met = DestinationError(f"{error.message}, and may still arrive", mutated=True)
+            is_touched |= met.mutated
+            if failed is None or (isinstance(met, DestinationError) and not isinstance(failed, DestinationError)):
+                failed = met
+        is_touched |= pending.moved_bytes > 0
+    return failed, is_touched
+
+
+Ts = TypeVarTuple("Ts")
+
+
+class DeferredRead(Generic[*Ts]):
+    """See `Pending`. Subclasses say what it is to carry it out; `work` keeps both memories alive until then.
+
+    Args:
+        nbytes: that it is to move.
+        work: what `_carry` is given.
+    """
+
+    def __init__(self, nbytes: int, *work: *Ts) -> None:
+        self.nbytes, self.moved_bytes = nbytes, 0
+        self._lock = threading.Lock()
+        self._work: tuple[*Ts] | None = work
+        self._error: PenstockError | None = None
+
+    def run(self, stall_s: float) -> None:
+        """Carry it out, in the first thread that comes; the others wait for it. Raises what was met."""
+        # The lock is kept for the whole copy: other waiters of the same read have nothing else to do.
+        with self._lock:
+            if self._work is not None:
+                try:
+                    self._carry(stall_s, *self._work)
+                except PenstockError as error:
+                    error.mutated = error.mutated or self.moved_bytes > 0
+                    # The traceback's frames refer to both memories, and would keep them alive with the error.
+                    self._error = error.with_traceback(None)
+                self._work = None
+            if self._error is not None:
+                raise self._error
+
+    def _carry(self, stall_s: float, *work: *Ts) -> None:
+        """Move every byte, noting `moved_bytes`."""
+        raise NotImplementedError

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli.convert import write_report
 from penstock.cli.main import run
-from penstock.cli.options import Format
+from penstock.cli.terminal import Format
 from penstock.errors import ConfigError
 from penstock.jobs.operations.spec import operation_spec
 from penstock.jobs.report import ConvertReport

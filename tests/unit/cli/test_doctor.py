@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from penstock.cli import doctor, installed
+from penstock.cli import doctor, terminal
 from penstock.cli.main import app
 
 
@@ -52,6 +52,6 @@ def test_an_empty_file_has_no_rate(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_absent_has_no_version() -> None:
-    assert installed.package_version("no-such-distribution") is None
-    assert installed.package_version("penstock")
-    assert not installed.importable("no_such_module")
+    assert terminal.package_version("no-such-distribution") is None
+    assert terminal.package_version("penstock")
+    assert not terminal.importable("no_such_module")

@@ -123,7 +123,7 @@ def test_a_stdout_that_takes_nothing_is_said_in_one_line(arguments: list[str], u
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_more_than_a_buffer_into_a_full_stdout() -> None:
     code = (
-        "from penstock.cli import main, version\nimport sys\n"
+        "from penstock.cli import main\nimport sys\n"
         "main.app.command('much')(lambda: sys.stdout.write('x' * 1_000_000))\nmain.run(['much'])\n"
     )
     with open("/dev/full", "w") as full:

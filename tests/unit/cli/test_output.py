@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.output import bytes_text, plain, write_columns, write_fields, write_json
+from penstock.cli.terminal import bytes_text, plain, write_columns, write_fields, write_json
 from penstock.types import DType
 
 

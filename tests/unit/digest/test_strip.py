@@ -58,7 +58,7 @@ WORK = """
 import numpy as np, torch
 from penstock.cuda import pack as pack_cuda
 from penstock.digest.strip import Strips, strip_digests
-from penstock.digest.strip_cuda import plan_strips
+from penstock.digest.cuda import plan_strips
 
 chance = np.random.default_rng(3)
 memory = chance.integers(0, 256, 300_000, np.uint8)

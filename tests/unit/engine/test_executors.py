@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.engine.executors import Executor, Pending
-from penstock.engine.ticket import Ticket
+from penstock.engine.executors import Executor, Pending, Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import DestinationError, SourceUnavailable
 

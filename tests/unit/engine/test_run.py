@@ -15,10 +15,9 @@ import pytest
 from tests.support.shards import shard_box
 
 from penstock.engine.check import Expected, HostChecker
-from penstock.engine.executors import Pending
+from penstock.engine.executors import Pending, Ticket
 from penstock.engine.place import Bytes, HostPlace, Segment
 from penstock.engine.run import LoadRun
-from penstock.engine.ticket import Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
 from penstock.memory.staging import StagingBuffer, StagingPool

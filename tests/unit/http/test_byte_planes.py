@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.http.byte_planes import BLOCK_BYTES, MAX_FRAME_BYTES, Planes, block_bytes
+from penstock.http.compression import BLOCK_BYTES, MAX_FRAME_BYTES, Planes, block_bytes
 
 
 def weights(width: int, nbytes: int = BLOCK_BYTES) -> np.ndarray:

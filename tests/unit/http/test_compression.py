@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.http import compression
-from penstock.http.byte_planes import Planes
-from penstock.http.compression import AGAIN_S, MARGIN, Choice
+from penstock.http.compression import AGAIN_S, MARGIN, Choice, Planes
 from penstock.types import GB, MIB
 
 RATIO = 1.5

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import SourceStalled, SourceUnavailable
-from penstock.http.retry import Patience
+from penstock.http.range_request import Patience
 
 
 class Clock:

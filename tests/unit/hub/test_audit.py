@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.hub import audit
-from penstock.hub.rate import MAX_NAMES, RateLimit
+from penstock.hub.auth import MAX_NAMES, RateLimit
 
 
 @pytest.fixture

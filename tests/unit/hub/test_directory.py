@@ -18,11 +18,10 @@ from penstock.hub.directory import (
     WRONG_BYTES_TTL_S,
     Directory,
 )
-from penstock.hub.grants import GrantChecker
+from penstock.hub.grants import DigestSigner, GrantChecker, make_proof
 from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsRequest, WhyRequest
-from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import MemoryStore
-from penstock.peer.weight_layout import WeightLayout, tabulate
+from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.testing.hubs import IDENTITY, HubBench, chunks, key_state
 from penstock.types import DType
 

@@ -6,10 +6,10 @@ import sys
 CODE = """
 import inspect
 import msgspec, msgspec._utils
-from penstock.peer import weight_layout
+from penstock.peer import local_weights
 from penstock.hub import messages
 
-kinds = [kind for module in (messages, weight_layout) for _, kind in inspect.getmembers(module, inspect.isclass)]
+kinds = [kind for module in (messages, local_weights) for _, kind in inspect.getmembers(module, inspect.isclass)]
 kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)]
 
 

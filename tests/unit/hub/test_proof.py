@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from penstock.digest.leaf import canonical, root
-from penstock.hub import proof as proofs
-from penstock.hub.identity import Identity
-from penstock.hub.messages import HoldingState, LogReply, Proof
-from penstock.hub.proof import DigestSigner, make_proof, proof_fault
-from penstock.peer.local_weights import LocalWeights
-from penstock.peer.weight_layout import WeightLayout, layout_of_tensors
+from penstock.hub import grants as proofs
+from penstock.hub.grants import DigestSigner, make_proof, proof_fault
+from penstock.hub.messages import HoldingState, Identity, LogReply, Proof
+from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors
 from penstock.types import U64
 
 EPOCH = 70
@@ -57,7 +55,7 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr("penstock.peer.weight_layout.CHUNK_BYTES", 512 << 10)
+    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 512 << 10)
     layout, rows = layout_of_tensors({f"t{i}": torch.arange(200_000, dtype=torch.int32) + i for i in range(6)})
     leaves = LocalWeights(Identity(model="m"), layout, rows).digest(np.arange(layout.chunks.num_chunks))
     revision = root(canonical(layout.table, range(len(layout.table))), layout.chunks.leaf_bytes, leaves)

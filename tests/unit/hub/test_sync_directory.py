@@ -7,8 +7,7 @@ import pytest
 
 from penstock.errors import GrantRefused, UnknownMember
 from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, Hello, SyncState
-from penstock.hub.sync_messages import SyncRequest, sync_key
+from penstock.hub.messages import Beat, Hello, SyncRequest, SyncState, sync_key
 from penstock.testing.hubs import HubBench
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Settings
-from penstock.jobs import cache_locality
-from penstock.jobs.cache_locality import bytes_read, cached_tasks, shared_as
-from penstock.jobs.job import Job, plan_job
+from penstock.jobs import job
+from penstock.jobs.job import Job, bytes_read, cached_tasks, plan_job, shared_as
 from penstock.jobs.operations.spec import operation_of
 from penstock.storage import cache
 from penstock.storage.cache import CachedSource, open_cached
@@ -24,7 +23,7 @@ CHUNK = 64 << 10
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightSet:
     """A checkpoint of local files behind a cache that is empty."""
-    for module in (cache, cache_locality):
+    for module in (cache, job):
         monkeypatch.setattr(module, "CACHE_CHUNK_BYTES", CHUNK)
     write_llama(tmp_path / "m", total_bytes=2_000_000, shards=2)
     settings = Settings(cache_dir=tmp_path / "cache")

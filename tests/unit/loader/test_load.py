@@ -403,7 +403,7 @@ def test_again_in_the_same_process_and_from_threads_at_once(sharded: Path) -> No
 
 
 def test_the_report_says_why_there_is_no_ring(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.loader.intake.refusal", lambda: "this kernel has none")
+    monkeypatch.setattr("penstock.loader.session.refusal", lambda: "this kernel has none")
     found = penstock.load(stacked, names="wide", boxes={"wide": Box(start=(0, 8), stop=(64, 16))})
     assert found["wide"].shape == (64, 8)
     whys = {file.path: file.why for file in found.report.files}

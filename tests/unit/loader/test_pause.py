@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.loader.pause import HANDOVER_S, paused_gc, quick_handover
+from penstock.lifecycle import HANDOVER_S, paused_gc, quick_handover
 
 
 def test_the_switch_interval_is_short_inside_and_put_back() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.ticket import Ticket
+from penstock.engine.executors import Ticket
 from penstock.errors import SourceStalled
-from penstock.loader.progress import Progress
+from penstock.loader.report import Progress
 
 
 def test_a_drawn_wait_has_a_deadline() -> None:

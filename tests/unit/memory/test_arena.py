@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError
-from penstock.memory import memfd
-from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes
+from penstock.memory.arena import ALIGN_BYTES, Arena, create, needed_bytes, open_peer, shared_at
 from penstock.memory.rehome import rehome
 
 
@@ -45,11 +44,11 @@ def test_views_keep_the_memory_alive_and_give_it_back() -> None:
     view.fill_(7)
     del arena
     gc.collect()
-    assert memfd.shared_at(address, 10_000) is not None
+    assert shared_at(address, 10_000) is not None
     assert view.tolist() == [7] * 100
     del view
     gc.collect()
-    assert memfd.shared_at(address, 1) is None
+    assert shared_at(address, 1) is None
     assert fds() == before
 
 
@@ -75,8 +74,8 @@ def test_no_file_descriptors_left(monkeypatch) -> None:
 
 
 def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
-    sealed = memfd.create("sealed", 5000)
-    os.close(memfd.open_peer(os.getpid(), sealed.fd, 5000, "here"))
+    sealed = create("sealed", 5000)
+    os.close(open_peer(os.getpid(), sealed.fd, 5000, "here"))
     unsealed, pipe = os.memfd_create("loose"), os.pipe()
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     gc.collect()
@@ -84,7 +83,7 @@ def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
         before = fds()
         for fd, nbytes in ((sealed.fd, 5001), (unsealed, 0), (pipe[0], 0), (file, 0), (99999, 0)):
             with pytest.raises(PeerLost):
-                memfd.open_peer(os.getpid(), fd, nbytes, "here")
+                open_peer(os.getpid(), fd, nbytes, "here")
         assert fds() == before
     finally:
         for fd in (unsealed, *pipe, file):
@@ -93,21 +92,21 @@ def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
 
 def test_an_arena_is_written_to_by_its_path_until_it_is_sealed_and_read_from_then_on() -> None:
     arena = Arena.allocate(5000)
-    mapping = memfd.shared_at(arena.address, arena.nbytes)
+    mapping = shared_at(arena.address, arena.nbytes)
     assert mapping is not None
     writer = os.open(arena.path, os.O_RDWR)
     try:
         os.pwrite(writer, b"made elsewhere", 100)
         assert arena.bytes_at(100, 14).numpy().tobytes() == b"made elsewhere"
         with pytest.raises(PeerLost):
-            memfd.open_peer(os.getpid(), mapping.fd, 5000, "here")
+            open_peer(os.getpid(), mapping.fd, 5000, "here")
         mapping.seal()
         mapping.seal()
         with pytest.raises(PermissionError):
             os.pwrite(writer, b"x", 100)
         arena.bytes_at(100, 1)[0] = ord("M")
         assert os.pread(writer, 14, 100) == b"Made elsewhere"
-        os.close(memfd.open_peer(os.getpid(), mapping.fd, 5000, "here"))
+        os.close(open_peer(os.getpid(), mapping.fd, 5000, "here"))
     finally:
         os.close(writer)
 

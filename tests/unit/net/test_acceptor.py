@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from penstock.net.acceptor import ACCEPTS_A_TURN, Acceptor
-from penstock.net.admission import Admission
-from penstock.net.limits import ConnectionLimits
-from penstock.net.listener import GuardedListener
+from penstock.net.admission import Admission, ConnectionLimits
+from penstock.net.listener import ACCEPTS_A_TURN, Acceptor, GuardedListener
 
 NUM_CONNECTIONS = 3 * ACCEPTS_A_TURN + 5
 

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from penstock.net.admission import Admission, Connection, network_of
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import Admission, Connection, ConnectionLimits, network_of
 
 LIMITS = ConnectionLimits(total=8, unproven=4, unproven_per_address=2, per_principal=3, grace_s=0.0, head_s=60.0)
 

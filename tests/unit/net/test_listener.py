@@ -11,15 +11,14 @@ import sys
 import threading
 import time
 
-from penstock.net.admission import Admission
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import ThreadedListener
 
 NUM_DESCRIPTORS = 64
 LISTENER = f"""
 import json, logging, os, resource, socket, sys
 from penstock.net.admission import Admission
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import ConnectionLimits
 from penstock.net.listener import ThreadedListener
 
 logging.basicConfig(stream=sys.stderr)

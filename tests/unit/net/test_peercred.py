@@ -9,7 +9,7 @@ import threading
 import pytest
 from tests.support.users import STRANGER, run_as
 
-from penstock.net.peercred import connect_unix, is_same_user, peer_credentials, peer_uid
+from penstock.net.unix_sockets import connect_unix, is_same_user, peer_credentials, peer_uid
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 

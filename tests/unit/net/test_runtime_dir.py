@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.net.runtime_dir import RuntimeDir
+from penstock.net.unix_sockets import RuntimeDir
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_a_runtime_dir_is_private_and_removed_on_close() -> None:
 
 def test_directories_of_dead_processes_are_removed_and_those_of_live_ones_kept(somewhere: Path) -> None:
     code = (
-        "from penstock.net.runtime_dir import RuntimeDir; import time; "
+        "from penstock.net.unix_sockets import RuntimeDir; import time; "
         "directory = RuntimeDir(); print(directory.path, flush=True); time.sleep(9)"
     )
     environ = {**os.environ, "TMPDIR": str(somewhere)}

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, IntegrityError
-from penstock.hub.identity import Identity
+from penstock.hub.messages import Identity
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import LocalWeights, place_rows
-from penstock.peer.weight_layout import WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, place_rows, tabulate
 from penstock.types import DType
 
 

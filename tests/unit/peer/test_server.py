@@ -23,11 +23,10 @@ from penstock.errors import (
     SourceStalled,
 )
 from penstock.hub.messages import LeaseRequest, Upstream
-from penstock.net.limits import ConnectionLimits
+from penstock.net.admission import ConnectionLimits
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights
+from penstock.peer.local_weights import LocalWeights, from_message
 from penstock.peer.server import PeerServer
-from penstock.peer.weight_layout import from_message
 from penstock.transport.choose import Links
 from penstock.transport.loopback import LoopbackTransport
 
@@ -207,7 +206,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(head_s=1.0))
+    monkeypatch.setattr("penstock.peer.server.LIMITS", ConnectionLimits(head_s=1.0))
     door = PeerServer(tmp_path / "door.sock", allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
@@ -278,7 +277,7 @@ def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path
 
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.peer.http_listener.LIMITS", ConnectionLimits(total=1))
+    monkeypatch.setattr("penstock.peer.server.LIMITS", ConnectionLimits(total=1))
     door = PeerServer(tmp_path / "door.sock", allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"

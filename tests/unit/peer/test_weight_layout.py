@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.errors import FormatError, PlanError
-from penstock.peer.weight_layout import (
+from penstock.peer.local_weights import (
     TableMessage,
     WeightLayout,
     from_message,

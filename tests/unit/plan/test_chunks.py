@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.chunks import chunk_table, to_ranges
+from penstock.plan.schedule import chunk_table, to_ranges
 
 sizes = st.lists(st.integers(0, 70), max_size=30)
 

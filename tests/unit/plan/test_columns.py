@@ -9,7 +9,7 @@ DECODES = """
 import sys, threading
 import msgspec
 from penstock.errors import FormatError
-from penstock.plan.columns import decode
+from penstock.plan.layout import decode
 from penstock.plan.{module} import {kind}
 
 def turn():

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.support.shards import shard_box
 
 from penstock.errors import FormatError, PlanError
-from penstock.plan.columns import decode, encode
-from penstock.plan.layout import MAX_ELEMENTS, Form, Layout, box_runs
+from penstock.plan.layout import MAX_ELEMENTS, Form, Layout, box_runs, decode, encode
 from penstock.types import Box, DType
 
 

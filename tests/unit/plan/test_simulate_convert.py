@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
-from penstock.plan.picture import svg
+from penstock.plan.simulate import svg
 from penstock.plan.simulate_convert import SILENCE_S, simulate_convert
 from penstock.types import GB
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.chunks import CHUNK_BYTES
 from penstock.plan.cluster import H200_RATES, Cluster, Rates
+from penstock.plan.schedule import CHUNK_BYTES
 from penstock.plan.simulate_fetch import Fleet, simulate_fetch
 from penstock.types import GB
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
-from penstock.plan.picture import svg
 from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
+from penstock.plan.simulate import svg
 from penstock.plan.simulate_sync import simulate_sync
-from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.plan.sync_work import AHEAD_WINDOWS, Work, transformed_bytes
+from penstock.plan.sync import AHEAD_WINDOWS, SyncPlan, Work, plan_sync, transformed_bytes
 from penstock.types import GB, MIB, Box, DType
 
 ROWS = 1024
@@ -270,11 +269,11 @@ def test_the_picture_shows_each_lane_and_link() -> None:
 
 def test_laps_and_steps_are_those_of_the_take() -> None:
     pytest.importorskip("torch")
-    from penstock.plan import sync_work
+    from penstock.plan import sync
     from penstock.sync.receive.batches import cut
     from penstock.transport import cuda_ipc
 
-    assert sync_work.GROUP_BYTES == cuda_ipc.GROUP_BYTES
+    assert sync.GROUP_BYTES == cuda_ipc.GROUP_BYTES
     one = plan(4, 1)
     part = one.part(0)
     for watermark in (4096 * MIB, 256 * MIB, 32 * MIB):

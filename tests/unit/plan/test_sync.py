@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.support.shards import shard_box
 
 from penstock.errors import PlanError
-from penstock.plan.columns import decode, encode
-from penstock.plan.layout import Form, Layout
+from penstock.plan.layout import Form, Layout, decode, encode
 from penstock.plan.sync import Part, SyncPlan, plan_key, plan_sync
 from penstock.types import Box, DType
 

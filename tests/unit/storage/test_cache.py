@@ -18,7 +18,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import SourceUnavailable
-from penstock.storage import MemorySource, Source, cache, cache_directory
+from penstock.storage import MemorySource, Source, cache
 from penstock.storage.cache import CachedSource, open_cached
 from penstock.testing.source_suite import read, sample
 
@@ -250,13 +250,13 @@ def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_read_waits_for_others_once_however_many_chunks_it_has(tmp_path, monkeypatch) -> None:
-    until, claimed = list[float](), cache_directory._claimed
+    until, claimed = list[float](), cache._claimed
 
     def noting(name: str, deadline: float) -> AbstractContextManager[None]:
         until.append(deadline)
         return claimed(name, deadline)
 
-    monkeypatch.setattr(cache_directory, "_claimed", noting)
+    monkeypatch.setattr(cache, "_claimed", noting)
     read(cached(CountingSource(), tmp_path), 5, [3 * CHUNK])
     assert len(until) == 4 and len(set(until)) == 1
 
@@ -283,7 +283,7 @@ def test_who_keeps_nothing_waits_for_nobody(tmp_path: Path) -> None:
 
 
 def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
-    directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
+    directory, until = cache.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
     file = directory.path / "ab" / "00000000"
     hold, go = os.pipe()
     with directory.single_fetch(file, wait_s=1.0, until=until):

@@ -16,12 +16,12 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import NotFound, PermissionDenied, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import files, page_cache
+from penstock.storage import files, local
 from penstock.storage.files import FileSource
 
 MIB = 1 << 20
 NBYTES = 9 * MIB + 1234
-PAGE = page_cache.PAGE_BYTES
+PAGE = local.PAGE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def evict(path: str, start: int = 0, nbytes: int = 0) -> None:
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
-        left = page_cache.resident_pages(fd, start, nbytes or os.fstat(fd).st_size)
+        left = local.resident_pages(fd, start, nbytes or os.fstat(fd).st_size)
     finally:
         os.close(fd)
     if left is None:
@@ -134,7 +134,7 @@ def test_absent_bytes_come_by_direct_io_and_leave_the_page_cache_as_it_was(sourc
     needs_direct(source)
     evict(path)
     assert source.readv(0, [aligned(8 * MIB)]) == "direct"
-    assert page_cache.resident_pages(source._fd, 0, NBYTES) == 0
+    assert local.resident_pages(source._fd, 0, NBYTES) == 0
     assert source.why == ""
 
 

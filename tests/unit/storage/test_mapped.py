@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from penstock.errors import DestinationError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import mapped, page_cache
+from penstock.storage import local
 from penstock.storage.files import MappedFile
 
 MIB = 1 << 20
 NBYTES = 9 * MIB + 1234
-PAGE = page_cache.PAGE_BYTES
+PAGE = local.PAGE_BYTES
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads /proc/self/maps")
 
 
@@ -102,7 +102,7 @@ def test_writes_survive_a_prefetch(path: str, body: bytes) -> None:
 def test_a_dropped_view_is_unmapped_and_no_other(path: str, body: bytes) -> None:
     file = MappedFile(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
-    assert num_mapped_pages(path) == page_cache.num_pages(0, NBYTES)
+    assert num_mapped_pages(path) == local.num_pages(0, NBYTES)
     kept = np.frombuffer(views[4], np.uint8)[17:]  # what is made of a view keeps it
     del views
     gc.collect()
@@ -158,8 +158,8 @@ def test_prefetch_fills_the_page_cache_without_a_view(path: str) -> None:
     evict(path)
     file = MappedFile(path)
     file.prefetch(MIB + 5, 2 * MIB)
-    cached = page_cache.resident_pages(file._fd, MIB + 5, 2 * MIB)
-    assert cached in {None, page_cache.num_pages(MIB + 5, 2 * MIB)}
+    cached = local.resident_pages(file._fd, MIB + 5, 2 * MIB)
+    assert cached in {None, local.num_pages(MIB + 5, 2 * MIB)}
     assert num_mapped_pages(path) == 0
 
 
@@ -176,7 +176,7 @@ def test_prefetch_fills_the_page_tables_of_live_views(path: str, cold: bool) -> 
 
 
 def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr(local, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile(path)
     view = file.view(0, NBYTES)
@@ -221,7 +221,7 @@ def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
     path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not populate:
-        monkeypatch.setattr(page_cache, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(local, "_MADV_POPULATE_READ", 9999)
     file = MappedFile(path)
     view = file.view(0, NBYTES)
     evict(path)
@@ -259,20 +259,20 @@ def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytes
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mapped, "Mapping", full)
+    monkeypatch.setattr(local, "Mapping", full)
     with pytest.raises(DestinationError, match="max_map_count"):
         MappedFile(path).view(0, 1)
 
 
 def test_a_view_that_fits_where_the_file_does_not(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mapped.Mapping
+    real = local.Mapping
 
-    def small(fd: int, offset: int, nbytes: int) -> page_cache.Mapping:
+    def small(fd: int, offset: int, nbytes: int) -> local.Mapping:
         if nbytes > 4 * MIB:
             raise OSError(12, "Cannot allocate memory")
         return real(fd, offset, nbytes)
 
-    monkeypatch.setattr(mapped, "Mapping", small)
+    monkeypatch.setattr(local, "Mapping", small)
     file = MappedFile(path)
     view = file.view(MIB + 3, MIB)
     file.prefetch(MIB, MIB)
@@ -310,7 +310,7 @@ def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
 
 def test_a_file_is_ready_only_when_all_of_it_is_cached(path: str, tmp_path: Path) -> None:
     file = MappedFile(path)
-    if page_cache.resident_pages(file._fd, 0, NBYTES) is None:
+    if local.resident_pages(file._fd, 0, NBYTES) is None:
         assert not file.is_ready()
         return
     assert file.is_ready()

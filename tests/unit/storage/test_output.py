@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.plan.tasks import OutputFiles, Spec, lay_out
-from penstock.storage import page_cache
+from penstock.storage import local
 from penstock.storage.output import OutputRegion, OutputSet, file_names
 from penstock.types import DType
 
@@ -135,7 +135,7 @@ def test_an_empty_directory_is_no_hindrance(tmp_path):
 
 
 def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_cache, "_fallocate", lambda *_: errno.ENOSPC)
+    monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     with pytest.raises(DiskFull) as caught:
         made(tmp_path / "growing", laid_out()).create()
     assert not caught.value.mutated
@@ -143,25 +143,25 @@ def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
 
 
 def test_where_no_room_is_promised_files_have_their_length_and_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_cache, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    monkeypatch.setattr(local, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     out = made(tmp_path / "growing", laid_out())
     out.create()
     found = [path.stat() for path in sorted((tmp_path / "growing").iterdir())]
     assert [one.st_size for one in found] == out.file_nbytes
     fd = os.open(tmp_path / "longer", os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, 10)
-    page_cache.reserve(fd, 5)
+    local.reserve(fd, 5)
     assert os.fstat(fd).st_size == 10
     os.close(fd)
 
 
 def test_room_is_made_until_nobody_wants_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_cache, "_RESERVED_BYTES", 4096)
+    monkeypatch.setattr(local, "_RESERVED_BYTES", 4096)
     turns = iter([False, False, True])
     with open(tmp_path / "file", "wb") as file:
-        page_cache.reserve(file.fileno(), 100_000, lambda: next(turns))
+        local.reserve(file.fileno(), 100_000, lambda: next(turns))
         assert os.fstat(file.fileno()).st_size == 8192
-        page_cache.reserve(file.fileno(), 10_000)
+        local.reserve(file.fileno(), 10_000)
         assert os.fstat(file.fileno()).st_size == 10_000
         assert os.fstat(file.fileno()).st_blocks * 512 >= 10_000
 

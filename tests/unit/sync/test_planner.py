@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
-from penstock.hub.messages import SyncState
-from penstock.hub.sync_messages import PartRequest, SyncMember
-from penstock.plan.columns import decode, encode
-from penstock.plan.layout import Layout
+from penstock.hub.messages import PartRequest, SyncMember, SyncState
+from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part
 from penstock.sync.planner import Planner
+from penstock.sync.report import VersionStatus
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
-from penstock.sync.version_status import VersionStatus
 
 
 def layout(

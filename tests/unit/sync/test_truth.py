@@ -11,8 +11,7 @@ import torch
 from tests.unit.sync.moved import move, same, spoil
 from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
-from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Requirements, wanted
+from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Row, Shard, declared, local_runs
 
 TRAINERS = [

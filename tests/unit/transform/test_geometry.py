@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PlanError
-from penstock.transform.formats import FORMATS, format_of
-from penstock.transform.geometry import alignment, foreign, needed, outputs, owned, widened
+from penstock.transform.formats import FORMATS, alignment, foreign, format_of, needed, outputs, owned, widened
 from penstock.types import Box, DType
 
 

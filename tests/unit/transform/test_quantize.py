@@ -10,9 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.errors import PlanError  # noqa: E402
-from penstock.transform.formats import FORMATS, format_of  # noqa: E402
+from penstock.transform.formats import FORMATS, foreign, format_of, outputs, owned  # noqa: E402  # noqa: E402
 from penstock.transform.fuse import Job, fuse  # noqa: E402
-from penstock.transform.geometry import foreign, outputs, owned  # noqa: E402
 from penstock.transform.quantize import dequantise, quantise, torch_dtype  # noqa: E402
 from penstock.types import Box, DType  # noqa: E402
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.transport.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
+from penstock.transport.protocol import MAX_DESCRIPTOR_BYTES, Descriptor, decode, encode
 
 GOOD = {"transport": "loopback", "endpoint": "a", "generation": 1, "nbytes": 5}
 

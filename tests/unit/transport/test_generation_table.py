@@ -10,11 +10,9 @@ import pytest
 from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
 from penstock.segments import Segments
 from penstock.testing.transport_suite import segments
-from penstock.transport import generation_table
-from penstock.transport.descriptor import Descriptor
-from penstock.transport.generation_table import NUM_SLOTS, GenerationTable, PeerGenerationTable, seal_of
-from penstock.transport.host_endpoint import Endpoint
-from penstock.transport.protocol import Memory
+from penstock.transport import host_endpoint
+from penstock.transport.host_endpoint import NUM_SLOTS, Endpoint, GenerationTable, PeerGenerationTable, seal_of
+from penstock.transport.protocol import Descriptor, Memory
 
 
 def described(page: GenerationTable, generation: int = 1) -> Descriptor:
@@ -87,7 +85,7 @@ def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
     def refuse(*_) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(generation_table.fcntl, "flock", refuse)
+    monkeypatch.setattr(host_endpoint.fcntl, "flock", refuse)
     with pytest.raises(DestinationError):
         GenerationTable.create()
 

@@ -9,8 +9,7 @@ import pytest
 from penstock.errors import DestinationError, PenstockError, SourceStalled, StaleDescriptor
 from penstock.testing.transport_suite import segments
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Memory, Pending, Transport
-from penstock.transport.reads import LATE_S, wait_all
+from penstock.transport.protocol import LATE_S, Memory, Pending, Transport, wait_all
 
 
 class Ending(LoopbackTransport):

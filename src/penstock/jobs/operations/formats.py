@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import all_of, copy_recipe, only_source, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
-from penstock.transform.formats import Format, format_of
-from penstock.transform.geometry import alignment, fault, outputs
+from penstock.transform.formats import Format, alignment, fault, format_of, outputs
 from penstock.transform.select import KEEP, Selection, quantization_config, select
 from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
 from penstock.types import Box, DType, TensorTable

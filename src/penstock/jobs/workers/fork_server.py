@@ -27,8 +27,8 @@ import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
-from penstock.closing import Closing
 from penstock.errors import PeerLost
+from penstock.lifecycle import Closing
 
 START_S = 120.0
 """Deadline for the imports of a new fork server: they take seconds, or a minute on a busy machine."""

@@ -2,30 +2,50 @@
 
 In: names, devices, the coordinator's address. Out: processes that connect to it.
 Not here: workers on other hosts (`launch_ray`), the messages to workers (`jobs.coordinator`).
+
+Workers of a job on a Ray cluster: each an actor that connects to the coordinator like any other worker.
+
+In: a cluster's address. Out: a `Launcher`.
+Not here: the worker itself (`process`), which is the same everywhere.
+
+A worker's process on a host with GPUs, started before its device is known: torch and the driver take seconds.
+
+In: a worker's arguments, later, by standard input. Out: its exit code.
+Not here: the worker's code (`process`), starting it (`launch`).
+
+    begun --import torch and the rest----------------------> work(address, worker, device, secret)
+          `--driver--> arguments come --> device's context --'
+
+A fork server cannot have a driver, which does not survive a fork. Importing first and initialising the driver after
+takes twice as long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
+import importlib
 import json
 import math
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.arguments import require_texts, require_type
-from penstock.closing import Closing
 from penstock.config import visible_devices
-from penstock.cuda.driver import load_driver
+from penstock.cuda.driver import load_driver, ordinal
 from penstock.engine.trace import STAGES, Span
-from penstock.errors import ConfigError, PeerLost, PenstockError
+from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
+from penstock.lifecycle import Closing
 
 IMPORTS = (
     "penstock.jobs.workers.process",
@@ -104,7 +124,7 @@ class LocalLauncher(Closing):
         """Return a process that waits for a worker's arguments, and the descriptor to write them to."""
         reads, writes = os.pipe()
         try:
-            return fork_server.fork("penstock.jobs.workers.prewarm:work", [], (reads, 2)), writes
+            return fork_server.fork("penstock.jobs.workers.launch:work", [], (reads, 2)), writes
         except BaseException:
             os.close(writes)
             raise
@@ -281,3 +301,110 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
     return [named[i % len(named)] for i in range(workers or len(named))]
+
+
+_SPAWN_S = 60.0
+"""Time that an actor has to reach the coordinator."""
+
+
+class RayLauncher:
+    """One actor a worker, where the cluster has room: a GPU each for workers on `cuda`, a core each for the others.
+
+    An actor for which there is no room (a node was lost, say) begins once there is.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it; ignored if this process is connected to one already.
+
+    Raises:
+        MissingExtra: Ray is not installed. PeerLost: no cluster is there.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
+        self._ray: Any = ray
+        # A program that uses Ray itself keeps its connection; only one that was made here is closed at the end.
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            try:
+                ray.init(address=address, log_to_driver=False, include_dashboard=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise PeerLost(f"no Ray cluster is at {address}: {error}") from error
+        self.listen: str | None = ray.util.get_node_ip_address()
+        self._actors: dict[str, tuple[Any, Any]] = {}
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        """See `Launcher.spawn`."""
+        # No restarts by Ray: the coordinator replaces lost workers itself, under new names, and counts how often.
+        on_gpu = device.startswith("cuda")
+        kind = self._ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=1 if on_gpu else 0, max_restarts=0)(_Actor)
+        actor = kind.remote()
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's own GPU, so inside it that GPU is always the first.
+        self._actors[worker] = actor, actor.work.remote(address, worker, "cuda:0" if on_gpu else device, secret)
+
+    def ended(self, worker: str) -> str | None:
+        """See `Launcher.ended`. While the call has not returned, it may still be on its way to a node."""
+        _, call = self._actors[worker]
+        done, _ = self._ray.wait([call], timeout=0)
+        return "its actor or its node has ended" if done else None
+
+    def kill(self, worker: str) -> None:
+        """See `Launcher.kill`."""
+        actor, _ = self._actors[worker]
+        self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Leave the cluster if this object connected to it. Idempotent."""
+        if self._connected:
+            self._ray.shutdown()
+        self._connected = False
+
+
+class _Actor:
+    """A worker's process on any node of the cluster."""
+
+    def work(self, address: str, worker: str, device: str, secret: str) -> None:
+        """See `process.serve`."""
+        import torch
+
+        from penstock.jobs.workers.process import connect, serve
+
+        where = torch.device(device)
+        if where.type == "cpu":
+            torch.set_num_threads(1)
+        serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
+
+
+def work() -> int:
+    """Run a worker once its arguments arrive; return 0 if none arrive."""
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as driver_thread:
+        waking = driver_thread.submit(_wake)
+        gc.disable()  # a tenth of the time of what follows
+        for name in IMPORTS:
+            with contextlib.suppress(ImportError):  # fails again, with a message, in the worker if it needs the module
+                importlib.import_module(name)
+        gc.enable()
+        arguments = waking.result()
+    if not arguments:
+        return 0
+    from penstock.jobs.workers import process
+
+    return process.work(*arguments)
+
+
+def _wake() -> list[str]:
+    """Initialise the driver, wait for the arguments, create the device's context; return the arguments.
+
+    An error here occurs again in the worker, which has a connection to report it.
+    """
+    with contextlib.suppress(PenstockError):
+        load_driver()
+    line = sys.stdin.buffer.readline()
+    arguments: list[str] = json.loads(line) if line else []
+    with contextlib.suppress(PenstockError):
+        if arguments and arguments[2] != "cpu":
+            with load_driver().entered(ordinal(arguments[2])):
+                pass
+    return arguments

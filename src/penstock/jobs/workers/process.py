@@ -27,8 +27,7 @@ from penstock.digest.cuda import warm_up
 from penstock.engine.executors import Failed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
-from penstock.jobs.cache_locality import cached_tasks, shared_as
-from penstock.jobs.job import Job, plan_job
+from penstock.jobs.job import Job, cached_tasks, plan_job, shared_as
 from penstock.jobs.messages import (
     Beat,
     Began,
@@ -47,7 +46,7 @@ from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.publish import METADATA
 from penstock.jobs.workers.worker import Worker
 from penstock.loader.session import resolve_device
-from penstock.net.peercred import connect_unix
+from penstock.net.unix_sockets import connect_unix
 from penstock.storage.output import OutputRegion, OutputSet
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import U64

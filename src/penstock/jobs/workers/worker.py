@@ -18,18 +18,25 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.closing import Closing
 from penstock.digest.leaf import leaf_digests
 from penstock.engine.check import TensorChecker
-from penstock.engine.executors import Executor, Pending, Step, Work
-from penstock.engine.ticket import Ticket
+from penstock.engine.executors import Executor, Pending, Step, Ticket, Work
 from penstock.engine.trace import Trace
 from penstock.errors import IntegrityError, OperationFailed, PenstockError
-from penstock.jobs.cache_locality import bytes_read
-from penstock.jobs.job import Job, Written
+from penstock.jobs.job import Job, Written, bytes_read
 from penstock.jobs.operations.operation import UNKNOWN, Streamed, report_to
-from penstock.jobs.workers.buffers import ALIGN_BYTES, cut, packed
-from penstock.jobs.workers.compute import ComputeBackend, CudaCompute, HostCompute, Made, as_bytes, as_view
+from penstock.jobs.workers.compute import (
+    ALIGN_BYTES,
+    ComputeBackend,
+    CudaCompute,
+    HostCompute,
+    Made,
+    as_bytes,
+    as_view,
+    cut,
+    packed,
+)
+from penstock.lifecycle import Closing
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.plan.tasks import Output, Recipe
 from penstock.storage import is_remote

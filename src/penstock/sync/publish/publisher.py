@@ -20,27 +20,22 @@ from dataclasses import replace
 import torch
 
 from penstock.arguments import require_name
-from penstock.closing import Closing
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, SourceStalled
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import SyncState
-from penstock.hub.sync_messages import Decision
-from penstock.loader.pause import quick_handover
+from penstock.hub.messages import Decision, SyncState
+from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership, joined
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
-from penstock.sync.publish.offer import Offer
-from penstock.sync.publish.progress import SubscriberProgress
-from penstock.sync.publish.snapshot import VersionSnapshot
+from penstock.sync.publish.offer import Offer, VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.receive.target import to_arenas
-from penstock.sync.report import PublishMode, PublishReport
-from penstock.sync.request_handler import SyncHandler
+from penstock.sync.report import PublishMode, PublishReport, VersionStatus
+from penstock.sync.request_handler import SubscriberProgress, SyncHandler
 from penstock.sync.shards import Declarable, declared, layout_of
-from penstock.sync.version_status import VersionStatus
 
 
 class Publisher(Closing):

@@ -22,13 +22,12 @@ import torch
 from penstock.errors import DestinationError, PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.plan.balance import layer_order
+from penstock.plan.tasks import layer_order
 from penstock.sync.recording.layout import cut
 from penstock.sync.recording.stride_map import meet
 from penstock.sync.shards import Row, row_of
-from penstock.transform.formats import Format, format_of
+from penstock.transform.formats import Format, Output, alignment, fault, foreign, format_of, outputs, owned
 from penstock.transform.fuse import Fusion, Job, fuse
-from penstock.transform.geometry import Output, alignment, fault, foreign, outputs, owned
 from penstock.transform.select import reasons
 from penstock.types import I64, MIB, Box, DType
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.digest.strip import Strips
 from penstock.plan.sync import Part
 from penstock.segments import Rectangles, spread
-from penstock.sync.regions import locate
+from penstock.sync.local_version import locate
 from penstock.types import I64, U64
 
 

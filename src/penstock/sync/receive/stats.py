@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock.sync.receive.source_read import SourceRead
+from penstock.sync.receive.sources import SourceRead
 from penstock.types import GB
 
 

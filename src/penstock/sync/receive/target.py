@@ -4,31 +4,99 @@ In: a module with or without a loader, or tensors by name; the checkpoint's tabl
 Out: `Requirements`, `ReceiveBuffers`.
 Not here: recording (`sync.recording.record`), rows of records (`sync.recording.requirements`), receiving
 (`subscriber`).
+
+Staging copy: second memory of the same size that a version is read into, and the flip that makes it live.
+
+In: live memory, and the strips of it that a part fills. Out: registered memory of the same sizes; the copy, and its
+seconds.
+Not here: reading (`transfer`), pausing the engine (`subscriber`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
+from penstock.lifecycle import Closing
+from penstock.memory.arena import Arena
 from penstock.memory.rehome import rehome
+from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
-from penstock.plan.match import MAX_LISTED
 from penstock.plan.sync import Part
-from penstock.sync.local_version import LocalVersion
-from penstock.sync.receive.staging_copy import StagingCopy
+from penstock.sync.copy_plan import Copy
+from penstock.sync.local_version import LocalVersion, Regions
 from penstock.sync.recording.layout import Load, Recording
-from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Requirements, wanted
-from penstock.sync.regions import Regions
+from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Declarable, Row, Shard, declared, layout_of, regions_of
 from penstock.transport.choose import Links
+from penstock.transport.protocol import Memory
 from penstock.types import TensorTable
+
+
+def received(part: Part) -> Strips:
+    """Return the strips of the receiver's memory that a part fills."""
+    return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
+
+
+def allocate_like(memories: Sequence[Memory]) -> list[Memory]:
+    """Allocate arenas of the same sizes on the same devices.
+
+    Raises:
+        DeviceOutOfMemory, DestinationError: there is not enough memory.
+    """
+    copies = []
+    for memory in memories:
+        arena = Arena.allocate(max(memory.nbytes, 1), memory.device)
+        copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
+    return copies
+
+
+class StagingCopy(Closing):
+    """Second memory for a target's regions, as large as they are, on the same devices; a context manager.
+
+    Attributes:
+        regions: the memory that a `Transfer` reads into, in place of the live regions.
+
+    Args:
+        live: the live regions' memory, in the layout's order; never moved.
+        links: the transports that register the staging memory.
+
+    Raises:
+        DeviceOutOfMemory, DestinationError: there is not enough memory.
+        ConfigError: no transport reaches it.
+    """
+
+    def __init__(self, live: Sequence[Memory], links: Links) -> None:
+        self._live = tuple(live)
+        self.regions = Regions(allocate_like(live), links)
+        self._copies: dict[str, Copy] = {}
+
+    def flip(self, part: Part, *, stall_s: float = 30.0) -> float:
+        """Copy the strips that the part filled to the live memory, and return the seconds.
+
+        Raises:
+            DestinationError: the device failed; the live memory is a mix of two versions.
+
+        Order: while nothing reads the live memory; after the work queued on the current stream. Cost: one pass on the
+            device; the copies are prepared at the first flip of a plan.
+        """
+        # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since. One
+        # prepared copy is enough, because a new plan replaces the old one for good.
+        if part.key not in self._copies:
+            self._copies = {part.key: Copy(self._live, self.regions.memories, received(part))}
+        return self._copies[part.key].run(stall_s=stall_s)
+
+    def close(self) -> None:
+        """End the registrations and release the memory. Idempotent."""
+        self.regions.close()
+        self._copies.clear()
+
 
 Target = torch.nn.Module | Mapping[str, Declarable]
 """A module whose loader is recorded, or tensors by the checkpoint's names."""

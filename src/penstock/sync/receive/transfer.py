@@ -9,32 +9,135 @@ Not here: choosing sources and version (`subscriber`), the use of the bytes (`sy
 
 From a source that had all rows at the start, the digests of many steps are requested together (`AskStep`) while the
 steps are read; from any other source, the digests of each step are requested before it is read.
+
+Digests of the last version in this receiver's memory, so that only changed strips are read.
+
+In: for each step of a transfer the last verified digests, and those of the next version. Out: the strips to read, and
+the reason.
+Not here: reading and verifying (`transfer`): a strip that is not read is digested like one that was, so the stored
+digests only decide what to skip, and are never trusted.
+
+    first run: everything is read, and its digests stored -> next run: digests are requested before a step is read, and
+    only strips that differ are read. Then the measured density and bandwidth decide whether to request digests first;
+    if not, they are requested while everything is read.
+
+Progress reports of a receiver to the planner of its part, during a transfer.
+
+In: a running transfer. Out: `Progress`, twice a second and at the end.
+Not here: the planner's use of it (`sync.publish.progress`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from penstock.digest.strip import Strips
-from penstock.engine.executors import Executor, Pending, Work
-from penstock.engine.ticket import Ticket
+from penstock.engine.executors import Executor, Pending, Ticket, Work
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
-from penstock.loader.pause import quick_handover
-from penstock.plan.sync import Part
-from penstock.plan.sync_work import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES
-from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut
-from penstock.sync.receive.delta import Delta
-from penstock.sync.receive.source_link import SourceLink
-from penstock.sync.receive.source_read import SourceRead
+from penstock.hub.messages import Progress
+from penstock.lifecycle import quick_handover
+from penstock.plan.sync import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES, Part
+from penstock.sync.local_version import Regions
+from penstock.sync.membership import Membership
+from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
+from penstock.sync.receive.sources import SourceLink, SourceRead
 from penstock.sync.receive.stats import TransferReport, TransferStats
-from penstock.sync.regions import Regions
-from penstock.types import I64, MIB, U64
+from penstock.types import GB, I64, MIB, U64
+
+CUT_S = 50e-6
+"""Time to select some strips of a step: about twenty numpy calls."""
+
+
+def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
+    """Return whether spending `cost_s` and reading only the changed bytes is quicker than reading all.
+
+    Args:
+        bytes_per_s: the measured rate of the wire; 0: not known, and the answer is False.
+    """
+    return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
+
+
+class Delta:
+    """The digests of one `Transfer`: of one plan's key, and one receiver's memory.
+
+    Attributes:
+        asks_first: whether this run requests a step's digests before it reads the step.
+        density: the share of bytes in strips that changed at the last version; None: not measured yet.
+    """
+
+    def __init__(self) -> None:
+        self.asks_first = False
+        self.density: float | None = None
+        self._digests: dict[Step, U64] = {}
+        # A read that failed midway leaves strips of two versions: the stored digests of its step are then worthless.
+        self._unsure: set[Step] = set()
+        self._bytes_per_s = self._ask_s = 0.0
+        self._changed_bytes = 0
+        self._is_whole = False
+        self._why = ""
+
+    def begin(self, nbytes: int) -> None:
+        """Start a run of `nbytes`, and decide whether it requests digests first."""
+        self._changed_bytes, self._is_whole = 0, bool(self._digests)
+        if not self._digests:
+            self.asks_first, self._why = False, "this plan has received no version yet"
+        elif self.density is None:
+            self.asks_first, self._why = True, "the share of changed bytes is being measured"
+        else:
+            # By the last version's density: training steps of one run change about the same share of the weights.
+            self.asks_first = pays(nbytes, self.density * nbytes, self._bytes_per_s, self._ask_s)
+            word = "pays" if self.asks_first else "does not pay"
+            self._why = (
+                f"{self.density:.0%} changed the last time: at {self._bytes_per_s / GB:.1f} GB/s, and "
+                f"{self._ask_s:.3f} s for digests, reading only changes {word}"
+            )
+
+    def lacking(self, step: Step, wanted: U64) -> Step | None:
+        """Return the strips of a step that must be read because they changed: all, some, or None for no strips."""
+        known = None if step in self._unsure else self._digests.get(step)
+        if known is None:
+            return step
+        changed = known != wanted
+        if not changed.any():
+            return None
+        changed_bytes = int(step.ours.nbytes[changed].sum())
+        if not pays(step.nbytes, changed_bytes, self._bytes_per_s, CUT_S):
+            return step
+        return some_of(step, np.flatnonzero(changed))
+
+    def reading(self, step: Step) -> None:
+        """Treat a step's bytes as unknown until they are verified again. Order: before the first byte is read."""
+        self._unsure.add(step)
+
+    def proven(self, step: Step, digests: U64) -> None:
+        """Store the digests that this receiver's memory was verified to have."""
+        before = self._digests.get(step)
+        if before is None:
+            self._is_whole = False  # the change of this step is unknown, so this run measures no density
+        else:
+            self._changed_bytes += int(step.ours.nbytes[before != digests].sum())
+        self._digests[step] = digests
+        self._unsure.discard(step)
+
+    def ended(self, report: TransferReport) -> None:
+        """Note the figures of a run that completed, for the decision of the next."""
+        if self._is_whole and report.nbytes:
+            self.density = self._changed_bytes / report.nbytes
+        if report.moved_bytes and report.wire_s > 0:
+            self._bytes_per_s = report.moved_bytes / report.wire_s
+        self._ask_s = max((link.ready_s for link in report.links), default=0.0)
+
+    def summary(self, report: TransferReport) -> str:
+        """Return a line of text about the last run."""
+        return f"delta: moved {report.moved_bytes} of {report.nbytes} bytes, {self._why}"
+
 
 LEAST_BYTES = MIB
 """Least watermark: below it every strip would be cut to a few leaves of its digest."""
@@ -411,3 +514,42 @@ class VerifyStep(Work):
     def finish(self) -> None:
         """See `Step.finish`."""
         self._run.verified(self._step)
+
+
+REPORT_S = 0.5
+"""Interval of reports: well below the smallest stall deadline, and cheap for a rank 0 with hundreds of receivers."""
+
+
+@contextlib.contextmanager
+def reporting_progress(membership: Membership, planner: str, version: int, transfer: Transfer) -> Iterator[None]:
+    """Report progress while the body runs; at its end, report that the version is complete and verified."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(REPORT_S):
+            _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
+
+    # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.
+    reporter = threading.Thread(target=work, name="penstock-tell", daemon=True)
+    reporter.start()
+    try:
+        yield
+        _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes, outcome="committed"))
+    finally:
+        over.set()
+        reporter.join()  # so that no report of this attempt arrives after the next one has begun
+
+
+def tell_failed(membership: Membership, request: tuple[str, int] | None, error: BaseException) -> None:
+    """Report a failure to the planner that was asked last, so that a publish does not wait for this receiver."""
+    if request is not None:
+        planner, version = request
+        _report(
+            membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024])
+        )  # the field's limit
+
+
+def _report(membership: Membership, planner: str, progress: Progress) -> None:
+    """Send a report. A planner that cannot be reached counts this receiver as late; the update goes on."""
+    with contextlib.suppress(PenstockError):
+        membership.ask(planner, lambda sync_client: sync_client.progress(progress), channel="progress")

@@ -27,20 +27,14 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.identity import layout_digest
-from penstock.hub.sync_messages import PartReply, PartRequest, SyncMember, TableReply
-from penstock.plan.columns import decode, encode
-from penstock.plan.layout import Layout
-from penstock.plan.sync import Part
-from penstock.plan.sync_work import WATERMARK_BYTES
+from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply, layout_digest
+from penstock.plan.layout import Layout, decode, encode
+from penstock.plan.sync import WATERMARK_BYTES, Part
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership
-from penstock.sync.receive.delta import Delta
-from penstock.sync.receive.formats_offered import shown
-from penstock.sync.receive.progress_reports import reporting_progress, tell_failed
-from penstock.sync.receive.sources import SourceFailed, open_links
+from penstock.sync.receive.sources import SourceFailed, open_links, shown
 from penstock.sync.receive.target import ReceiveBuffers, Target, wanted_of
-from penstock.sync.receive.transfer import Transfer
+from penstock.sync.receive.transfer import Delta, Transfer, reporting_progress, tell_failed
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
 

@@ -3,18 +3,30 @@
 In: the copies that `record` observed. Out: the boxes needed of each checkpoint tensor; `fill`, which applies the
 records to real tensors and is the reference for every transfer.
 Not here: the recording itself (`record`), the plan of a transfer (`plan`).
+
+Declaration of a model's own parameters as the checkpoint's tensors: the recording of its loader, reversed.
+
+In: a model's parameters, sharded or not, and the recording of its loader. Out: `Shard`s by the checkpoint's names, of
+the same memory.
+Not here: recording (`record`), declaring parameters (`sync.shards`).
+
+    transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
+    has a shard of the merged tensor, and engines request the separate ones
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
 
 from penstock.errors import PlanError
-from penstock.loader.tensor import torch_dtype
+from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, meet, restrict
+from penstock.sync.shards import Declarable, Row, Shard, declared
 from penstock.types import Box, DType
 
 Step = tuple[Literal["cast", "view"], DType]
@@ -158,3 +170,115 @@ def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a view of a box of a tensor."""
     return tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] if box.start else tensor
+
+
+def checkpoint_shards(
+    params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
+) -> dict[str, Sequence[Shard]]:
+    """Return a rank's shards of the checkpoint tensors that its loader fills the model from.
+
+    Args:
+        params: as for `declared`, by the parameters' names.
+        recording: of the whole model's loader, on one rank; a model on the meta device is enough. Casts are ignored: a
+            parameter is declared in its own dtype.
+
+    Raises:
+        PlanError: part of the loading was not recorded, so it cannot be reversed; or as `declared`.
+
+    Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
+    """
+    if recording.unrecorded:
+        some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
+        hint = "declare the parameters under names of your own"
+        raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {some}", hint=hint)
+    by_target: dict[str, list[Record]] = {}
+    for record in recording.records:
+        by_target.setdefault(record.target, []).append(record)
+    shards_of: dict[str, list[Shard]] = {}
+    for row in declared(params):
+        for record in by_target.get(row.name, ()):
+            shards_of.setdefault(record.source, []).extend(_shards(row, record, recording.shapes[record.source]))
+    return {name: shards for name, shards in shards_of.items() if shards}
+
+
+def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
+    """Return a row's shards of one record's source."""
+    box = _torch_box(row)
+    common = meet(box, record.target_box)
+    if common is None:
+        return
+    if any(kind == "view" for kind, _ in record.steps):
+        # A shard declares values of one dtype; bits under another dtype would be sent as wrong values.
+        raise PlanError(f"its loader reads its bits as another dtype in {record.target}", tensor=record.source)
+    shown = torch_shape(row.form.dtype, shape)
+    strides, first = row.tensor.stride(), int(row.tensor.storage_offset())
+    for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
+        inside = zip(part.target_start, box.start, strides, strict=True)
+        begin = first + sum((at - start) * step for at, start, step in inside)
+        for start, extent, steps, offset in _boxes(part, strides):
+            tensor = row.tensor.as_strided(extent, steps, begin + offset)
+            yield Shard(tensor=tensor, global_shape=shown, offset=start, tag=row.form.tag)
+
+
+def _torch_box(row: Row) -> Box:
+    """Return a row's box in torch's elements, where two elements of F4 count as one."""
+    start = row.form.box.start
+    if row.form.dtype is DType.F4:
+        start = (*start[:-1], start[-1] // 2)
+    return Box(start=start, stop=tuple(a + n for a, n in zip(start, row.tensor.shape, strict=True)))
+
+
+def _map_of(record: Record) -> StrideMap:
+    """Return the stride map that a record was made from."""
+    source = _places(record.source_box.shape, record.split)
+    target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
+    back = {digit: at for at, digit in enumerate(record.permutation)}
+    digits: tuple[Digit, ...] = tuple((n, *source[i], *target[back[i]]) for i, n in enumerate(record.split) if n > 1)
+    return StrideMap(source_start=record.source_box.start, target_start=record.target_box.start, digits=digits)
+
+
+def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the dim and step of each digit of a box, the outer first."""
+    places: list[tuple[int, int]] = []
+    dim, left = -1, 1
+    for n in digits:
+        while left == 1 and n > 1:
+            dim += 1
+            left = shape[dim]
+        left //= n
+        places.append((max(dim, 0), left))
+    return places
+
+
+def _boxes(
+    part: StrideMap, strides: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
+    """Yield start, extent, strides and element offset of the boxes of the source with one stride per dim."""
+    # `as_strided` shows one stride per dim: a dim that the loader split into several runs gives several boxes.
+    dims: list[list[tuple[int, int]]] = []
+    for dim in range(len(part.source_start)):
+        runs = [(1, 1)]
+        for n, _, _, target_dim, target_step in sorted((d for d in part.digits if d[1] == dim), key=lambda d: d[2]):
+            step = target_step * strides[target_dim]
+            if runs[-1][0] == 1:
+                runs[-1] = (n, step)
+            elif step == runs[-1][0] * runs[-1][1]:
+                runs[-1] = (runs[-1][0] * n, runs[-1][1])
+            else:
+                runs.append((n, step))
+        dims.append(runs)
+    outer = [(dim, *level) for dim, runs in enumerate(dims) for level in _levels(runs)]
+    for values in product(*(range(n) for _, n, _, _ in outer)):
+        start, offset = list(part.source_start), 0
+        for value, (dim, _, below, step) in zip(values, outer, strict=True):
+            start[dim] += value * below
+            offset += value * step
+        yield tuple(start), tuple(runs[0][0] for runs in dims), tuple(runs[0][1] for runs in dims), offset
+
+
+def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield extent, source step and target stride of the levels above a dim's first."""
+    below = runs[0][0]
+    for n, step in runs[1:]:
+        yield n, below, step
+        below *= n

@@ -11,8 +11,7 @@ from penstock.jobs.operations.merge import Linear, Slerp, Ties
 from penstock.jobs.operations.operation import Chain, Rename
 from penstock.testing.operations import check_rows, made, table_of
 from penstock.testing.transform_suite import values
-from penstock.transform.formats import FORMATS, format_of
-from penstock.transform.geometry import fault
+from penstock.transform.formats import FORMATS, fault, format_of
 from penstock.transform.quantize import dequantise, dtype_of, quantise, torch_dtype
 from penstock.types import DType
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from penstock.errors import Cancelled
-from penstock.jobs.workers.buffers import ALIGN_BYTES, Buffers, cut, packed
+from penstock.jobs.workers.compute import ALIGN_BYTES, Buffers, cut, packed
 from penstock.types import MIB
 
 

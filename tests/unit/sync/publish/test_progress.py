@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from penstock.hub.sync_messages import Decision, Progress
-from penstock.sync.publish import progress as subscriber_progress
-from penstock.sync.publish.progress import SubscriberProgress
+from penstock.hub.messages import Decision, Progress
+from penstock.sync import request_handler as subscriber_progress
+from penstock.sync.request_handler import SubscriberProgress
 
 
 def waited(

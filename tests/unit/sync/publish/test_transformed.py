@@ -10,13 +10,12 @@ import torch
 from tests.unit.sync.moved import move
 
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
-from penstock.hub.sync_messages import TableReply
+from penstock.hub.messages import TableReply
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
-from penstock.sync.receive.formats_offered import shown
+from penstock.sync.receive.sources import shown
 from penstock.sync.shards import Row, Shard, declared
-from penstock.transform.formats import format_of
-from penstock.transform.geometry import outputs
+from penstock.transform.formats import format_of, outputs
 from penstock.transform.quantize import dtype_of, quantise
 from penstock.types import Box
 

@@ -9,10 +9,9 @@ from tests.unit.sync.parts import content, whole
 from tests.unit.sync.receive.test_transfer import World, world
 
 from penstock.errors import StaleDescriptor
-from penstock.sync.receive import delta as delta_module
-from penstock.sync.receive.delta import Delta, pays
-from penstock.sync.receive.source_link import LocalLink
-from penstock.sync.receive.transfer import Transfer
+from penstock.sync.receive import transfer as delta_module
+from penstock.sync.receive.sources import LocalLink
+from penstock.sync.receive.transfer import Delta, Transfer, pays
 from penstock.transport.choose import open_links
 from penstock.types import GB
 

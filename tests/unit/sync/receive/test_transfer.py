@@ -16,7 +16,7 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.sync.local_version import Answer, LocalVersion
-from penstock.sync.receive.source_link import LocalLink
+from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.types import MIB

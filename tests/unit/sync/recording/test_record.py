@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import Recording, fill
-from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import record
 from penstock.types import Box
 
 PLACES = [
@@ -358,7 +358,7 @@ def test_a_tensor_that_another_replaces_leaves_nothing() -> None:
 
 
 def test_dtypes_that_torch_has_not_are_unrecorded() -> None:
-    from penstock.peer.weight_layout import tabulate
+    from penstock.peer.local_weights import tabulate
     from penstock.types import DType
 
     table = tabulate(["six", "w"], [DType.F6_E2M3, DType.F32], [(4,), (8, 6)])

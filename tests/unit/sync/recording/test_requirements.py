@@ -11,8 +11,7 @@ from tests.unit.sync.recording.test_record import LOADERS, Holder, V, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
-from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import Requirements, wanted
+from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import declared
 
 

@@ -11,9 +11,8 @@ from tests.unit.sync.recording.test_record import LOADERS, Holder, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
-from penstock.sync.recording.record import record
-from penstock.sync.recording.requirements import wanted
-from penstock.sync.recording.reverse import checkpoint_shards
+from penstock.sync.recording.layout import checkpoint_shards
+from penstock.sync.recording.requirements import record, wanted
 from penstock.sync.shards import Shard, declared, local_runs
 
 

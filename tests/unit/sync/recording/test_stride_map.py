@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.peer.weight_layout import tabulate
+from penstock.peer.local_weights import tabulate
 from penstock.sync.recording.layout import fill
-from penstock.sync.recording.record import record
+from penstock.sync.recording.requirements import record
 from penstock.sync.recording.stride_map import MAX_BOXES, Grid, NotBoxes, StrideMap, between, boxes, chain, restrict
 from penstock.types import Box, DType
 
