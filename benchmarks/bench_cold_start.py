@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.fleet import Task, Worker
+from tests.support.fork_server import ForkServer
+
 from penstock.cli.checkpoints import manifest
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Task, Worker
-from penstock.testing.fork_server import ForkServer
 from penstock.testing.http_server import Faults, RangeServer
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from benchmarks.bench_files import huge
 from benchmarks.load import limits
+from tests.support.keeper import KeeperProcess
 
 import penstock as ps
 from penstock.config import Settings
@@ -39,7 +40,6 @@ from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
 from penstock.memory.tiers import Block, Level, Tiers
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.keeper import KeeperProcess
 from penstock.types import GB
 
 THREADS = 8

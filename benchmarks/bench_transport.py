@@ -22,9 +22,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from tests.support.holder import TILE_BYTES, HolderProcess, allocate, fill, tile
 
 from penstock.segments import Segments
-from penstock.testing.holder import TILE_BYTES, HolderProcess, allocate, fill, tile
 from penstock.transport import cuda_ipc
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Memory, Transport

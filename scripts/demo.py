@@ -28,6 +28,9 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
+# The drivers of workers are those of the tests.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 GB = 10**9
 GIB = 1 << 30
 INDEX = "model.safetensors.index.json"

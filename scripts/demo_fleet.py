@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tests.support.fleet import Task, Worker
 
-from penstock.testing.fleet import Task, Worker
 from penstock.testing.http_server import RangeServer
 
 GB = 10**9

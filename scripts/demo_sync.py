@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from tests.support.fleet import say
+from tests.support.sync import SyncWorker
 
 from penstock.errors import PenstockError
-from penstock.testing.fleet import say
-from penstock.testing.sync import SyncWorker
 
 if TYPE_CHECKING:
     import torch
-
-    from penstock.testing.llama import LlamaRank, Sizes
+    from tests.support.llama import LlamaRank, Sizes
 
 GB, MIB = 10**9, 1 << 20
 RANKS, VERSIONS, STEPS, KILLED = 2, 3, 2, 1
@@ -103,12 +102,12 @@ def gathered(directory: str, version: int) -> Path:
 def train(task: RankTask, sizes: Sizes) -> None:
     """Steps on made-up tokens; after them this rank's shards are the next version."""
     import torch
+    from tests.support.llama import Llama
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     import penstock as ps
-    from penstock.testing.llama import Llama
 
     with process_group(task.directory, "trainers", task.rank):
         torch.manual_seed(SEED)
@@ -176,8 +175,7 @@ def served_model(sizes: Sizes, rank: int) -> LlamaRank:
     """One rank's parameters, and its sums over the ranks."""
     import torch
     import torch.distributed as dist
-
-    from penstock.testing.llama import LlamaRank
+    from tests.support.llama import LlamaRank
 
     def reduce(part: torch.Tensor) -> torch.Tensor:
         total = part.clone()
@@ -209,7 +207,7 @@ def obey(answers: dict[str, Callable[[int], dict[str, Any]]]) -> None:
 
 def sizes_of(nbytes: int) -> Sizes:
     """About so many bytes of BF16."""
-    from penstock.testing.llama import Sizes
+    from tests.support.llama import Sizes
 
     hidden = 256 if nbytes < 24 * MIB else 512
     made = [
@@ -321,8 +319,7 @@ def sync_demo(nbytes: int) -> bool:
 def work(values: dict[str, Any]) -> int:
     """One process, as far as it goes."""
     import torch
-
-    from penstock.testing.llama import Sizes
+    from tests.support.llama import Sizes
 
     torch.set_num_threads(1)
     task = RankTask(**values)

@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
+FILE_LINES = 700
+FUNCTION_LINES = 100
 ROOT = Path(__file__).resolve().parent.parent
 
 

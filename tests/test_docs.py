@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from tests.support import commands
+from tests.support.fork_server import ForkServer
 
 import penstock as ps
 from penstock import errors
 from penstock.cli.main import app
 from penstock.config import environment
-from penstock.testing import commands
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fork_server import ForkServer
 from penstock.types import MIB
 
 pytest.importorskip("torch")

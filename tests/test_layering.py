@@ -53,8 +53,6 @@ SAME_FLOOR |= {("transport", "memory")}
 SAME_FLOOR |= {("memory", "storage")}
 # Tensors over bytes: the two journeys on the engine share them.
 SAME_FLOOR |= {("jobs", "loader")}
-# Command lines, run in forks of a process of the tests.
-SAME_FLOOR |= {("testing", "cli")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (
@@ -104,8 +102,8 @@ IMPURE = frozenset(
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
-# `config` reads the environment; these of `testing` hand it, changed, to the processes they start.
-ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "testing/fork_server.py"})
+# `config` reads the environment; a server of `testing` hands it, changed, to the process it starts.
+ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.

@@ -22,7 +22,7 @@ from penstock.jobs.publish import STAMP
 from penstock.types import MIB
 
 ARGUMENTS: dict[str, Any] = {
-    "operations": [{"op": "function", "function": "penstock.testing.jobs:slowly"}],
+    "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
     "to": "cast:F32",
     "devices": "cpu",
     "task_bytes": "256K",

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import HASTY, STALL_S, Process, Round
+from tests.support import redis_server
+from tests.support.fleet import Task, Worker
+from tests.support.redis_server import RedisServer
 
 from penstock.errors import PenstockError
-from penstock.testing import redis_server
-from penstock.testing.fleet import Task, Worker
 from penstock.testing.http_server import Faults, RangeServer
-from penstock.testing.redis_server import RedisServer
 from penstock.types import MIB
 
 FORGOTTEN_BYTES = 2 * MIB

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from tests.support.fleet import Worker, digests
+from tests.support.fork_server import Forked, ForkServer
 from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import PenstockError, SourceStalled
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Worker, digests
-from penstock.testing.fork_server import Forked, ForkServer
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 

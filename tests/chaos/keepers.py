@@ -42,7 +42,7 @@ class KeeperRound(Round):
         words = ["keep", str(self.checkpoint.directory), "--model", "m", "--drain-s", "10"]
         environ = dict(os.environ) | self.environ()
         told = [str(self.directory), environ, "", str(errors), words]
-        process = self.start("penstock.testing.commands:main", told)
+        process = self.start("tests.support.commands:main", told)
         while not (errors.exists() and "keeping" in errors.read_text()):
             if process.process.poll() is not None:
                 raise OSError(f"the keeper ended: {errors.read_text()[-300:]}")

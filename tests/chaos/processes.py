@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.testing.fleet import digests, say, set_constants
+from tests.support.fleet import digests, say, set_constants
 
 SETTLE_S = 4.0
 """Seconds on top of the stall deadline that threads and descriptors are given to end once the work is over: one that
@@ -243,8 +243,9 @@ def convert(told: dict[str, Any]) -> int:
 
 def fork_server() -> Any:
     """Return a production fork server that was itself forked: it needs no seconds to import torch."""
+    from tests.support.fork_server import Graft
+
     from penstock.jobs.workers import fork_server
-    from penstock.testing.fork_server import Graft
 
     class Process:
         def __init__(self, pid: int) -> None:

@@ -39,16 +39,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support import commands
+from tests.support.fleet import Task, Worker, digests, say, set_constants
+from tests.support.fork_server import ForkServer
+from tests.support.keeper import KeeperProcess
+from tests.support.sync import SyncTask, SyncWorker, truth
 from tests.truth import by_safetensors
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.testing import commands
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Task, Worker, digests, say, set_constants
-from penstock.testing.fork_server import ForkServer
-from penstock.testing.keeper import KeeperProcess
-from penstock.testing.sync import SyncTask, SyncWorker, truth
 
 RESULTS = Path("benchmarks/results/cpu2_202611")
 MODEL_BYTES = 16_000_000

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import HASTY, Process, Round
+from tests.support.fleet import Task, Worker
 
-from penstock.testing.fleet import Task, Worker
 from penstock.types import MIB
 
 FETCH_S = 40.0

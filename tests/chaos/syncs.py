@@ -11,9 +11,8 @@ import time
 from typing import Any
 
 from tests.chaos.harness import HASTY, Round
-
-from penstock.testing.fleet import Worker
-from penstock.testing.sync import SyncTask, SyncWorker, truth
+from tests.support.fleet import Worker
+from tests.support.sync import SyncTask, SyncWorker, truth
 
 REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
 """What may be said of a version that could not be had or shown."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.support import redis_server
 
 from penstock.hub.store import MemoryStore, RedisStore, Store
-from penstock.testing import redis_server
 from penstock.testing.store_suite import StoreTests
 
 

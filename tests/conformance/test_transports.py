@@ -6,9 +6,9 @@ import socket
 from importlib.util import find_spec
 
 import pytest
+from tests.support.fake_cuda import FakeCuda
 
 from penstock.memory.arena import Arena
-from penstock.testing.fake_cuda import FakeCuda
 from penstock.testing.transport_suite import TransportTests
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.http import HttpTransport

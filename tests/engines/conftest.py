@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import ForkServer
 
 from penstock.jobs.workers import launch as launcher
-from penstock.testing.fork_server import ForkServer
 
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB") -> Path:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.keeper import KeeperProcess
 
 pytestmark = pytest.mark.gpu
 

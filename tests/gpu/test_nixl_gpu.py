@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.support.holder import HolderProcess, allocate, pattern
 
 from penstock.errors import PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.memory.arena import Arena
-from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import TransportTests, segments
 from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.holder import HolderProcess, allocate, pattern
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.segments import Rectangles
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport.pinned import PinnedTransport
 from penstock.transport.shm import ShmTransport

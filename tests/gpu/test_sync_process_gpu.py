@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from penstock.testing.sync import SyncTask, SyncWorker, truth
+from tests.support.sync import SyncTask, SyncWorker, truth
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(180)]
 

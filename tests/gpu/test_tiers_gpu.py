@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.test_bench_tiers import ran
+from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
@@ -21,7 +22,6 @@ from penstock.memory.tier import Tier
 from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_host import PoolTier
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.keeper import KeeperProcess
 from penstock.testing.tier_suite import TierTests
 
 pytestmark = pytest.mark.gpu

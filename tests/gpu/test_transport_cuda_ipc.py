@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from tests.support.holder import HolderProcess, allocate, pattern
 
 from penstock.errors import DeviceOutOfMemory, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.memory.rehome import rehome
-from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import TransportTests, segments
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.protocol import Memory, Transport

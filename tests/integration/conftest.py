@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fleet import Task, Worker, digests
+from tests.support.fork_server import Forked, ForkServer
+from tests.support.sync import SyncTask, SyncWorker
 from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
@@ -23,9 +26,6 @@ from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import HoldingState
 from penstock.jobs.workers import launch as launcher
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Task, Worker, digests
-from penstock.testing.fork_server import Forked, ForkServer
-from penstock.testing.sync import SyncTask, SyncWorker
 from penstock.types import MIB
 
 SMALL = {
@@ -131,7 +131,7 @@ class Host:
         """A hub's process, killed at the end, and its address."""
         url = f"unix://{self.directory}/own.sock"
         values = {"listen": url, "fresh": True, "beat_s": 0.5, "ttl_s": 5.0}
-        hub = self._stack.enter_context(self._fork_server.fork("penstock.testing.fleet:hub", values))
+        hub = self._stack.enter_context(self._fork_server.fork("tests.support.fleet:hub", values))
         assert b"ready" in hub.stdout.readline()
         return hub, url
 

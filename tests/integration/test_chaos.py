@@ -11,8 +11,7 @@ from tests.chaos.harness import World
 from tests.chaos.kinds import KINDS, ORDER
 from tests.chaos.runner import PLACES, run
 from tests.chaos.totals import lines, totals
-
-from penstock.testing.fork_server import ForkServer
+from tests.support.fork_server import ForkServer
 
 SEED = 7
 NUM_ROUNDS = 6 * len(ORDER) if os.environ.get("DRILLS") == "all" else len(ORDER)

@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
+from tests.support import commands
+from tests.support.fork_server import ForkServer
+from tests.support.hubs import IDENTITY, key_state
 from tests.support.processes import listening_ports
 
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Complaint, Hello, UpstreamsRequest
-from penstock.testing import commands
-from penstock.testing.fork_server import ForkServer
-from penstock.testing.hubs import IDENTITY, key_state
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 TOKEN = "a-token-0123456789"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fork_server import ForkServer
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
@@ -22,7 +23,6 @@ from penstock.jobs.convert import convert
 from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fork_server import ForkServer
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 
@@ -83,7 +83,7 @@ def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_ag
     assert penstock.verify(into).verified
 
     def ends(function: str, values: dict[str, Any]) -> str:
-        with fork_server.fork(f"penstock.testing.jobs:{function}", values) as process:
+        with fork_server.fork(f"tests.support.jobs:{function}", values) as process:
             said = [json.loads(line) for line in process.stdout]
             process.wait(60)
         return str(said[-1]["event"] if said else "")
@@ -122,7 +122,7 @@ def test_the_same_call_on_its_own_result_is_done_and_another_one_is_refused(made
 
 
 SLOWLY: dict[str, Any] = {
-    "operations": [{"op": "function", "function": "penstock.testing.jobs:slowly"}],
+    "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
     "devices": "cpu",
     "workers": 2,
     "task_bytes": "128K",

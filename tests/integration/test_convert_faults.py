@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fork_server import Forked, ForkServer
 
 import penstock
 from penstock.errors import PenstockError
 from penstock.jobs.convert import convert
-from penstock.testing.fork_server import Forked, ForkServer
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -35,7 +35,7 @@ DONE_S = 90.0
 """A drill takes a second or two, or some more where somebody falls silent: far below this."""
 STALL_S = "4.0"
 TOLD: dict[str, Any] = {
-    "operations": [{"op": "function", "function": "penstock.testing.jobs:slowly"}],
+    "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
     "to": "cast:F32",
     "devices": "cpu",
     "task_bytes": "256K",
@@ -116,7 +116,7 @@ class Drill:
     def start(self) -> Run:
         values = {"sources": str(self.source), "destination": str(self.directory / "out"), "workers": self.num_workers}
         environ = {"PENSTOCK_STALL_S": STALL_S}
-        process = self.fork_server.fork("penstock.testing.jobs:coordinate", values | TOLD, environ)
+        process = self.fork_server.fork("tests.support.jobs:coordinate", values | TOLD, environ)
         run = Run(self.stack.enter_context(process))
         self.stack.callback(run.close)
         return run

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
+from tests.support.fork_server import ForkServer
 from tests.support.tensor_file import write_file
 
 import penstock
@@ -27,7 +28,6 @@ from penstock.jobs.convert import convert, plan
 from penstock.jobs.messages import Hello
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
-from penstock.testing.fork_server import ForkServer
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
 
@@ -52,8 +52,8 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     [
         ("raises", "raised ValueError: on purpose"),
         ("exits", "raised SystemExit"),
-        ("hangs", "3 workers were lost while penstock.testing.jobs:hangs ran on one task: it made no progress"),
-        ("dies", "3 workers were lost while penstock.testing.jobs:dies ran on one task: it ended with -9"),
+        ("hangs", "3 workers were lost while tests.support.jobs:hangs ran on one task: it made no progress"),
+        ("dies", "3 workers were lost while tests.support.jobs:dies ran on one task: it ended with -9"),
         ("leaks", "raised "),
         ("of_another_shape", ", not "),
         ("of_another_dtype", ", not "),
@@ -63,10 +63,10 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_function_that_misbehaves_is_named(
     function: str, says: str, fork_server: ForkServer, made: Path, tmp_path: Path
 ) -> None:
-    word = {"op": "function", "function": f"penstock.testing.jobs:{function}"}
+    word = {"op": "function", "function": f"tests.support.jobs:{function}"}
     values = {"sources": str(made), "destination": str(tmp_path / "out"), "operations": [word], "workers": 2, **TOLD}
     stall = {"PENSTOCK_STALL_S": "3" if function == "hangs" else "60"}
-    with fork_server.fork("penstock.testing.jobs:coordinate", values, stall) as process:
+    with fork_server.fork("tests.support.jobs:coordinate", values, stall) as process:
         assert select.select([process.stdout], [], [], 60.0)[0]
         said = [json.loads(line) for line in process.stdout]
         assert process.wait() == 1
@@ -78,7 +78,7 @@ def test_a_function_that_misbehaves_is_named(
 
 
 def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    word = {"op": "function", "function": "penstock.testing.jobs:raises"}
+    word = {"op": "function", "function": "tests.support.jobs:raises"}
     with pytest.raises(OperationFailed):
         convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
     said = capfd.readouterr().err
@@ -86,7 +86,7 @@ def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd
 
 
 def test_what_a_function_prints_is_on_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [{"op": "function", "function": "penstock.testing.jobs:says"}]
+    words = [{"op": "function", "function": "tests.support.jobs:says"}]
     convert(made, tmp_path / "out", operations=words, workers=2, **TOLD)
     seen = {recipe.outputs[0].spec.name for recipe in plan(made, operations=words).recipes if not recipe.copies}
     said = capfd.readouterr()
@@ -193,7 +193,7 @@ def test_one_process_runs_a_job_at_a_time(made, expected, tmp_path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, tmp_path) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "convert", str(made), str(tmp_path / "out")]
-    command += ["--devices", "cpu", "--workers", "2", "--op", "penstock.testing.jobs:hangs"]  # it does not end before
+    command += ["--devices", "cpu", "--workers", "2", "--op", "tests.support.jobs:hangs"]  # it does not end before
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
 
@@ -275,7 +275,7 @@ def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_pat
 
 
 def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made, tmp_path) -> None:
-    word = {"op": "function", "function": "penstock.testing.jobs:slowly"}
+    word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
     report = convert(made, tmp_path / "out", workers=2, trace=tmp_path / "trace.json", **told)
     events = msgspec.json.decode((tmp_path / "trace.json").read_bytes())["traceEvents"]

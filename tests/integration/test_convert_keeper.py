@@ -107,7 +107,7 @@ def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
     _, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.Keeper(memory_bytes=nbytes) as keeper:
-        raises = [{"op": "function", "function": "penstock.testing.jobs:raises"}]
+        raises = [{"op": "function", "function": "tests.support.jobs:raises"}]
         for error, other in (
             (OperationFailed, told | {"operations": raises}),
             (ConfigError, told | {"operations": [{"op": "reshard", "to": 2}], "to": None}),

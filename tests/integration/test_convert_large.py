@@ -92,7 +92,7 @@ def test_an_operation_that_says_that_it_gets_on_may_take_its_time(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "2")
-    words = [{"op": "function", "function": "penstock.testing.jobs:reports"}]
+    words = [{"op": "function", "function": "tests.support.jobs:reports"}]
     report = convert(models[0], tmp_path / "out", operations=words, devices="cpu", workers=1)
     assert [one.end for one in report.workers] == ["finished"]
 

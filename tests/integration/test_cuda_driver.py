@@ -83,7 +83,7 @@ READS = """
 import ctypes, gc, json, threading
 import numpy as np
 from penstock.memory.arena import Arena
-from penstock.testing.holder import HolderProcess, pattern
+from tests.support.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.cuda.driver import load_driver
 from penstock.transport.cuda_ipc import CudaIpcTransport

@@ -16,6 +16,8 @@ import weakref
 import msgspec
 import numpy as np
 import pytest
+from tests.support.fake_cuda import FakeCuda
+from tests.support.holder import HolderProcess, pattern
 
 from penstock.cuda import driver as cuda_driver
 from penstock.cuda.driver import never_freed
@@ -32,8 +34,6 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.segments import Rectangles
-from penstock.testing.fake_cuda import FakeCuda
-from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_ipc, fd_server
 from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer

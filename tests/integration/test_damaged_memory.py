@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.damage import arenas
+from tests.support.fork_server import ForkServer
+from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
@@ -23,8 +25,6 @@ from penstock.hub.local_hub import find_hub
 from penstock.keeper import lease
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fork_server import ForkServer
-from penstock.testing.keeper import KeeperProcess
 
 
 @pytest.fixture

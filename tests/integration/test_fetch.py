@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.conftest import Host, check
+from tests.support.fleet import digests
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.testing.fleet import digests
 
 
 def nbytes_of(truth: dict[str, torch.Tensor]) -> int:

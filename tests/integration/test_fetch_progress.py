@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host, check
+from tests.support.fleet import Worker
 from tests.truth import by_safetensors
 
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Worker
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 

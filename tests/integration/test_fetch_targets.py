@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.integration.conftest import Host, check
+from tests.support.fleet import digests
 from tests.truth import assert_same, bits, by_safetensors
 
 import penstock as ps
 from penstock.errors import NotFound, PlanError
 from penstock.hub.messages import WhyRequest
 from penstock.testing.checkpoints import every_dtype, write_moe
-from penstock.testing.fleet import digests
 from penstock.types import MIB, DType
 
 

@@ -21,17 +21,17 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import SMALL
+from tests.support import redis_server
+from tests.support.fleet import Task, Worker, digests
+from tests.support.fork_server import Forked, ForkServer
+from tests.support.redis_server import RedisServer
 from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import HubUnavailable, PenstockError
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
-from penstock.testing import redis_server
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fleet import Task, Worker, digests
-from penstock.testing.fork_server import Forked, ForkServer
-from penstock.testing.redis_server import RedisServer
 
 NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHES // 2)
@@ -100,7 +100,7 @@ class Drill:
             "redis": self.redis.url if self.redis is not None else None,
             "constants": HASTY,
         }
-        self.hub = self.stack.enter_context(self.fork_server.fork("penstock.testing.fleet:hub", values))
+        self.hub = self.stack.enter_context(self.fork_server.fork("tests.support.fleet:hub", values))
         assert b"ready" in self.hub.stdout.readline()
         self.hub_url = str(values["listen"])
 

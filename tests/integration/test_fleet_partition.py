@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import SMALL, check
-
-from penstock.testing.fleet import Task, Worker
+from tests.support.fleet import Task, Worker
 
 TOKEN = "a-token-of-this-test"
 CUT_S = 4.0

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.conftest import SMALL, Host, check
+from tests.support.fork_server import ForkServer
 
 import penstock as ps
 from penstock.errors import PermissionDenied
 from penstock.hub.client import HubClient
 from penstock.hub.messages import HoldingState, UpstreamsRequest
 from penstock.peer.client import PeerClient
-from penstock.testing.fork_server import ForkServer
 
 SLOW = 256 << 10
 
@@ -120,7 +120,7 @@ def test_a_hub_that_is_gone_for_good_leaves_storage(host: Host, fork_server: For
     listen = f"unix://{host.directory}/outside.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL}
     stall = {"PENSTOCK_STALL_S": "3"}
-    with fork_server.fork("penstock.testing.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
+    with fork_server.fork("tests.support.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
         assert b"ready" in hub.stdout.readline()
         workers = [host.start(hub=listen, fallback=str(made), storage_pause_s=0.3, environ=stall) for _ in range(2)]
         for worker in workers:

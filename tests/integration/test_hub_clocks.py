@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.conftest import Host
+from tests.support import redis_server
+from tests.support.fork_server import ForkServer
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.testing import redis_server
-from penstock.testing.fork_server import ForkServer
 
 SHIFTED = """
 import pathlib, sys, time
@@ -109,14 +109,14 @@ def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
 ) -> None:
     listen = f"unix://{host.directory}/own.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
-    with fork_server.fork("penstock.testing.fleet:hub", values) as hub:
+    with fork_server.fork("tests.support.fleet:hub", values) as hub:
         assert b"ready" in hub.stdout.readline()
         with ps.join("m", connection=listen) as holder:
             holder.offer(truth)
             holder.member.report_now()
             hub.send_signal(signal.SIGKILL)
             hub.wait()
-            with fork_server.fork("penstock.testing.fleet:hub", values) as again:
+            with fork_server.fork("tests.support.fleet:hub", values) as again:
                 assert b"ready" in again.stdout.readline()
                 # The question is made before the new hub's key is known, and asked again after.
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)

@@ -17,6 +17,7 @@ import schemathesis
 from hypothesis import settings
 from schemathesis.checks import CHECKS
 from tests.support.authority import Authority
+from tests.support.hubs import IDENTITY, key_state
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
 from penstock.hub.app import MAX_BODY_BYTES, create_app
@@ -26,7 +27,6 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, ClaimRequest, Complaint, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.testing.hubs import IDENTITY, key_state
 
 TOKEN = "all-models-0123456789"
 LLAMA = "llama-only-0123456789"

@@ -16,12 +16,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
+from tests.support.hubs import key_state
+
 from penstock.errors import ConfigError, HubUnavailable, UnknownMember
 from penstock.hub import client as hub_client
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import LocalEndpoint
 from penstock.hub.messages import Beat, ClaimRequest, Hello
-from penstock.testing.hubs import key_state
 
 _HOST = """
 import sys, time

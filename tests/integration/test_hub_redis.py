@@ -15,6 +15,9 @@ pytest.importorskip("redis")
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
+from tests.support import redis_server
+from tests.support.hubs import IDENTITY, chunks, key_state
+
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, UnknownMember
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
@@ -23,8 +26,6 @@ from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import RedisStore
-from penstock.testing import redis_server
-from penstock.testing.hubs import IDENTITY, chunks, key_state
 
 pytestmark = pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
 BEAT_S = 0.2

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import STALL_S, Host, check
+from tests.support.fleet import Worker
+from tests.support.fork_server import Forked
 
 from penstock.errors import SourceStalled
-from penstock.testing.fleet import Worker
-from penstock.testing.fork_server import Forked
 
 QUESTION_S = STALL_S / 3
 """After this a member gives one question to the hub up."""

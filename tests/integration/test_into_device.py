@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.support.fake_cuda import FakeCuda
+from tests.support.holder import HolderProcess, pattern
 
 from penstock.cuda.driver import never_freed
 from penstock.errors import ConfigError, DestinationError, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.segments import Rectangles
 from penstock.sync.receive.sources import SourceRead
-from penstock.testing.fake_cuda import FakeCuda
-from penstock.testing.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import pinned, staged
 from penstock.transport.choose import Links

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.fork_server import ForkServer
+from tests.support.keeper import KeeperProcess
 from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
 from penstock.keeper import lease
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.fork_server import ForkServer
-from penstock.testing.keeper import KeeperProcess
 
 ENGINE = """
 import json, sys

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 from typer.testing import CliRunner
 
@@ -21,7 +22,6 @@ from penstock.cli.main import app
 from penstock.keeper import lease
 from penstock.memory.arena import shared_at
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.keeper import KeeperProcess
 
 BOUND = 45_000_000
 """Room for one of the models, not for two."""

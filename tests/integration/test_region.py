@@ -6,10 +6,10 @@ import ctypes
 import gc
 
 import pytest
+from tests.support.fake_cuda import FakeCuda
+from tests.support.holder import HolderProcess, pattern
 
 from penstock.errors import ConfigError, PeerLost, StaleDescriptor
-from penstock.testing.fake_cuda import FakeCuda
-from penstock.testing.holder import HolderProcess, pattern
 from penstock.transport.protocol import Descriptor
 from penstock.transport.shm import map_region
 

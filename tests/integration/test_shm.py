@@ -9,10 +9,10 @@ import time
 
 import msgspec
 import pytest
+from tests.support.holder import HolderProcess, allocate, pattern
 
 from penstock.errors import ConfigError, FormatError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
-from penstock.testing.holder import HolderProcess, allocate, pattern
 from penstock.testing.transport_suite import segments
 from penstock.transport import shm
 from penstock.transport.protocol import Memory

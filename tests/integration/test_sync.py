@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host
-
-from penstock.testing.sync import SyncWorker, truth
+from tests.support.sync import SyncWorker, truth
 
 
 def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:

@@ -8,8 +8,7 @@ import pytest
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
 from tests.integration.test_sync_faults import holds
-
-from penstock.testing.sync import SyncWorker
+from tests.support.sync import SyncWorker
 
 LAYER = 64 * 96
 """Bytes that one of two receivers takes of a layer."""

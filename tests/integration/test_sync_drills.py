@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fork_server import ForkServer
+from tests.support.sync import SyncTask, SyncWorker, truth
 
 from penstock.errors import PenstockError
-from penstock.testing.fork_server import ForkServer
-from penstock.testing.sync import SyncTask, SyncWorker, truth
 
 NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES) if os.environ.get("DRILLS") == "all" else range(1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
+from tests.support.sync import SyncTask, SyncWorker, truth, whole
 from typer.testing import CliRunner
 
 import penstock as ps
 from penstock.cli.main import app
 from penstock.errors import PeerLost, PenstockError, SourceStalled
-from penstock.testing.sync import SyncTask, SyncWorker, truth, whole
 
 
 def members(workers: list[SyncWorker]) -> set[str]:

@@ -10,8 +10,7 @@ import pytest
 from tests.integration.conftest import Host
 from tests.integration.test_sync import step
 from tests.integration.test_sync_faults import holds, members
-
-from penstock.testing.sync import SyncWorker
+from tests.support.sync import SyncWorker
 
 TAG = "fp8-block128"
 SHAPE: dict[str, Any] = {"num_layers": 3, "rows": 300, "columns": 256}

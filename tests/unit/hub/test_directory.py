@@ -7,6 +7,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
 from penstock.digest.leaf import canonical, root
 from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
@@ -22,7 +23,6 @@ from penstock.hub.grants import DigestSigner, GrantChecker, make_proof
 from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsRequest, WhyRequest
 from penstock.hub.store import MemoryStore
 from penstock.peer.local_weights import WeightLayout, tabulate
-from penstock.testing.hubs import IDENTITY, HubBench, chunks, key_state
 from penstock.types import DType
 
 WHOLE = ((0, 100),)

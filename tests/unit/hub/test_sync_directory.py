@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.hubs import HubBench
 
 from penstock.errors import GrantRefused, UnknownMember
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, Hello, SyncRequest, SyncState, sync_key
-from penstock.testing.hubs import HubBench
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-
-from penstock.testing.llama import Llama, LlamaRank, Sizes
+from tests.support.llama import Llama, LlamaRank, Sizes
 
 SIZES = Sizes(num_layers=2, hidden=32, inner=48, num_heads=4, num_kv_heads=2, vocab=64)
 TOKENS = torch.arange(24).reshape(2, 12) % SIZES.vocab

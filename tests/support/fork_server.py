@@ -1,10 +1,10 @@
 """Processes of tests, forked from one that has imported what they need: some tens of milliseconds each, not seconds.
 
 In: a function of this package by name, its argument, an environment. Out: processes to talk to, stop and kill.
-Not here: forking (`jobs.workers.fork_server`), what workers do (`testing.fleet`).
+Not here: forking (`jobs.workers.fork_server`), what workers do (`tests.support.fleet`).
 
     with ForkServer() as fork_server:
-        process = fork_server.fork("penstock.testing.fleet:work", task);  process.send_signal(signal.SIGKILL)
+        process = fork_server.fork("tests.support.fleet:work", task);  process.send_signal(signal.SIGKILL)
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ IMPORTS = (
     "penstock.transport.http",
     "penstock.transport.pinned",
     "penstock.transport.shm",
-    "penstock.testing.fleet",
-    "penstock.testing.jobs",
-    "penstock.testing.sync",
-    "penstock.testing.fork_server",
+    "tests.support.fleet",
+    "tests.support.jobs",
+    "tests.support.sync",
+    "tests.support.fork_server",
 )
 
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
-from penstock.testing import commands
-from penstock.testing.fork_server import Forked, ForkServer
+from tests.support import commands
+from tests.support.fork_server import Forked, ForkServer
 
 
 class KeeperProcess:

@@ -73,17 +73,17 @@ class FakeCuda(CudaDriver):
     # What follows is as in `CudaDriver`.
 
     @contextmanager
-    def entered(self, device: int) -> Iterator[None]:  # noqa: D102
+    def entered(self, device: int) -> Iterator[None]:
         yield
 
-    def enable_peer(self, device: int) -> None:  # noqa: D102
+    def enable_peer(self, device: int) -> None:
         pass
 
     def _piece_at(self, address: int) -> tuple[int, int, int] | None:
         pieces = [(at, n, fd) for at, (n, fd) in self._pieces.items() if at <= address < at + n]
         return pieces[0] if pieces else None
 
-    def address_range(self, address: int) -> tuple[int, int]:  # noqa: D102
+    def address_range(self, address: int) -> tuple[int, int]:
         piece = self._piece_at(address)
         if piece is not None:
             return piece[:2]
@@ -99,16 +99,16 @@ class FakeCuda(CudaDriver):
         assert mapped is not None
         return mapped
 
-    def fail(self, name: str, code: int) -> None:  # noqa: D102
+    def fail(self, name: str, code: int) -> None:
         raise ValueError(f"{name}: {code}")
 
-    def ipc_handle(self, base: int) -> bytes | None:  # noqa: D102
+    def ipc_handle(self, base: int) -> bytes | None:
         if self._piece_at(base) is not None:
             return None
         mapped = self._allocation(base)
         return _HANDLE.pack(os.getpid(), mapped.fd, len(mapped)).ljust(IPC_HANDLE_BYTES, b"\0")
 
-    def ipc_open(self, handle: bytes) -> int:  # noqa: D102
+    def ipc_open(self, handle: bytes) -> int:
         pid, fd, nbytes = _HANDLE.unpack_from(handle)
         if pid == os.getpid():
             # As CUDA refuses it: cudaIpcOpenMemHandle fails in the process that made the handle.
@@ -120,52 +120,52 @@ class FakeCuda(CudaDriver):
         self._opened[address] = nbytes
         return address
 
-    def ipc_close(self, address: int) -> None:  # noqa: D102
+    def ipc_close(self, address: int) -> None:
         _libc.munmap(address, self._opened.pop(address))
         self.num_opened -= 1
 
-    def export_fd(self, address: int) -> int | None:  # noqa: D102
+    def export_fd(self, address: int) -> int | None:
         piece = self._piece_at(address)
         return os.dup(piece[2]) if piece is not None and self.is_shareable else None
 
-    def reserve(self, nbytes: int) -> int:  # noqa: D102
+    def reserve(self, nbytes: int) -> int:
         self.num_opened += 1
         return _map(0, nbytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def map_fd(self, address: int, nbytes: int, fd: int) -> None:  # noqa: D102
+    def map_fd(self, address: int, nbytes: int, fd: int) -> None:
         _map(address, nbytes, fd, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED)
 
-    def allow(self, address: int, nbytes: int, device: int) -> None:  # noqa: D102
+    def allow(self, address: int, nbytes: int, device: int) -> None:
         pass
 
-    def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:  # noqa: D102
+    def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
         _libc.munmap(address, nbytes)
         self.num_opened -= 1
 
-    def sees_host(self, device: int) -> bool:  # noqa: D102
+    def sees_host(self, device: int) -> bool:
         return True
 
-    def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:  # noqa: D102
+    def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
         self.pinned.add(address)
 
-    def unpin(self, address: int) -> None:  # noqa: D102
+    def unpin(self, address: int) -> None:
         self.pinned.remove(address)
 
-    def make_stream(self) -> int:  # noqa: D102
+    def make_stream(self) -> int:
         number = next(_numbers)
         self._queued[number] = []
         return number
 
-    def make_event(self) -> int:  # noqa: D102
+    def make_event(self) -> int:
         return next(_numbers)
 
-    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:  # noqa: D102
+    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
         assert not any(self._queued.pop(stream) for stream in streams), "a stream is freed under its copies"
 
-    def record(self, event: int, stream: int) -> None:  # noqa: D102
+    def record(self, event: int, stream: int) -> None:
         self._events[event] = stream
 
-    def is_done(self, event: int) -> bool:  # noqa: D102
+    def is_done(self, event: int) -> bool:
         stream = self._events[event]
         if self.is_stuck and stream:
             return False
@@ -174,15 +174,15 @@ class FakeCuda(CudaDriver):
             ctypes.memmove(*queue.pop(0))
         return True
 
-    def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:  # noqa: D102
+    def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
         self.copy(dst, src, nbytes, stream)
 
-    def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:  # noqa: D102
+    def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         runs = rows.segments()
         dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
         return functools.partial(self.copy, dst, src, nbytes, stream)
 
-    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:  # noqa: D102
+    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
 
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.testing.fork_server import Forked, ForkServer, settle, surroundings
+from tests.support.fork_server import Forked, ForkServer, settle, surroundings
 
 LAST_S = 120.0
 

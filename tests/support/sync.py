@@ -16,8 +16,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support.fleet import Worker, digests, say, set_constants
+
 from penstock.errors import PenstockError
-from penstock.testing.fleet import Worker, digests, say, set_constants
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ class SyncWorker(Worker):
     """A rank's process. Lines of input: `publish V`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
     `spoil` (change a byte of its weights, unannounced), `digests`."""
 
-    room = "penstock.testing.sync"
+    room = "tests.support.sync"
 
     def send(self, line: str) -> None:
         """Send it a line; its earlier answers to the same line are forgotten."""

@@ -21,9 +21,9 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+from tests.support.fake_cuda import FakeCuda
 
 from penstock.memory.arena import Arena
-from penstock.testing.fake_cuda import FakeCuda
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.host_endpoint import FencedHandle
 from penstock.transport.nixl import NixlTransport
@@ -99,7 +99,7 @@ class HolderProcess:
         env: dict[str, str] | None = None,
         forks: bool = False,
     ) -> None:
-        command = [sys.executable, "-m", "penstock.testing.holder", transport, device, str(nbytes), str(int(forks))]
+        command = [sys.executable, "-m", "tests.support.holder", transport, device, str(nbytes), str(int(forks))]
         environment = ["env", *(f"{name}={value}" for name, value in (env or {}).items())]
         self.process = subprocess.Popen(
             [*environment, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -150,7 +150,7 @@ def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
         os.close(1)
         time.sleep(20)
         os._exit(0)
-    print(encode(handle.descriptor).hex(), flush=True)  # noqa: T201
+    print(encode(handle.descriptor).hex(), flush=True)
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "fence":
@@ -162,7 +162,7 @@ def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
             handle.fence()
         else:
             handle.close()
-        print(encode(handle.descriptor).hex(), flush=True)  # noqa: T201
+        print(encode(handle.descriptor).hex(), flush=True)
     transport.close()
 
 

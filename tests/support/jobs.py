@@ -1,6 +1,6 @@
 """A conversion whose processes tests stop and kill: a coordinator that says how far it is, workers forked from it.
 
-In: plain values, for `testing.fork_server`. Out: lines of JSON on stdout: who was started, what is done, how it ended.
+In: plain values, for `tests.support.fork_server`. Out: lines of JSON on stdout: processes started, progress, the end.
 Not here: what is done to them (`tests`).
 """
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 from penstock.errors import PenstockError, SourceStalled
 
 if TYPE_CHECKING:
+    from tests.support.fork_server import Forked, ForkServer
+
     from penstock.fetch.join import Fleet
-    from penstock.testing.fork_server import Forked, ForkServer
     from penstock.types import I64, U64
 
 
@@ -75,7 +76,7 @@ class Worker:
         prefix: words before its command, of one that is not forked.
     """
 
-    room = "penstock.testing.fleet"
+    room = "tests.support.fleet"
     """The module that has its `work`."""
 
     def __init__(self, task: Any, fork_server: ForkServer | None = None, *, prefix: Sequence[str] = ()) -> None:
@@ -104,9 +105,9 @@ class Worker:
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
-        for layout in self.process.stdout:
-            if layout.startswith(b"{"):
-                self._lines.put(json.loads(layout))
+        for line in self.process.stdout:
+            if line.startswith(b"{"):
+                self._lines.put(json.loads(line))
         self._lines.put(None)
 
     def say_until(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -119,13 +120,13 @@ class Worker:
         deadline = time.monotonic() + timeout_s
         while word not in self.said:
             try:
-                layout = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise SourceStalled(f"the worker did not say {word!r} in {timeout_s} s: {self.said}") from None
-            if layout is None:
+            if line is None:
                 self._lines.put(None)
                 raise PenstockError(f"the worker ended with {self.process.wait()} and never said {word!r}: {self.said}")
-            self.said[layout.pop("say")] = layout
+            self.said[line.pop("say")] = line
             if "failed" in self.said and word != "failed":
                 raise PenstockError(f"the worker failed: {self.said['failed']}")
         return self.said[word]
@@ -168,7 +169,7 @@ class Worker:
 
 def say(word: str, **values: Any) -> None:
     """A line of output: a word, and values of JSON."""
-    print(json.dumps({"say": word, **values}), flush=True)  # noqa: T201
+    print(json.dumps({"say": word, **values}), flush=True)
 
 
 def set_constants(constants: dict[str, float]) -> None:
@@ -209,9 +210,9 @@ def slow_digests(pause_s: float) -> None:
 
 def _work(task: Task) -> None:
     import torch
+    from tests.support.data_port import throttle_data_port
 
     import penstock as ps
-    from penstock.testing.data_port import throttle_data_port
 
     torch.set_num_threads(1)
     set_constants(task.constants)
@@ -314,8 +315,8 @@ def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.001)  # it does not serve yet
     say("serving")
-    for layout in sys.stdin:
-        word, _, number = layout.strip().partition(" ")
+    for line in sys.stdin:
+        word, _, number = line.strip().partition(" ")
         if word == "fence":
             fleet.fence()
         elif word == "corrupt":
