@@ -129,7 +129,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "ssl": SOCKETS | {"sync/client.py"},
     "http.client": frozenset({"http", "testing", "cli/calibrate.py"}),
     "http.server": frozenset({"peer", "testing", "cli/calibrate.py"}),
-    "h11": frozenset({"http"}),
+    "h11": frozenset(),
     "httptools": frozenset({"http", "hub"}),
     "httpx": frozenset(),
     "fastapi": frozenset({"hub"}),

@@ -24,6 +24,9 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError
+from penstock.http import head as heads
+from penstock.http.head import MalformedMessage, MessageParser, RequestHead, ResponseHead
+from penstock.net.timed import MessageDeadline
 from penstock.types import I64, MIB
 
 MAX_HEAD_BYTES = 8 << 10
@@ -34,6 +37,11 @@ MAX_BODY_BYTES = 128 << 10
 """Longest body of a request: the columns and 200 bytes."""
 PIECE_BYTES = 4 * MIB
 """Asked of the kernel in one call, so that a fence is seen soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
+_HEAD_PIECE_BYTES = 8 << 10
+"""Asked of the kernel for a head. Bytes of the body that come with it are copied, which costs 1 us at most."""
+_BODY_PIECE_BYTES = 256 << 10
+_MAX_INTERIM = 8
+"""Answers 1xx before the real one. Reason: servers send one or two; nothing else would end an endless row of them."""
 MAX_VIEWS = 256
 """Views given to one scattering call. Reason: below the kernel's 1,024 (IOV_MAX), past which it refuses."""
 TRAILER = struct.Struct("<8sQ")
@@ -75,10 +83,20 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpConnection:
-    """A connection. A call that moves nothing within the pace raises TimeoutError; one that fails, OSError."""
+    """A connected socket that HTTP/1.1 messages cross, at either end; one thread at a time, but for `cut`.
+
+    A call that moves nothing within the pace raises TimeoutError; one that fails, OSError.
+
+    Args:
+        sock: connected; TLS or not, TCP or Unix; owned by the connection from here on.
+        pace_s: see `set_pace`.
+    """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
-        self._sock, self._is_tls = sock, isinstance(sock, ssl.SSLSocket)
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        # Bytes that came behind a head; the next receiving call takes them first.
+        self._ahead = b""
         # Requests are small and wait for an answer: Nagle's algorithm would hold them back for an ACK.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,9 +104,12 @@ class HttpConnection:
         self.set_pace(pace_s)
 
     def set_pace(self, pace_s: float) -> None:
-        """Set how long a call may wait for the first byte that it can move."""
-        if pace_s == self._pace_s:  # two system calls saved per piece of a read
+        """Set how long a call may wait for the first byte that it can move; up to a twentieth more is tolerated."""
+        # Three system calls are saved for each piece of a read, and for each of the messages that follow one another
+        # with like deadlines, which is most of them.
+        if pace_s <= self._pace_s <= 1.05 * pace_s:
             return
+        pace_s = max(pace_s, 0.001)
         self._pace_s = pace_s
         if self._is_tls:
             self._sock.settimeout(pace_s)
@@ -97,6 +118,86 @@ class HttpConnection:
         self._sock.settimeout(None)  # the kernel keeps time, so that one call can fill a view
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def receive_request(
+        self, wait_s: float, *, first_s: float | None = None, max_bytes: int = MAX_HEAD_BYTES
+    ) -> RequestHead | None:
+        """Receive the head of a request; None if the other end closes the connection instead.
+
+        Args:
+            wait_s: for all of it, from its first byte on.
+            first_s: for the first byte; None: `wait_s` is for that, too.
+            max_bytes: longest accepted head.
+
+        Raises:
+            MalformedMessage: it is no request. TimeoutError, OSError: as the class says.
+        """
+        parser = MessageParser(is_request=True, max_bytes=max_bytes)
+        return parser.request() if self._receive_head(parser, wait_s, first_s) else None
+
+    def receive_response(
+        self, wait_s: float, *, max_bytes: int = heads.MAX_HEAD_BYTES
+    ) -> tuple[ResponseHead, MessageParser]:
+        """Receive the head of an answer; return it and its parser, which reads chunks. Interim answers are skipped.
+
+        Args:
+            wait_s: for all of it.
+            max_bytes: longest accepted head, of interim answers and this one each.
+
+        Raises:
+            ConnectionResetError: the other end closed the connection before the first byte of an answer.
+            MalformedMessage: what came is no answer. TimeoutError, OSError: as the class says.
+        """
+        deadline = time.monotonic() + wait_s
+        for _ in range(_MAX_INTERIM):
+            parser = MessageParser(is_request=False, max_bytes=max_bytes)
+            if not self._receive_head(parser, max(0.0, deadline - time.monotonic()), None):
+                if parser.has_begun:
+                    raise MalformedMessage("the connection ended in the middle of a message head")
+                raise ConnectionResetError("the other end closed the connection without an answer")
+            response = parser.response()
+            if response.status >= 200:
+                return response, parser
+        raise MalformedMessage(f"{_MAX_INTERIM} interim answers in a row")
+
+    def _receive_head(self, parser: MessageParser, wait_s: float, first_s: float | None) -> bool:
+        """Feed a head to its parser; False if the connection ended before."""
+        received, self._ahead = self._ahead, b""
+        # One deadline for the whole head: a peer that sends a byte now and then must not hold the thread.
+        deadline = MessageDeadline(wait_s if first_s is None or received else first_s)
+        while True:
+            if received:
+                behind = parser.feed_head(received)
+                if behind is not None:
+                    self._ahead = behind
+                    return True
+            self.set_pace(deadline.left_s())
+            received = self._receive(_HEAD_PIECE_BYTES)
+            if not received:
+                return False
+            if first_s is not None and not parser.has_begun:
+                deadline = MessageDeadline(wait_s)
+
+    def receive_body(self, nbytes: int, wait_s: float) -> bytes:
+        """Receive a small body whole, within `wait_s` and one second more for each `MIN_BYTES_PER_S` of it.
+
+        Raises:
+            ConnectionAbortedError: the connection ended before. TimeoutError, OSError: as the class says.
+        """
+        received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+        if len(received) == nbytes:
+            return received
+        # Joined once at the end, and nothing is allocated for bytes that are only announced.
+        pieces, left, deadline = [received], nbytes - len(received), MessageDeadline(wait_s)
+        while left:
+            self.set_pace(deadline.left_s())
+            piece = self._receive(min(left, _BODY_PIECE_BYTES))
+            if not piece:
+                raise ConnectionAbortedError("the connection ended in the middle of a message body")
+            pieces.append(piece)
+            left -= len(piece)
+            deadline.add_bytes(len(piece))
+        return b"".join(pieces)
 
     def head(self, wait_s: float, begun: bytes = b"", *, first_s: float | None = None) -> tuple[bytes, bytes]:
         """Receive the head of a message: it, and what came behind it. `(b"", b"")` if the other end is done.
@@ -151,7 +252,10 @@ class HttpConnection:
 
     def send_all(self, data: bytes) -> None:
         """Send a short message."""
-        self._sock.sendall(data)
+        try:
+            self._sock.sendall(data)
+        except BlockingIOError as error:  # SO_SNDTIMEO ran out
+            raise TimeoutError("nothing could be sent") from error
 
     def send(self, views: Sequence[memoryview]) -> int:
         """Send from the front of these views, without a copy of ours; how many bytes went."""
@@ -164,6 +268,11 @@ class HttpConnection:
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
         """Receive into the front of these views; how many bytes came, 0 at the end of the connection."""
+        if self._ahead:
+            count = min(len(self._ahead), len(views[0]))
+            views[0][:count] = self._ahead[:count]
+            self._ahead = self._ahead[count:]
+            return count
         try:
             if self._is_tls:
                 return self._sock.recv_into(views[0])

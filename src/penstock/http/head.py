@@ -1,0 +1,258 @@
+"""Heads of HTTP/1.1 messages: parsed strictly as they arrive, and written without room for injected lines.
+
+In: bytes from a socket; a method, a target and header fields. Out: `RequestHead` and `ResponseHead`; the bytes to send.
+Not here: sockets and deadlines (`connection`), requests and replies (`client`).
+
+llhttp (through `httptools`) reads the lines. The checks that decide where a body ends are repeated here, because
+releases of llhttp differ in them: a head that two programs read differently lets one request hide inside another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import httptools
+
+from penstock.errors import ConfigError, FormatError
+
+MAX_HEAD_BYTES = 64 << 10
+"""Longest head of an answer. Reason: redirects of model hubs to signed URLs take up to 10 KiB with their cookies."""
+MAX_FIELDS = 100
+"""Header fields of one head. Reason: common servers send 10 to 30; the standard library has the same limit."""
+
+
+class MalformedMessage(FormatError):
+    """The other end sent something that is not HTTP/1.1, or that is longer or less clear than accepted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Head:
+    """The head of a message.
+
+    Attributes:
+        version: "1.0" or "1.1".
+        headers: names in lower case; the values of a repeated field are joined by commas.
+        content_length: bytes of the body; None where the head does not say.
+        is_chunked: the body comes in chunks.
+    """
+
+    version: str
+    headers: dict[str, str]
+    content_length: int | None
+    is_chunked: bool
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the sender keeps the connection open after this message."""
+        options = self.headers.get("connection", "").lower()
+        return "close" not in options if self.version == "1.1" else "keep-alive" in options
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestHead(Head):
+    """The head of a request; `target` is the path and query as they were sent."""
+
+    method: str
+    target: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponseHead(Head):
+    """The head of an answer."""
+
+    status: int
+
+
+class _Events:
+    """The callbacks of the parser. It has no reference to the parser: a cycle of both would need the collector."""
+
+    __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.body: list[bytes] = []
+        self.is_in_body = False
+        self.is_done = False
+        self.has_more = False
+
+    def on_message_begin(self) -> None:
+        self.has_more |= self.is_in_body
+
+    def on_url(self, piece: bytes) -> None:
+        self.target += piece
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Fields after a chunked body are dropped: nothing here may depend on what comes after the bytes.
+        if not self.is_in_body:
+            if len(self.fields) == MAX_FIELDS:
+                raise MalformedMessage(f"a message head with more than {MAX_FIELDS} header fields")
+            self.fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.is_in_body = True
+
+    def on_body(self, piece: bytes) -> None:
+        self.body.append(piece)
+
+    def on_message_complete(self) -> None:
+        self.is_done = True
+
+
+class MessageParser:
+    """The parser of one message: `feed_head` until it returns bytes, then `request` or `response`.
+
+    Args:
+        is_request: what to expect.
+        max_bytes: longest accepted head.
+    """
+
+    def __init__(self, *, is_request: bool, max_bytes: int = MAX_HEAD_BYTES) -> None:
+        self._events = _Events()
+        self._parser = (httptools.HttpRequestParser if is_request else httptools.HttpResponseParser)(self._events)
+        self._max_bytes = max_bytes
+        self._head = b""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a byte of the message was fed."""
+        return bool(self._head)
+
+    def feed_head(self, data: bytes) -> bytes | None:
+        """Take the next bytes; return those behind the head once it is complete, and None before.
+
+        Raises:
+            MalformedMessage: it cannot become a valid head.
+        """
+        begun = len(self._head)
+        received = self._head + data
+        end = received.find(b"\r\n\r\n", max(0, begun - 3))
+        stop = len(received) if end < 0 else end + 4
+        # Fed at once, so that what is no HTTP is refused at its first line; but only up to the empty line, since the
+        # caller has memory for the bytes of the body.
+        self._feed(received[begun:stop])
+        if stop > self._max_bytes:
+            raise MalformedMessage(f"a message head of more than {self._max_bytes} bytes")
+        self._head = received[:stop]
+        if self._events.is_in_body != (end >= 0):
+            raise MalformedMessage("a message head that does not end with an empty line")
+        return None if end < 0 else received[stop:]
+
+    def feed_body(self, data: bytes) -> list[bytes]:
+        """Take the next bytes of a chunked body; return the bytes that they carry. MalformedMessage."""
+        self._feed(data)
+        carried, self._events.body = self._events.body, []
+        return carried
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last chunk was fed."""
+        return self._events.is_done
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes of another message were fed after this one."""
+        return self._events.has_more
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # A request may offer another protocol, which a server need not take. No request of ours offers one.
+            if isinstance(self._parser, httptools.HttpResponseParser):
+                raise MalformedMessage("an answer in another protocol than HTTP/1.1") from None
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, MalformedMessage):
+                raise error.__context__ from None
+            raise MalformedMessage(f"a malformed message: {error}") from None
+
+    def request(self) -> RequestHead:
+        """Return the head of a request. MalformedMessage."""
+        assert isinstance(self._parser, httptools.HttpRequestParser)
+        version, headers, content_length, is_chunked = self._common()
+        return RequestHead(
+            version=version,
+            headers=headers,
+            content_length=content_length,
+            is_chunked=is_chunked,
+            method=self._parser.get_method().decode("ascii"),
+            target=self._events.target.decode("latin-1"),
+        )
+
+    def response(self) -> ResponseHead:
+        """Return the head of an answer. MalformedMessage."""
+        assert isinstance(self._parser, httptools.HttpResponseParser)
+        version, headers, content_length, is_chunked = self._common()
+        return ResponseHead(
+            version=version,
+            headers=headers,
+            content_length=content_length,
+            is_chunked=is_chunked,
+            status=self._parser.get_status_code(),
+        )
+
+    def _common(self) -> tuple[str, dict[str, str], int | None, bool]:
+        """Return version, headers, length of the body, and whether it is chunked."""
+        num_lines = self._head.count(b"\r\n")
+        # A lone CR or LF, and a line that continues the one before, end lines for some parsers and not for others.
+        if self._head.count(b"\n") != num_lines or self._head.count(b"\r") != num_lines:
+            raise MalformedMessage("a message head with a line that does not end in CR LF")
+        if b"\r\n " in self._head or b"\r\n\t" in self._head:
+            raise MalformedMessage("a message head with a folded line")
+        version = self._parser.get_http_version()
+        if version not in {"1.0", "1.1"}:
+            raise MalformedMessage("a message that is not HTTP/1.1")
+        headers: dict[str, str] = {}
+        for name_bytes, value_bytes in self._events.fields:
+            name, value = name_bytes.decode("latin-1").lower(), value_bytes.decode("latin-1").strip(" \t")
+            if name not in headers:
+                headers[name] = value
+            elif name in {"content-length", "transfer-encoding", "host"}:
+                raise MalformedMessage(f"a repeated header field {name}")
+            else:
+                headers[name] += f", {value}"
+        coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+        if coding is not None:
+            if length is not None or coding.lower() != "chunked" or version != "1.1":
+                raise MalformedMessage("a body whose end the head states in two ways, or in an unknown one")
+            return version, headers, None, True
+        if length is None:
+            return version, headers, None, False
+        # 18 digits: more than any object has, and a sum of two still fits 64 bits.
+        if not (length.isascii() and length.isdigit()) or len(length) > 18:
+            raise MalformedMessage("a Content-Length that is not a number")
+        return version, headers, int(length), False
+
+
+def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:
+    """Return the bytes of a request's head.
+
+    Args:
+        target: path and query, percent-encoded; for a proxy, the whole URL.
+        fields: header fields in order.
+
+    Raises:
+        ConfigError: a part would change the meaning of the lines after it.
+    """
+    return _joined([f"{method} {_checked_target(target)} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)])
+
+
+def _checked_target(target: str) -> str:
+    # A space would end the target early, and what follows would be read as the version.
+    if not (target.isascii() and target.isprintable()) or " " in target or not target:
+        raise ConfigError(
+            f"{target[:80]!r} cannot be the target of a request", hint="percent-encode the path and query"
+        )
+    return target
+
+
+def _joined(lines: list[str]) -> bytes:
+    text = "\r\n".join(lines) + "\r\n\r\n"
+    # Every line break is one of ours: a value with another one would add a header field, or a whole second request.
+    if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1 or "\0" in text:
+        raise ConfigError("a line break in a request header")
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError as error:
+        raise ConfigError("a request header that is not Latin-1") from error
