@@ -108,13 +108,11 @@ class Worker:
         self.end = penstock.publisher(
             NAME,
             self.params,
-            connection=hub,
+            connection=penstock.ConnectionSettings(hub=hub, stall_s=STALL_S),
             mode=mode,
             replica=replica,
             transforms=self.tag,
-            rank=rank,
-            world_size=world_size,
-            stall_s=STALL_S,
+            rank=(rank, world_size),
         )
         return time.perf_counter() - begun
 
@@ -198,12 +196,10 @@ class Worker:
         self.end = penstock.subscriber(
             NAME,
             self.model,
-            connection=hub,
+            connection=penstock.ConnectionSettings(hub=hub, stall_s=STALL_S),
             mode=mode,
             transforms=self.tag,
-            rank=rank,
-            world_size=world_size,
-            stall_s=STALL_S,
+            rank=(rank, world_size),
         )
 
     def update(self, version: int) -> dict[str, Any]:

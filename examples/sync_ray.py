@@ -67,7 +67,7 @@ class Trainer:
 class Server:
     def __init__(self, rank: int) -> None:
         self.model = LlamaForCausalLM(CONFIG).eval()
-        self.subscriber = ps.subscriber("policy", self.model, rank=rank, world_size=SERVERS)
+        self.subscriber = ps.subscriber("policy", self.model, rank=(rank, SERVERS))
 
     def update(self, version: int) -> tuple[str, list[int]]:
         report = self.subscriber.update(version, timeout_s=60)

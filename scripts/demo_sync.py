@@ -151,7 +151,7 @@ def serve(task: RankTask, sizes: Sizes) -> None:
     import penstock as ps
 
     served = served_model(sizes, task.rank)
-    with ps.subscriber("policy", served, rank=task.rank, world_size=RANKS) as subscriber:
+    with ps.subscriber("policy", served, rank=(task.rank, RANKS)) as subscriber:
         say("joined", member=subscriber.member.id)
 
         def update(version: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ VALUES = [
     "Manifest",
     "LoadReport",
     "TensorStream",
+    "Variant",
 ]
 VALUES += ["ConvertReport", "ManifestReport", "Keeper", "VerifyReport", "Weights"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.fetch.join import Fleet, join
+    from penstock.fetch.join import Fleet, Variant, join
     from penstock.fetch.report import FetchReport
     from penstock.hub.client import status, why
     from penstock.jobs.convert import convert
@@ -43,6 +43,7 @@ _ROOMS = {
     "Subscriber": "sync.receive.subscriber",
     "TensorStream": "loader.load",
     "UpdateReport": "sync.report",
+    "Variant": "fetch.join",
     "VerifyReport": "loader.verify",
     "Weights": "loader.load",
     "attach": "keeper.attach",
@@ -79,6 +80,7 @@ __all__ = [
     "Subscriber",
     "TensorStream",
     "UpdateReport",
+    "Variant",
     "VerifyReport",
     "Weights",
     "attach",

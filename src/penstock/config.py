@@ -145,9 +145,11 @@ class ConnectionSettings:
         listen: `host:port` where other hosts reach this member; None: this host only.
         rack: a label that hosts near each other share.
         transports: allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
+        stall_s: seconds without progress after which the hub, or another member, counts as stalled; None:
+            `PENSTOCK_STALL_S`.
 
     Raises:
-        ConfigError: a field is of the wrong type, or `hub` is no address.
+        ConfigError: a field is of the wrong type, `hub` is no address, or `stall_s` is not positive.
     """
 
     hub: str | None = None
@@ -155,6 +157,7 @@ class ConnectionSettings:
     listen: str | None = None
     rack: str = ""
     transports: Sequence[str] | None = None
+    stall_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.hub is not None:
@@ -167,6 +170,10 @@ class ConnectionSettings:
         require_texts("transports", self.transports, 'a list of names, as ["shm", "http"], or None')
         if self.transports is not None:
             object.__setattr__(self, "transports", tuple(self.transports))
+        if self.stall_s is not None:
+            require_type("stall_s", self.stall_s, (int, float), "seconds, as 30.0, or None")
+            if not self.stall_s > 0:
+                raise wrong("stall_s", self.stall_s, "a positive number of seconds, or None")
 
     @classmethod
     def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:

@@ -110,11 +110,13 @@ def test_a_tensor_of_many_chunks_and_three_thousand_of_a_few_bytes(host: Host, t
 @pytest.mark.parametrize(
     ("field", "other"),
     [
-        ("role", {"role": "draft"}),
-        ("quantization", {"quantization": {"bits": 8}}),
-        ("dtype", {"dtype": "F16"}),
-        ("parallel", {"parallel": {"tp": "1/2"}}),
-        ("post_processing", {"post_processing": "fused-qkv"}),
+        ("role", {"variant": ps.Variant(role="draft")}),
+        ("quantization", {"variant": ps.Variant(quantization={"bits": 8})}),
+        ("dtype", {"variant": ps.Variant(dtype="F16")}),
+        ("parallel", {"variant": ps.Variant(parallel={"tp": "1/2"})}),
+        ("post_processing", {"variant": ps.Variant(post_processing="fused-qkv")}),
+        ("engine", {"variant": ps.Variant(engine="vllm 0.11")}),
+        ("device_capability", {"variant": ps.Variant(device_capability="9.0")}),
         ("revision", {"revision": "other"}),
     ],
 )
@@ -147,12 +149,12 @@ def test_a_target_of_another_layout(host: Host, made: Path, truth) -> None:
 
 def test_several_models_and_a_draft_beside_its_target(host: Host, made: Path, truth, tmp_path: Path) -> None:
     save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
-    with ps.join("m") as target, ps.join("m", role="draft") as draft, ps.join("other") as other:
+    with ps.join("m") as target, ps.join("m", variant=ps.Variant(role="draft")) as draft, ps.join("other") as other:
         got: list[dict[str, torch.Tensor]] = [{}, {}, {}]
         target.fetch(got[0], fallback=made)
         draft.fetch(got[1], fallback=tmp_path)
         other.fetch(got[2], fallback=made)
-        with ps.join("m", role="draft") as late:
+        with ps.join("m", variant=ps.Variant(role="draft")) as late:
             weights: dict[str, torch.Tensor] = {}
             late.fetch(weights)
             assert weights["d"].tolist() == list(range(9))

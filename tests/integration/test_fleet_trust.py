@@ -133,9 +133,8 @@ def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
     with HubClient.connect(hub, LLAMA) as liar:
         hello = Hello(member=liar.member, host="elsewhere", doors=(f"http://127.0.0.1:{port}",))
         state = SyncState(name="llama-3", side="publisher", run=liar.member, layout="0" * 32, version=1, state="open")
-        reader = ps.subscriber(
-            "llama-3", {"w": torch.zeros(8)}, connection=ps.ConnectionSettings(hub=hub, token=OPERATORS), stall_s=2.0
-        )
+        connection = ps.ConnectionSettings(hub=hub, token=OPERATORS, stall_s=2.0)
+        reader = ps.subscriber("llama-3", {"w": torch.zeros(8)}, connection=connection)
         with reader:
             deadline = time.monotonic() + 60
             while b"POST /v1/sync" not in door.received and time.monotonic() < deadline:

@@ -48,7 +48,7 @@ def test_every_path_and_its_reason(runtime, tmp_path: Path) -> None:
     with (
         ps.join("m") as first,
         ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as second,
-        ps.join("m", dtype="other") as odd,
+        ps.join("m", variant=ps.Variant(dtype="other")) as odd,
     ):
         reports = [fleet.fetch({}, fallback=uri) for fleet in (first, second, odd)]
         wait_until_whole(3)

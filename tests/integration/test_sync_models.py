@@ -50,7 +50,7 @@ def publishers(stack: ExitStack, held: list[dict[str, Any]], **options: Any) -> 
     found: dict[int, ps.Publisher] = {}
 
     def make(rank: int) -> None:
-        found[rank] = ps.publisher("toy", held[rank], rank=rank, world_size=len(held), **options)
+        found[rank] = ps.publisher("toy", held[rank], rank=(rank, len(held)), **options)
 
     together(lambda rank=rank: make(rank) for rank in range(len(held)))
     return [stack.enter_context(found[rank]) for rank in range(len(held))]
@@ -90,7 +90,7 @@ def test_a_model_equals_what_its_own_loader_makes_of_it(stack: ExitStack, mode: 
         after_resume=lambda v: told.append(("resume", v)),
     )
     subs = [
-        stack.enter_context(ps.subscriber("toy", model, mode=mode, hooks=hooks, rank=rank, world_size=2))
+        stack.enter_context(ps.subscriber("toy", model, mode=mode, hooks=hooks, rank=(rank, 2)))
         for rank, model in enumerate(models)
     ]
     pubs[0].wait_subscribers(2)

@@ -82,7 +82,7 @@ def test_codes_and_scales_where_the_loader_puts_them(stack: ExitStack, mode: str
     pubs = publishers(stack, held, transforms=TAG)
     models = [Served(rank) for rank in range(2)]
     subs = [
-        stack.enter_context(ps.subscriber("toy", model, mode=mode, transforms=asked, rank=rank, world_size=2))
+        stack.enter_context(ps.subscriber("toy", model, mode=mode, transforms=asked, rank=(rank, 2)))
         for rank, model in enumerate(models)
     ]
     pubs[0].wait_subscribers(2)

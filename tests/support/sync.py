@@ -165,8 +165,7 @@ def _work(task: SyncTask) -> None:
     connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
     common: dict[str, Any] = {
         "connection": connection,
-        "rank": task.rank,
-        "world_size": task.world_size,
+        "rank": (task.rank, task.world_size),
         **task.options,
     }
     if task.mode:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
+from penstock.sync.membership import rank_of
 
 
 @pytest.fixture
@@ -56,7 +57,14 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "a number as the hub to ask": lambda file: ps.status(connection=3),
     "a text as readers": lambda file: ps.join("m", max_readers="4"),
     "a float as a rate": lambda file: ps.join("m", max_bytes_per_s=1.5),
-    "numbers as coordinates": lambda file: ps.join("m", parallel=3),
+    "numbers as coordinates": lambda file: ps.join("m", variant=ps.Variant(parallel=3)),
+    "a number as a dtype": lambda file: ps.Variant(dtype=3),
+    "a list as a quantisation config": lambda file: ps.Variant(quantization=[8]),
+    "a mapping as a variant": lambda file: ps.join("m", variant={"role": "draft"}),
+    "a rank without a number of ranks": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, rank=0),
+    "a rank above the number of ranks": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, rank=(2, 2)),
+    "a rank of three numbers": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=(0, 1, 2)),
+    "texts as a rank": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=("0", "1")),
     "a model of None": lambda file: ps.attach(None),
 }
 
@@ -67,6 +75,11 @@ def test_a_wrong_argument_is_a_config_error(case: str, file: Path) -> None:
         WRONG[case](file)
     assert caught.value.hint or caught.value.message
     assert not (file.parent / "out").exists()
+
+
+def test_a_rank_of_a_sync_is_a_pair_and_without_a_process_group_the_only_one() -> None:
+    assert rank_of(None) == (0, 1)
+    assert rank_of((3, 8)) == (3, 8)
 
 
 def test_a_format_given_as_an_operation_is_named(file: Path) -> None:

@@ -110,6 +110,9 @@ def test_it_is_a_value() -> None:
         {"transports": "shm"},
         {"transports": [3]},
         {"transports": 3},
+        {"stall_s": "10"},
+        {"stall_s": 0},
+        {"stall_s": -1.0},
     ],
     ids=str,
 )

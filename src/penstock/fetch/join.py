@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -222,18 +223,63 @@ class Fleet:
         self.leave(10.0 if kind is None else 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The properties by which weights of one model and revision differ. Members exchange weights only if all are equal.
+
+    Attributes:
+        dtype: the dtype of the weights, by any name that all members use.
+        quantization: the quantisation config, or a digest of it.
+        parallel: parallel coordinates of this process, e.g. `{"tp": "1/4", "pp": "0/1"}`.
+        role: `target`, `draft`, `lora:NAME`, ...
+        post_processing: the engine's changes to the weights after loading; empty: none.
+        engine: name and version of engine and kernels, where `post_processing` depends on them.
+        device_capability: the device's compute capability, where `post_processing` depends on it.
+
+    Raises:
+        ConfigError: a field is of the wrong type.
+    """
+
+    dtype: str = ""
+    quantization: str | Mapping[str, Any] = ""
+    parallel: Mapping[str, str] | None = None
+    role: str = "target"
+    post_processing: str = ""
+    engine: str = ""
+    device_capability: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "role", "post_processing", "engine", "device_capability"):
+            require_type(name, getattr(self, name), str, "a str that is equal at all members")
+        require_type("quantization", self.quantization, (str, Mapping), "the quantisation config, or its digest")
+        require_text_map("parallel", self.parallel, 'coordinates: {"tp": "1/4"}')
+
+    def identity(self, model: str, revision: str) -> Identity:
+        """Return the identity by which the hub compares members; its layout is not known yet."""
+        quantization = self.quantization
+        if not isinstance(quantization, str):
+            # A config may have hundreds of entries, and the hub needs equality only: it gets a digest.
+            ordered = msgspec.json.encode(quantization, order="deterministic")
+            quantization = str(blake3(ordered).hexdigest(length=16))
+        return Identity(
+            model=model,
+            revision=revision,
+            dtype=self.dtype,
+            quantization=quantization,
+            parallel=dict(self.parallel or {}),
+            role=self.role,
+            post_processing=self.post_processing,
+            engine=self.engine,
+            device_capability=self.device_capability,
+        )
+
+
 def join(
     model: str,
     *,
     connection: ConnectionSettings | str | None = None,
     revision: str = "",
-    dtype: str = "",
-    quantization: str | Mapping[str, Any] = "",
-    parallel: Mapping[str, str] | None = None,
-    role: str = "target",
-    post_processing: str = "",
-    engine: str = "",
-    device_capability: str = "",
+    variant: Variant | None = None,
     max_readers: int = 4,
     max_bytes_per_s: int | str = 0,
     min_gb_per_s: float = 0.0,
@@ -243,13 +289,12 @@ def join(
 
     Args:
         model: the name that all members use for it.
-        connection: hub, token, `listen`, rack and transports; a str is the hub's address; None: `PENSTOCK_HUB`, else
-            the hub of this host. See `ConnectionSettings`.
+        connection: hub, token, `listen`, rack, transports and stall deadline; a str is the hub's address; None:
+            `PENSTOCK_HUB`, else the hub of this host. See `ConnectionSettings`.
         revision: exchange only this revision, named by its `w1-` root, a prefix of the root, or a name of your own;
             empty: the fallback's revision, or the one that the fleet has.
-        dtype, role, post_processing, engine, device_capability: see `Identity`; members exchange only if all are equal.
-        quantization: the quantisation config, or a digest of it.
-        parallel: parallel coordinates, e.g. `{"tp": "1/4"}`.
+        variant: the other properties that must be equal at all members: dtype, quantisation, parallel coordinates, and
+            more; None: the defaults of `Variant`.
         max_readers: concurrent readers of this member; further ones are sent to other members.
         max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
         min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
@@ -260,29 +305,18 @@ def join(
     """
     require_name("model", model)
     connection = resolve_connection(connection)
+    variant = Variant() if variant is None else variant
+    require_type("variant", variant, Variant, "a penstock.Variant, or None")
     require_type("max_readers", max_readers, int, "a number of readers")
-    require_text_map("parallel", parallel, 'coordinates: {"tp": "1/4"}')
-    if not isinstance(quantization, str):
-        ordered = msgspec.json.encode(quantization, order="deterministic")
-        quantization = str(blake3(ordered).hexdigest(length=16))
-    settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
-    identity = Identity(
-        model=model,
-        revision=revision,
-        dtype=dtype,
-        quantization=quantization,
-        parallel=dict(parallel or {}),
-        role=role,
-        post_processing=post_processing,
-        engine=engine,
-        device_capability=device_capability,
+    settings = Settings.read(
+        memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes), stall_s=connection.stall_s
     )
-    cap = parse_bytes(max_bytes_per_s)
+    identity = variant.identity(model, revision)
     member = Member(
         # A request to the hub must time out well before the fetch itself stalls.
         HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         connection,
-        max_bytes_per_s=cap,
+        max_bytes_per_s=parse_bytes(max_bytes_per_s),
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
     )

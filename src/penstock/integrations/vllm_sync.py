@@ -123,15 +123,14 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                         hub=init_info.hub,
                         token=first_token(init_info.token_file),
                         listen=_listen(init_info.listen, rank),
+                        stall_s=init_info.stall_s,
                     ),
                     mode="direct",  # into the staging model: what serves is not touched before it is whole
                     load=self._load,
                     strict=False,  # the staging model knows better what must be filled
-                    rank=rank,
-                    world_size=world_size,
+                    rank=(rank, world_size),
                     serve=init_info.serve,
                     memory_bytes=init_info.memory_bytes,
-                    stall_s=init_info.stall_s,
                 )
                 stack.callback(subscriber.close)
             stack.pop_all()

@@ -357,7 +357,9 @@ def attach(
     connection = resolve_connection(connection)
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
-    deadline, stall_s, url = time.monotonic() + wait_s, Settings.read().stall_s, ""
+    stall_s = Settings.read(stall_s=connection.stall_s).stall_s
+    deadline = time.monotonic() + wait_s
+    url = ""
     while True:
         left = max(0.2, deadline - time.monotonic())
         try:
@@ -365,7 +367,7 @@ def attach(
             if not url:
                 raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
             with HubClient.connect(url, connection.token, timeout_s=left) as client:
-                search = _Search(client, model, revision, wanted)
+                search = _Search(client, model, revision, wanted, stall_s)
                 return search.attach(phases, verify)
         except SourceBusy:
             # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
@@ -383,9 +385,15 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 class _Search:
     """One attempt to find a keeper and attach to it."""
 
-    def __init__(self, hub: HubClient, model: str, revision: str | None, device: torch.device | None) -> None:
-        self._hub, self._model, self._revision, self._device = hub, model, revision, device
-        self._member, self._stall_s = hub.member, Settings.read().stall_s
+    def __init__(
+        self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, stall_s: float
+    ) -> None:
+        self._hub = hub
+        self._model = model
+        self._revision = revision
+        self._device = device
+        self._member = hub.member
+        self._stall_s = stall_s
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
         """Attach to the first suitable keeper. Raises the last keeper's error if none is suitable."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +29,7 @@ from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.hub.client import HubClient, resolve_connection
+from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.publish import SCHEME, MemoryDestination
@@ -111,6 +111,8 @@ class Keeper:
         connection = resolve_connection(connection)
         self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
+        if connection.stall_s is not None:
+            self._settings = replace(self._settings, stall_s=connection.stall_s)
         self._max_readers = max_readers
         self._kept: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
@@ -126,7 +128,10 @@ class Keeper:
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
         try:
             self.member = Member(
-                HubClient.connect(connection.hub, connection.token),
+                # A request to the hub must time out well before the keeper's own work stalls.
+                HubClient.connect(
+                    connection.hub, connection.token, timeout_s=min(TIMEOUT_S, self._settings.stall_s / 3)
+                ),
                 connection,
                 max_bytes_per_s=parse_bytes(max_bytes_per_s),
                 stall_s=self._settings.stall_s,

@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+from penstock.arguments import require_type, wrong
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import HubUnavailable, NotFound, PeerLost, PenstockError, PermissionDenied, SourceStalled
 from penstock.hub.client import TIMEOUT_S, HubClient
@@ -25,14 +28,36 @@ ALIVE_S = 2.0
 that the process is gone."""
 
 
-def joined(stack: contextlib.ExitStack, connection: ConnectionSettings, stall_s: float | None) -> tuple[Member, float]:
-    """Return this process as a member, which leaves with the stack, and its stall deadline; see `publisher`."""
-    deadline_s = Settings.read(stall_s=stall_s).stall_s
+def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
+    """Return this process as a member, which leaves with the stack, and its stall deadline."""
+    stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     # A third of the stall deadline: a hub that hangs must leave time for the peers to be asked within the deadline.
-    client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, deadline_s / 3))
-    member = Member(client, connection, stall_s=deadline_s)
+    client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
+    member = Member(client, connection, stall_s=stall_s)
     stack.callback(member.leave, 0.0)
-    return member, deadline_s
+    return member, stall_s
+
+
+def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks of its side.
+
+    Args:
+        rank: as the caller gives it; None: of torch.distributed where it is initialised, else (0, 1).
+
+    Raises:
+        ConfigError: it is not a pair of numbers, or the rank is not below the number of ranks.
+    """
+    if rank is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+    expected = "(rank, world_size), as (0, 4): ranks count from 0"
+    require_type("rank", rank, tuple, expected)
+    for number in rank:
+        require_type("rank", number, int, expected)
+    if len(rank) != 2 or not 0 <= rank[0] < rank[1]:
+        raise wrong("rank", rank, expected)
+    return rank
 
 
 class Membership:

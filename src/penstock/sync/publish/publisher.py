@@ -27,7 +27,7 @@ from penstock.hub.messages import Decision, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
 from penstock.sync.local_version import LocalVersion
-from penstock.sync.membership import Membership, joined
+from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import Offer, VersionSnapshot
@@ -247,12 +247,10 @@ def publisher(
     mode: PublishMode = "live",
     transforms: Transforms | None = None,
     keep_plain: bool = True,
-    rank: int | None = None,
-    world_size: int | None = None,
+    rank: tuple[int, int] | None = None,
     replica: str = "device",
     arena: bool = False,
     memory_bytes: int | str | None = None,
-    stall_s: float | None = None,
 ) -> Publisher:
     """Publish what this rank holds, under a name that receivers know.
 
@@ -265,12 +263,12 @@ def publisher(
         transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.formats`), for
             the weights that checkpoints have so, or tags with patterns of names. Alike on all ranks.
         keep_plain: whether such tensors can also be had as they are.
-        rank, world_size: of the trainer; None: of torch.distributed where it is initialised, else 0 of 1.
+        rank: this trainer rank and the number of them, as `(0, 8)`; None: of torch.distributed where it is initialised,
+            else `(0, 1)`.
         replica: where a snapshot's copy is: `device`, beside the parameters, or `cpu`, in pinned memory.
         arena: first move the parameters into one arena a device (`memory.rehome`), so that peers reach them by one
             registration; host memory is reached by `shm` only there.
         memory_bytes: bound of a snapshot's copy and of transformed tensors; None: as large as it must be.
-        stall_s: deadline by progress; None: `PENSTOCK_STALL_S`.
 
     Raises:
         PlanError: parameters cannot be declared, or transformed; names them. BudgetTooSmall: see `memory_bytes`.
@@ -283,7 +281,7 @@ def publisher(
     require_name("name", name)
     connection = resolve_connection(connection)
     copies = _copies(name, mode, replica)
-    rank, world_size = _place(rank, world_size)
+    trainer_rank, world_size = rank_of(rank)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if arena:
         to_arenas(params)
@@ -291,9 +289,9 @@ def publisher(
         declared(params), transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget
     )
     with contextlib.ExitStack() as stack:
-        member, wait_s = joined(stack, connection, stall_s)
+        member, wait_s = joined(stack, connection)
         held, copy = _shown(stack, offer, member, copies)
-        made = Publisher(name, member, held, copy, offer, rank=rank, world_size=world_size, stall_s=wait_s)
+        made = Publisher(name, member, held, copy, offer, rank=trainer_rank, world_size=world_size, stall_s=wait_s)
         stack.pop_all()
     return made
 
@@ -325,13 +323,3 @@ def _shown(
     stack.callback(held.close)
     stack.callback(offer.close)
     return held, copy
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Our rank and of how many."""
-    if rank is None and world_size is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = (rank or 0, 1 if world_size is None else world_size)
-    if not 0 <= found[0] < found[1]:
-        raise ConfigError(f"rank {found[0]} of {found[1]}")
-    return found

@@ -38,7 +38,7 @@ from penstock.hub.messages import SyncState
 from penstock.lifecycle import Closing
 from penstock.loader.report import ProgressOption, looked_at
 from penstock.peer.member import Member
-from penstock.sync.membership import Membership, joined
+from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
 from penstock.sync.receive.target import Target, to_arenas
 from penstock.sync.receive.transfer import LEAST_BYTES
@@ -370,13 +370,11 @@ def subscriber(
     load: Load | None = None,
     strict: bool = True,
     transforms: str | Sequence[str] | None = None,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: tuple[int, int] | None = None,
     hooks: Hooks | None = None,
     serve: bool = True,
     arena: bool = False,
     memory_bytes: int | str | None = None,
-    stall_s: float | None = None,
 ) -> Subscriber:
     """Receive what is published under a name into a live model; a publisher need not be there yet.
 
@@ -384,14 +382,15 @@ def subscriber(
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each in its own layout.
-        connection, arena, stall_s: see `publisher`.
+        connection, arena: see `publisher`.
         mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
             `direct`: received into the target itself while the engine is paused; takes no memory.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
         strict: every parameter of a module must be filled by what is published.
         transforms: the tags that tensors are taken under where they are offered so (`fp8-block128`); None: the one
             that the module has codes and scales for, else tensors as they are.
-        rank, world_size: for people.
+        rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
+            torch.distributed where it is initialised, else `(0, 1)`.
         hooks: what the engine does around a commit.
         serve: be a source for other receivers between updates; False, where the engine changes weights in place.
         memory_bytes: staged, bound of the memory beside the target; direct, of bytes read and not yet verified.
@@ -405,9 +404,9 @@ def subscriber(
     require_type(
         "target", target, (torch.nn.Module, Mapping), "a torch.nn.Module, or a dict of tensors or Shards by name"
     )
-    if mode not in ("staged", "direct") or not name or not 0 <= rank < world_size:
-        message = f"a subscriber of {name!r}, mode {mode!r}, rank {rank} of {world_size}"
-        raise ConfigError(message, hint="it has a name, mode staged or direct, and ranks count from 0")
+    if mode not in ("staged", "direct"):
+        raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
+    engine_rank, world_size = rank_of(rank)
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
@@ -419,8 +418,16 @@ def subscriber(
     if arena:
         to_arenas(target)
     with contextlib.ExitStack() as stack:
-        member, wait_s = joined(stack, connection, stall_s)
-        hooks = hooks or Hooks()
-        made = Subscriber(name, target, member, options, rank=rank, world_size=world_size, hooks=hooks, stall_s=wait_s)
+        member, stall_s = joined(stack, connection)
+        result = Subscriber(
+            name,
+            target,
+            member,
+            options,
+            rank=engine_rank,
+            world_size=world_size,
+            hooks=hooks or Hooks(),
+            stall_s=stall_s,
+        )
         stack.pop_all()
-    return made
+    return result
