@@ -1,7 +1,7 @@
 """Entry points by which installed packages add storages, transports and formats.
 
 In: a group, and a name. Out: what the entry points name, or why one cannot be loaded.
-Not here: what may be registered (`storage.registry`, `transport.registry`, `transform.formats`).
+Not here: what may be registered (`storage.registry`, `transport.choose`, `transform.formats`).
 """
 
 from __future__ import annotations

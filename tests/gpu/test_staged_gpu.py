@@ -15,9 +15,8 @@ import penstock as ps
 from penstock.segments import Rectangles
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.transport_suite import segments
-from penstock.transport.pinned import PinnedTransport
+from penstock.transport.into_device import PinnedTransport, StagedTransport
 from penstock.transport.shm import ShmTransport
-from penstock.transport.staged import StagedTransport
 
 pytestmark = pytest.mark.gpu
 NBYTES = 64_000_013

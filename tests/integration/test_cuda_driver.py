@@ -87,10 +87,9 @@ from tests.support.holder import HolderProcess, pattern
 from penstock.testing.transport_suite import segments
 from penstock.cuda.driver import load_driver
 from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.pinned import PinnedTransport
+from penstock.transport.into_device import PinnedTransport, StagedTransport
 from penstock.transport.protocol import Memory, Rectangles
 from penstock.transport.shm import ShmTransport
-from penstock.transport.staged import StagedTransport
 
 NBYTES = 3_000_011  # in rows so few that cuda_ipc starts no kernel
 ROWS = [(at, at, min(60_000, NBYTES - at)) for at in range(0, NBYTES, 60_001)]

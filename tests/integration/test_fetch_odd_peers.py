@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockEr
 from penstock.fetch import storage_reader
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply, UpstreamsReply
-from penstock.memory.arena import shared_at
+from penstock.memory.memfd import shared_at
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member
 from penstock.transport.shm import ShmTransport

@@ -18,14 +18,13 @@ from penstock.memory.arena import Arena
 from penstock.segments import Rectangles
 from penstock.sync.receive.sources import SourceRead
 from penstock.testing.transport_suite import segments
-from penstock.transport import pinned, staged
+from penstock.transport import into_device
 from penstock.transport.choose import Links
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.http import HttpTransport
-from penstock.transport.pinned import PinnedTransport
+from penstock.transport.into_device import PinnedTransport, StagedTransport
 from penstock.transport.protocol import Memory, encode
 from penstock.transport.shm import ShmTransport
-from penstock.transport.staged import StagedTransport
 
 NBYTES = 5_000_011
 ROWS = [(at, at, min(70_001, NBYTES - at)) for at in range(0, NBYTES, 70_001)][::-1]
@@ -61,8 +60,8 @@ def kind(request) -> str:
 
 @pytest.fixture
 def reader(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(staged, "STAGE_BYTES", 1 << 20)
-    monkeypatch.setattr(pinned, "TURN_BYTES", 1 << 20)
+    monkeypatch.setattr(into_device, "STAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(into_device, "TURN_BYTES", 1 << 20)
     made = Reader(kind)
     yield made
     made.transport.close()
@@ -77,7 +76,7 @@ def holder():
 
 
 def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) -> None:
-    most = staged.NUM_BUFFERS if kind == "staged" else 1
+    most = into_device.NUM_BUFFERS if kind == "staged" else 1
     if kind == "pinned":
         reader.transport.reach(reader.into, holder.descriptor)
         assert len(reader.driver.pinned) == 1
@@ -128,7 +127,7 @@ def test_a_fence_and_a_death_are_seen_and_the_memory_let_go(kind, reader, holder
 
 def test_what_a_device_that_hangs_may_use_is_kept(kind, reader, holder) -> None:
     reader.driver.is_stuck = True
-    stuck = staged.NUM_BUFFERS if kind == "staged" else 1
+    stuck = into_device.NUM_BUFFERS if kind == "staged" else 1
     for wanted in [*[DestinationError] * stuck, *([SourceStalled] if kind == "staged" else [])]:
         with pytest.raises(wanted) as caught:
             reader.read(holder.descriptor, stall_s=0.2)
@@ -180,7 +179,7 @@ def test_many_threads_share_a_bounded_pool(reader, holder) -> None:
     for thread in threads:
         thread.join(60)
     assert ctypes.string_at(reader.memory.address, NBYTES) == pattern(NBYTES)
-    assert len(reader.driver.pinned) <= staged.NUM_BUFFERS
+    assert len(reader.driver.pinned) <= into_device.NUM_BUFFERS
 
 
 @pytest.mark.parametrize("kind", ["pinned"], indirect=True)
@@ -195,7 +194,7 @@ def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypat
 def test_a_sync_stages_what_cannot_be_pinned_and_says_why(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
     driver = FakeCuda()
     with Links({"shm": ShmTransport}) as links:
-        links.add_staged(driver)
+        links.add_device_targets(driver)
         memory = driver.allocate(NBYTES)
         handles = links.register_into(memory, {}, is_repeated=True)
         given = ({"shm": encode(holder.descriptor)},)
@@ -223,7 +222,7 @@ def test_it_is_chosen_where_a_keeper_on_the_host_feeds_a_device(inner: str, same
     kept = Memory(address=arena.address, nbytes=100, owner=arena)
     makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport}
     with Links({"shm": ShmTransport, "http": HttpTransport}) as keeper, Links(makers) as engine:
-        engine.add_staged(driver)
+        engine.add_device_targets(driver)
         offered = {name: encode(handle.descriptor) for name, handle in keeper.register(kept).items()}
         memory = driver.allocate(100)
         ours = engine.register_into(memory, engine.register(memory))

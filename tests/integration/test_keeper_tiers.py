@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock.cli.main import app
 from penstock.keeper import lease
-from penstock.memory.arena import shared_at
+from penstock.memory.memfd import shared_at
 from penstock.testing.checkpoints import write_llama
 
 BOUND = 45_000_000

@@ -10,8 +10,8 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.holder import HolderProcess, pattern
 
 from penstock.errors import ConfigError, PeerLost, StaleDescriptor
+from penstock.transport.mapped_region import map_region
 from penstock.transport.protocol import Descriptor
-from penstock.transport.shm import map_region
 
 NBYTES = 3_000_011
 

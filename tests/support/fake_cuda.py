@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver
 from penstock.errors import PeerLost
-from penstock.memory.arena import Mapping, create, open_peer, shared_at
+from penstock.memory.memfd import MappedMemfd, create_memfd, open_peer_memfd, shared_at
 from penstock.segments import Rectangles
 from penstock.transport.protocol import Memory
 from penstock.types import U64
@@ -56,7 +56,7 @@ class FakeCuda(CudaDriver):
 
     def allocate(self, nbytes: int, device: str = "cuda:0") -> Memory:
         """Memory as of cudaMalloc."""
-        mapped = create("penstock-fake", nbytes)
+        mapped = create_memfd("penstock-fake", nbytes)
         return Memory(address=mapped.address, nbytes=nbytes, device=device, owner=mapped)
 
     def allocate_virtual(self, nbytes: int, device: str = "cuda:0") -> Memory:
@@ -92,7 +92,7 @@ class FakeCuda(CudaDriver):
         mapped = self._allocation(address)
         return mapped.address, len(mapped)
 
-    def _allocation(self, address: int) -> Mapping:
+    def _allocation(self, address: int) -> MappedMemfd:
         mapped = shared_at(address, 1)
         if mapped is None:
             self.fail("cuMemGetAddressRange_v2", 1)
@@ -113,7 +113,7 @@ class FakeCuda(CudaDriver):
         if pid == os.getpid():
             # As CUDA refuses it: cudaIpcOpenMemHandle fails in the process that made the handle.
             raise PeerLost("a process does not open its own handles")
-        opened = open_peer(pid, fd, nbytes, "fake")
+        opened = open_peer_memfd(pid, fd, nbytes, "fake")
         address = _map(0, nbytes, opened, mmap.PROT_READ, mmap.MAP_SHARED)
         os.close(opened)
         self.num_opened += 1

@@ -13,7 +13,7 @@ In / Out: nothing. Not here: calling (`driver`).
 Streams and events of our devices, made once and used again.
 
 In: the driver. Out: the next stream's turn, a spare event.
-Not here: what is queued on them (`transport.cuda_ipc`, `transport.device_target`).
+Not here: what is queued on them (`transport.cuda_ipc`, `transport.into_device`).
 """
 
 from __future__ import annotations

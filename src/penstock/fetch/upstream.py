@@ -27,8 +27,8 @@ from penstock.hub.messages import HoldingMap, LogReply, Proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
 from penstock.segments import Segments
-from penstock.transport.choose import Links, Reaching
-from penstock.transport.protocol import Coding, Descriptor, Handle, Transport, decode
+from penstock.transport.choose import Links
+from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode
 from penstock.types import GB, I64, U64
 
 NEWS_S = 1.0

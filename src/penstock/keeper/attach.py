@@ -58,8 +58,8 @@ from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
 from penstock.peer.member import host_id
 from penstock.report import Summarised
+from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
-from penstock.transport.shm import Region, map_region
 from penstock.types import GB, I64, U64
 
 
@@ -135,7 +135,7 @@ def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     return leaves
 
 
-def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
+def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
     """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
     regions = []
     for offered in where.regions:
@@ -147,7 +147,7 @@ def map_regions(where: HoldingMap, device: int | None) -> list[Region]:
 
 
 def tensors_in(
-    layout: WeightLayout, where: HoldingMap, regions: Sequence[Region]
+    layout: WeightLayout, where: HoldingMap, regions: Sequence[MappedRegion]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
     region_of, offset_of = locate_rows(layout, where, [one.nbytes for one in regions])
@@ -171,7 +171,7 @@ def tensors_in(
     return rows, {name: made[row] for row, name in enumerate(table.names)}
 
 
-def _bytes_of(region: Region) -> torch.Tensor:
+def _bytes_of(region: MappedRegion) -> torch.Tensor:
     """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
     if region.device == "cpu":
         whole = torch.frombuffer(region.owner, dtype=torch.uint8)
@@ -262,7 +262,11 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, tensors: dict[str, torch.Tensor], regions: Sequence[Region], renewal: LeaseRenewal, report: AttachReport
+        self,
+        tensors: dict[str, torch.Tensor],
+        regions: Sequence[MappedRegion],
+        renewal: LeaseRenewal,
+        report: AttachReport,
     ) -> None:
         self._tensors, self._regions, self._renewal, self.report = tensors, tuple(regions), renewal, report
 

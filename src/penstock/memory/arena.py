@@ -1,218 +1,59 @@
 """A region of memory for many tensors, so that peers reach all of them by one registration.
 
 In: lengths and a device. Out: offsets, and flat views that keep the memory alive.
-Not here: moving live tensors into one (`rehome`), registering it (`transport`), staging buffers (`staging`).
+Not here: moving live tensors into an arena (`rehome`), registering it (`transport`), staging buffers (`staging`).
 
-Host arenas are memfds mapped shared, which other processes of the host can map (`memfd`) once they are registered;
-device arenas are one allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it
-no huge pages (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so let it be the load's.
-
-Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
-
-In: a length, or the process and number of a memfd. Out: a file descriptor, of memory that can neither shrink nor be
-written to through a later opening. Not here: what the bytes are (`arena`, `transport.generation_table`).
-
-A reader opens `/proc/PID/fd/N`: the kernel lets in who may trace that process (the same user), nothing is left behind
-when both are gone, and no path comes from a peer. What is opened is looked at before it is opened, for opening a
-device or a pipe does something; the seals say that reading the mapping cannot end in SIGBUS.
-
-Pages of host memory made present before their first use, many in one call, outside the GIL.
-
-In: addresses. Out: pages there, zeroed.
-Not here: their owners (`staging`, `arena`).
+Host arenas are memfds mapped shared, which other processes of the host can map once they are registered; device arenas
+are one allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it no huge pages
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so `populate` touches it in bulk and
+outside the GIL, ahead of the bytes that arrive.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-import stat
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory, PeerLost, PermissionDenied
+from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
+from penstock.memory.memfd import MappedMemfd, create_memfd
 
 if TYPE_CHECKING:
     import torch
-
-
-_SEAL_FUTURE_WRITE = 0x10
-"""No new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h; `fcntl` has no name for it before 3.13."""
-
-_NEEDED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-
-
-_shared: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
-"""Every mapping of this process, by its address."""
-
-
-class Mapping(mmap.mmap):
-    """The writable mapping of a memfd of this process, made by `create`. Views keep it and the memfd alive.
-
-    Attributes:
-        fd: the memfd, open for as long as the mapping lives.
-        inode: unlike that of any other memfd of this boot.
-    """
-
-    fd: int
-    inode: int
-    address: int
-    nbytes: int
-    let_go: Callable[[], object]
-
-    def close(self) -> None:
-        """Unmap it and close its descriptors. BufferError: there are views of it. Idempotent."""
-        known = _shared.pop(self.address, None)  # before the address is another mapping's
-        try:
-            super().close()
-        except BufferError:
-            if known is not None:
-                _shared[self.address] = known
-            raise
-        self.let_go()
-
-    def seal(self) -> None:
-        """Forbid writing to all others, so that processes of the host may map it. Idempotent."""
-        if _is_sealed(self.fd):
-            return
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED | _SEAL_FUTURE_WRITE)
-        except OSError:  # a kernel before 5.1: readers map it read-only all the same; or another thread was first
-            if not _is_sealed(self.fd):
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED)
-
-
-def create(name: str, nbytes: int, *, sealed: bool = True) -> Mapping:
-    """Create a memfd of `nbytes` (at least one page), mapped; no pages are touched.
-
-    Args:
-        sealed: see `Mapping.seal`; until then processes of the same user can write to it, and none reads it.
-
-    Raises:
-        ConfigError: this system has no memfds.
-        DestinationError: no file descriptor or no address space is left.
-    """
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError("sharing memory between processes needs memfd_create", hint="use Linux")
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise DestinationError(f"cannot create shared memory: {error}") from error
-    try:
-        # memfds are made with 0777: without this any user who reaches the /proc entry could open it.
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
-        mapped = Mapping(fd, max(nbytes, mmap.PAGESIZE))
-        # No F_SEAL_WRITE: the kernel refuses it while a writable mapping exists, and ours is to stay.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        mapped.fd, mapped.inode, mapped.nbytes = fd, os.fstat(fd).st_ino, len(mapped)
-        if sealed:
-            mapped.seal()
-    except (OSError, ValueError, OverflowError) as error:
-        os.close(fd)
-        raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
-    mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-    # A finalizer, so that the descriptor is closed once, whether by `close` or with the last reference.
-    mapped.let_go = weakref.finalize(mapped, os.close, fd)
-    _shared[mapped.address] = mapped
-    return mapped
-
-
-def shared_at(address: int, nbytes: int) -> Mapping | None:
-    """Return the mapping of this process that these bytes lie in, if they do."""
-    # A copy: another thread may create or drop a mapping while this one looks.
-    for mapped in list(_shared.values()):
-        if mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
-            return mapped
-    return None
-
-
-def open_peer(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
-    """Open another process's sealed memfd read-only; the caller closes it.
-
-    Args:
-        pid, fd: the process, and the number of the memfd in it.
-        min_nbytes: bytes it must have.
-        uri: how errors call the peer.
-
-    Raises:
-        PeerLost: there is no such process, or this is no sealed memfd of ours, or too short: not the one meant.
-        PermissionDenied: the kernel does not let us look into that process.
-        DestinationError: no file descriptor is left here.
-    """
-    what = f"descriptor {fd} of process {pid}"
-    try:
-        seen = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerLost(f"{what} is gone", uri=uri) from error
-    except PermissionError as error:
-        hint = "run both as one user, in one container, and dumpable"
-        raise PermissionDenied(f"{what} may not be opened", uri=uri, hint=hint) from error
-    except OSError as error:
-        raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
-    try:
-        state = os.fstat(seen)
-        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
-            # No links: a memfd has no name. A file of the user that has one is not what a peer can have meant.
-            raise PeerLost(f"{what} is no shared memory of this user", uri=uri)
-        try:
-            # Through the descriptor that was looked at: opened by the peer's path again, it could be another file by
-            # now.
-            opened = os.open(f"/proc/self/fd/{seen:d}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
-    finally:
-        os.close(seen)
-    if not _is_sealed(opened) or state.st_size < min_nbytes:
-        os.close(opened)
-        raise PeerLost(f"{what} is not sealed memory of {min_nbytes} bytes", uri=uri)
-    return opened
-
-
-def _is_sealed(fd: int) -> bool:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _NEEDED == _NEEDED
-    except OSError:  # EINVAL: not a memfd
-        return False
-
 
 _MADV_POPULATE_WRITE = 23
 """Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
-"""Zeroing this much takes about 0.1 ms; each call holds the address space's lock, which others need to allocate."""
+"""Bytes of one call, which takes about 0.1 ms and holds the address space's lock, which others need to allocate."""
 
 _SHARE_BYTES = 4 * STEP_BYTES
-"""Share of one thread at a time, where several populate."""
+"""Bytes that one thread of `populate_by` takes at a time."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = None) -> None:
-    """Make `nbytes` of writable memory from `address` present, unless `is_over` says to stop.
-
-    A kernel without MADV_POPULATE_WRITE answers EINVAL; the pages are then faulted by their first use.
+    """Make `nbytes` of writable memory from `address` present, until `is_over` returns True.
 
     Cost: a GB of shared memory 0.6 s, of which two threads take 0.37; faulting it page by page 0.85 to 1.5 s.
     """
     for at in range(address, address + nbytes, STEP_BYTES):
         if is_over is not None and is_over():
             return
-        # The answer is ignored: pages that stay absent are made by their first use, and only later.
+        # The result is ignored. A kernel without MADV_POPULATE_WRITE answers EINVAL, and there may be no memory left:
+        # pages that stay absent are made by their first use, or fail there where a caller can be told.
         _libc.madvise(
             ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
         )
 
 
 def populate_by(pool: ThreadPoolExecutor, address: int, nbytes: int) -> None:
-    """Do as `populate` by all threads of a pool.
+    """Populate by all threads of a pool at once.
 
     Cost: where one thread takes 0.55 s a GB, twelve take 0.12. Source: benchmarks/results/h200x2_202611/convert.md.
     """
@@ -222,14 +63,14 @@ def populate_by(pool: ThreadPoolExecutor, address: int, nbytes: int) -> None:
 
 
 ALIGN_BYTES = 512
-"""Where a tensor may start. Source: torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
+"""Alignment of each tensor's start. Source: torch's CUDA caching allocator rounds to 512 bytes; kernels rely on it."""
 
 WARM_STEPS = 16
-"""Steps a thread of `warm` takes in a row: 16 MiB, a chunk of a fetch."""
+"""Steps that a thread of `Arena.warm` takes in a row: 16 MiB, a chunk of a fetch."""
 
 
 class Arena:
-    """A region made by `allocate`. Tensors are placed one after the other; it is freed only as a whole.
+    """A region of memory in which tensors are placed one after the other. Made by `allocate`, freed only as a whole.
 
     Attributes:
         address, nbytes, device: the region; `device` is `"cpu"` or `"cuda:N"`.
@@ -237,7 +78,7 @@ class Arena:
     Ownership: the memory lives as long as the arena or any tensor in it, and can be registered for as long.
     """
 
-    def __init__(self, device: str, address: int, nbytes: int, owner: Mapping | torch.Tensor) -> None:
+    def __init__(self, device: str, address: int, nbytes: int, owner: MappedMemfd | torch.Tensor) -> None:
         self.device = device
         self.address = address
         self.nbytes = nbytes
@@ -256,7 +97,7 @@ class Arena:
         """
         name = str(device)
         if nbytes < 0:
-            raise ConfigError(f"an arena of {nbytes} bytes")
+            raise ConfigError(f"cannot make an arena of {nbytes} bytes: the length is negative")
         if name == "cpu":
             return cls._on_host(nbytes)
         if name.partition(":")[0] == "cuda":
@@ -267,7 +108,7 @@ class Arena:
     def _on_host(cls, nbytes: int) -> Arena:
         _check_room(nbytes)
         # Sealed at its registration: until then the workers of a conversion write to it by its path.
-        mapped = create("penstock-arena", nbytes, sealed=False)
+        mapped = create_memfd("penstock-arena", nbytes, sealed=False)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return cls("cpu", mapped.address, nbytes, mapped)
@@ -289,7 +130,7 @@ class Arena:
     @property
     def path(self) -> str:
         """Return a host arena's path, for processes of this user that write to it, until it is registered."""
-        assert isinstance(self._owner, Mapping)
+        assert isinstance(self._owner, MappedMemfd)
         # By /proc: the memfd has no path of its own, and this one ends with the process.
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
@@ -298,14 +139,15 @@ class Arena:
 
         Args:
             is_over: called often by the threads, which keep the memory alive until it returns True or they are done.
-            num_threads: how many; more than two wait for each other.
+            num_threads: threads at once; more than two wait for each other in the kernel.
         """
         if self.device != "cpu":
             return
         step = STEP_BYTES * WARM_STEPS
 
         def work(first: int, owner: object) -> None:
-            # In turns and not by halves: bytes come from the start on, and both threads should be ahead of them.
+            # Threads take steps in turns, not halves of the arena: arriving bytes fill it from the start on, and both
+            # threads must stay ahead of them.
             for at in range(first * step, self.nbytes, num_threads * step):
                 populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
 
@@ -336,15 +178,18 @@ class Arena:
         import torch
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ConfigError(f"bytes [{offset}, {offset + nbytes}) of an arena of {self.nbytes}")
+            message = f"bytes [{offset}, {offset + nbytes}) lie outside of an arena of {self.nbytes} bytes"
+            raise ConfigError(message)
         # Made anew each time: the garbage collector cannot see torch's reference to the mapping, so a tensor kept here
         # would be a cycle that is never freed.
-        whole = torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, Mapping) else self._owner
+        whole = (
+            torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, MappedMemfd) else self._owner
+        )
         return whole[offset : offset + nbytes]
 
 
 def needed_bytes(nbytes: Iterable[int]) -> int:
-    """Return the size of an arena for runs of these lengths."""
+    """Return the bytes that an arena needs for runs of these lengths."""
     return offsets_of(nbytes)[1]
 
 

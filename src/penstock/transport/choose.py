@@ -1,14 +1,13 @@
-"""Open the transports of this process, and choose the nearest one that both ends have, with the reason.
+"""Registration of transports, the ones that this process has open, and the choice between them for a peer.
 
-In: the device of the memory, names allowed, where the peer is. Out: registrations, a choice with its reason.
-Not here: which transports there are (`registry`), how they move bytes (their own modules), which peer (`plan.relay`).
-
-Transports by name: how far each reaches, how it is opened, and their registration.
-
-In: a `TransportKind`. Out: the kinds that this process can open, nearest first.
-Not here: opening and choosing (`choose`), reading (`protocol`).
+In: a `TransportKind`; the device of some memory, the transports allowed, where a peer is. Out: registrations of memory,
+and the nearest transport that both ends have, with the reason against each nearer one.
+Not here: how bytes move (the module of each transport), which peer is read (`plan.relay`).
 
     register_transport(TransportKind(name="wire", open=WireTransport, reach="network", rank=35))
+
+    open_links -> Links --register--> handles, whose descriptors peers get
+                       `--choose----> per pair of regions: a transport, the peer's descriptor, why no nearer one
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 from penstock.arguments import require_type
 from penstock.cuda.driver import CudaDriver
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closing
+from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Transport, decode
-from penstock.transport.staged import INNER, StagedTransport
+from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Sweeping, Transport, decode
 
 ENTRY_POINTS = "penstock.transports"
 """Group of entry points in which an installed package names its transports; each is a `TransportKind`.
@@ -47,7 +46,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSetup:
-    """What a transport is opened with.
+    """The settings that a transport is opened with.
 
     Attributes:
         listen: `host:port` at which other hosts reach this one; None: this host only.
@@ -68,7 +67,7 @@ def _always(setup: TransportSetup) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """One way to read a peer's memory.
+    """A way to read a peer's memory, as it is registered and chosen.
 
     Attributes:
         name: as in descriptors, reports and `ConnectionSettings.transports`.
@@ -99,10 +98,12 @@ def register_transport(kind: TransportKind) -> None:
         ConfigError: the name is none, or another transport has it.
     """
     require_type("kind", kind, TransportKind, "a penstock.transport.TransportKind")
+    # Names of transports made here from a registered one, such as staged_http: a user may list them as any other.
     if not _NAME.fullmatch(kind.name) or kind.name.startswith(("staged_", "pinned_")):
         hint = "up to 32 lower-case letters, digits and _; staged_ and pinned_ are taken"
         raise ConfigError(f"cannot register a transport called {kind.name!r}: not a name", hint=hint)
     with _lock:
+        # The same kind twice is no error: a module that registers may also be named by an entry point.
         if _kinds.setdefault(kind.name, kind) != kind:
             raise ConfigError(f"cannot register a transport called {kind.name!r}: there is one")
 
@@ -132,6 +133,7 @@ def broken_transports() -> dict[str, str]:
     return broken
 
 
+# Imported when opened: ctypes structures, a listener or NIXL's bindings cost time that a process on one host can save.
 def _open_cuda_ipc(setup: TransportSetup) -> Transport:
     from penstock.transport.cuda_ipc import CudaIpcTransport
 
@@ -180,42 +182,21 @@ for _built_in in (
     register_transport(_built_in)
 
 
-@runtime_checkable
-class Sweeping(Protocol):
-    """A transport that keeps peers' memory mapped between reads."""
-
-    def sweep(self) -> None:
-        """Let go of memory of peers that are gone or gave it up."""
-        ...
-
-
-@runtime_checkable
-class Reaching(Protocol):
-    """A transport whose first read of a peer's memory maps it, which takes milliseconds."""
-
-    def reach(self, into: Handle, source: Descriptor) -> None:
-        """Map it now, so that the first read does not wait for it."""
-        ...
-
-
-DEVICE_TARGETS = {"pinned_shm": "shm", **INNER}
-"""Transports into the memory of a device, each with the transport whose descriptors it takes; nearer ones first."""
-
-
 class _Route(NamedTuple):
     name: str
     offered_as: str
     """The transport whose descriptor the peer must offer."""
-    reach: Reach
+    kind: TransportKind
+    """The kind of `offered_as`, which says what can be reached."""
 
 
 def _routes() -> Iterator[_Route]:
-    """Each transport followed by what goes by it into the memory of a device, nearest first."""
+    """Yield each transport followed by those that go by it into the memory of a device, nearest first."""
     for kind in transport_kinds():
-        yield _Route(kind.name, kind.name, kind.reach)
+        yield _Route(kind.name, kind.name, kind)
         for name, inner in DEVICE_TARGETS.items():
             if inner == kind.name:
-                yield _Route(name, inner, kind.reach)
+                yield _Route(name, inner, kind)
 
 
 class Links(Closing):
@@ -225,7 +206,8 @@ class Links(Closing):
         makers: how to open each, by name, nearest first; a maker that raises is left out, and `refused` says why.
 
     Attributes:
-        refused: name -> why this process has not got it.
+        transports: the open ones by name, nearest first.
+        refused: name -> the reason why this process does not have the transport.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
@@ -237,71 +219,73 @@ class Links(Closing):
             except (ConfigError, MissingExtra) as error:
                 self.refused[name] = str(error.message)
             except BaseException:
+                # Those opened so far have listeners and threads, and no caller gets the object to close them.
                 self.close()
                 raise
 
-    def add_staged(self, driver: CudaDriver | None = None) -> None:
-        """Have peers' host memory read into devices too, where there is a CUDA driver, by what reaches it."""
-        from penstock.transport.pinned import PinnedTransport
+    def add_device_targets(self, driver: CudaDriver | None = None) -> None:
+        """Let peers' host memory be read into devices too, where there is a CUDA driver, by the transports here.
+
+        Args:
+            driver: stands in for the CUDA driver, in tests.
+        """
         from penstock.transport.shm import ShmTransport
 
-        shm = self.transports.get("shm")
-        if isinstance(shm, ShmTransport):
+        for name, inner_name in DEVICE_TARGETS.items():
+            inner = self.transports.get(inner_name)
             try:
-                self.transports["pinned_shm"] = PinnedTransport(shm, driver)
+                if name == "pinned_shm" and isinstance(inner, ShmTransport):
+                    self.transports[name] = PinnedTransport(inner, driver)
+                elif name != "pinned_shm" and inner is not None:
+                    self.transports[name] = StagedTransport(name, inner, driver)
             except ConfigError as error:
-                self.refused["pinned_shm"] = error.message
-        for name, inner in INNER.items():
-            if inner in self.transports:
-                try:
-                    self.transports[name] = StagedTransport(name, self.transports[inner], driver)
-                except ConfigError as error:
-                    self.refused[name] = error.message
+                self.refused[name] = error.message
 
     def register(self, memory: Memory) -> dict[str, Handle]:
-        """Register with every transport that can show this memory to peers.
+        """Register memory with every transport that can show it to peers.
 
         Raises:
             ConfigError: none can; says why of each.
         """
-        found: dict[str, Handle] = {}
+        handles: dict[str, Handle] = {}
         why = dict(self.refused)
         try:
             for name, transport in self.transports.items():
                 try:
-                    found[name] = transport.register(memory)
+                    handles[name] = transport.register(memory)
                 except ConfigError as error:
                     why[name] = error.message
         except BaseException:
-            for handle in found.values():
+            # A handle keeps the memory alive and readable by peers, and the caller never gets it to close it.
+            for handle in handles.values():
                 handle.close()
             raise
-        if not found:
-            said = "; ".join(f"{name}: {reason}" for name, reason in why.items())
-            raise ConfigError(f"no transport reaches memory on {memory.device}: {said}")
-        return found
+        if not handles:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+            raise ConfigError(f"no transport reaches memory on {memory.device}: {reasons}")
+        return handles
 
     def register_into(
         self, memory: Memory, shown: Mapping[str, Handle], *, is_repeated: bool = False
     ) -> dict[str, Handle]:
-        """Handles to read into: those of `register`, and of transports that only fill such memory.
+        """Return handles to read into: those of `register`, and of transports that only fill such memory.
 
         Args:
             memory: ours.
             shown: of `register`.
             is_repeated: the same peers are read again and again: it pays to pin their memory here.
         """
-        found = dict(shown)
+        handles = dict(shown)
         for name, transport in self.transports.items():
-            if name not in found and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
+            if name not in handles and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
                 with contextlib.suppress(ConfigError):  # it does not reach this kind of memory
-                    found[name] = transport.register_into(memory)
-        return found
+                    handles[name] = transport.register_into(memory)
+        return handles
 
     def choose(
         self, ours: Mapping[str, Handle], offered: Mapping[str, bytes], *, same_host: bool, same_process: bool
     ) -> tuple[Transport, Descriptor, str]:
-        """The nearest transport that both ends have for a pair of regions, and why no nearer one.
+        """Return the nearest transport for a pair of regions, the peer's descriptor, and why no nearer transport.
 
         Args:
             ours: our region's registrations.
@@ -316,12 +300,13 @@ class Links(Closing):
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
         # Not worth a reason: they are for the other kind of memory, or add to one that is named anyway.
-        unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(INNER if on_host else ())}
-        for name, offered_as, reach in _routes():
-            if (reach != "network" and not same_host) or (reach == "process" and not same_process):
+        unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(DEVICE_TARGETS if on_host else ())}
+        for name, offered_as, kind in _routes():
+            if (kind.reach != "network" and not same_host) or (kind.reach == "process" and not same_process):
                 continue
             if name in ours and offered_as in offered:
                 descriptor = decode(offered[offered_as])
+                # The name comes from the peer too: by another's descriptor a transport would decode a foreign payload.
                 if descriptor.transport != offered_as:
                     raise PlanError(f"a descriptor offered as {offered_as} is of {descriptor.transport}")
                 return self.transports[name], descriptor, "; ".join(why)
@@ -332,7 +317,7 @@ class Links(Closing):
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
         """Return which side lacks a transport, and why."""
         if name in ours:
-            return f"the peer does not offer {INNER.get(name, 'it')}"
+            return f"the peer does not offer {DEVICE_TARGETS.get(name, 'it')}"
         return "it does not reach our memory" if name in self.transports else self.refused.get(name, "not opened here")
 
     def sweep(self) -> None:
@@ -343,7 +328,8 @@ class Links(Closing):
 
     def close(self) -> None:
         """Close every transport. Idempotent."""
-        for transport in reversed(self.transports.values()):  # what goes by another before that
+        # Last opened first: a transport that goes by another ends before it.
+        for transport in reversed(self.transports.values()):
             transport.close()
 
 
@@ -354,7 +340,7 @@ def open_links(
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> Links:
-    """The transports of this process.
+    """Open the transports of this process.
 
     Args:
         only: names allowed; None: all that work here.
@@ -369,26 +355,22 @@ def open_links(
     kinds = {kind.name: kind for kind in transport_kinds()}
     broken = broken_transports()
     unknown = set(only or ()) - set(kinds)
+    # The reason of a broken package first: its user would look for a wrong name otherwise.
     if unknown & set(broken):
         raise ConfigError("; ".join(broken[name] for name in sorted(unknown & set(broken))))
     if unknown:
         raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(kinds)}")
+    setup = TransportSetup(listen=listen, tls=tls, trust=trust, is_named=only is not None)
     refused = dict(broken)
     makers: dict[str, Callable[[], Transport]] = {}
     for name, kind in kinds.items():
         if only is not None and name not in only:
             refused[name] = "not among the transports allowed"
-            continue
-        setup = TransportSetup(listen=listen, tls=tls, trust=trust, is_named=only is not None)
-        if why := kind.unless(setup):
+        elif why := kind.unless(setup):
             refused[name] = why
         else:
-            makers[name] = _maker(kind, setup)
+            makers[name] = functools.partial(kind.open, setup)
     links = Links(makers)
-    links.add_staged()
+    links.add_device_targets()
     links.refused |= refused
     return links
-
-
-def _maker(kind: TransportKind, setup: TransportSetup) -> Callable[[], Transport]:
-    return lambda: kind.open(setup)

@@ -35,7 +35,7 @@ import msgspec
 
 from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
 from penstock.lifecycle import let_go_in_children
-from penstock.memory.arena import Mapping, create, open_peer
+from penstock.memory.memfd import MappedMemfd, create_memfd, open_peer_memfd
 from penstock.transport.protocol import Descriptor, Handle, Memory
 
 PAGE_BYTES = 64 << 10
@@ -82,7 +82,7 @@ _pages: weakref.WeakSet[GenerationTable] = let_go_in_children(lambda page: page.
 class GenerationTable:
     """The owner's side. Made by `create`; a forked child's copy does nothing."""
 
-    def __init__(self, name: str, mapped: Mapping, lock_fd: int) -> None:
+    def __init__(self, name: str, mapped: MappedMemfd, lock_fd: int) -> None:
         self.name, self.is_mine = name, True
         self._mapped, self._words = mapped, memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._free, self._changing = list(range(NUM_SLOTS))[::-1], threading.Lock()
@@ -90,8 +90,8 @@ class GenerationTable:
 
     @classmethod
     def create(cls) -> GenerationTable:
-        """A new page with a new name, alive. ConfigError, DestinationError: as `memfd.create`."""
-        mapped, name = create("penstock-page", PAGE_BYTES), secrets.token_hex(8)
+        """A new page with a new name, alive. ConfigError, DestinationError: as `create_memfd`."""
+        mapped, name = create_memfd("penstock-page", PAGE_BYTES), secrets.token_hex(8)
         try:
             # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
             lock_fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -161,12 +161,12 @@ class PeerGenerationTable:
         Raises:
             ConfigError: it is on another host, or in another PID namespace.
             PeerLost: the process is gone, or its number is another's now.
-            PermissionDenied, DestinationError: as `memfd.open_peer`.
+            PermissionDenied, DestinationError: as `open_peer_memfd`.
         """
         uri = f"{source.transport}:{source.endpoint}"
         if address.host != here():
             raise ConfigError("the peer is on another host or in another PID namespace", uri=uri)
-        fd = open_peer(address.pid, address.fd, PAGE_BYTES, uri)
+        fd = open_peer_memfd(address.pid, address.fd, PAGE_BYTES, uri)
         try:
             mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:

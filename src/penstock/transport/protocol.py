@@ -224,6 +224,27 @@ class Striding(Protocol):
 
 
 @runtime_checkable
+class Sweeping(Protocol):
+    """A transport that keeps peers' memory mapped between reads."""
+
+    def sweep(self) -> None:
+        """Let go of memory of peers that are gone or gave it up, so that it is freed there.
+
+        Order: now and then while a peer's descriptors are kept and nothing is read, since a read does so itself.
+        """
+        ...
+
+
+@runtime_checkable
+class Reaching(Protocol):
+    """A transport whose first read of a peer's memory maps it, which takes milliseconds."""
+
+    def reach(self, into: Handle, source: Descriptor) -> None:
+        """Map a peer's memory now, so that the first read does not wait for it. Raises as `Transport.post_read`."""
+        ...
+
+
+@runtime_checkable
 class Coding(Protocol):
     """A transport that may code what crosses a link, where that is faster."""
 

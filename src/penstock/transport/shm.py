@@ -1,16 +1,10 @@
 """Host memory of processes of one host: the reader maps the holder's arena and copies out of it.
 
 In: memory that lies in a host arena (a sealed memfd). Out: the peer's bytes, copied by the thread that waits.
-Not here: arenas (`memory.arena`), fences and life (`generation_table`, `host_endpoint`), devices (`cuda_ipc`).
+Not here: arenas (`memory.arena`), fences and the life of a holder (`host_endpoint`), devices (`cuda_ipc`), use of a
+peer's memory without a copy (`mapped_region`).
 
-    claim = the page's word on the descriptor --> map /proc/PID/fd/N, once --> memmove ... claim again after the last
-
-A peer's memory as memory of this process, with no copy: what engines use of a keeper's.
-
-In: descriptors of a peer on this host. Out: addresses, mapped while held, and whether they still hold what was kept.
-Not here: reading into memory of our own (`shm`, `cuda_ipc`), whose the memory is and for how long (`keeper.attach`).
-
-Host memory is mapped privately: what is written here is seen here only. Device memory is the peer's own, to the letter.
+    claim (check the descriptor) --> map /proc/PID/fd/N, once --> memmove, claim between pieces --> claim after the last
 """
 
 from __future__ import annotations
@@ -24,12 +18,10 @@ from typing import Annotated, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
-from penstock.memory.arena import open_peer, shared_at
+from penstock.memory.memfd import open_peer_memfd, shared_at
 from penstock.segments import Rectangles, Segments
-from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
 from penstock.transport.host_endpoint import (
     Claim,
     Endpoint,
@@ -39,8 +31,6 @@ from penstock.transport.host_endpoint import (
     IntoHandle,
     Mappings,
     OwnHandle,
-    PeerGenerationTable,
-    handle_here,
 )
 from penstock.transport.protocol import (
     DeferredRead,
@@ -49,6 +39,7 @@ from penstock.transport.protocol import (
     Memory,
     Pending,
     Striding,
+    Sweeping,
     Transport,
     decode_payload,
 )
@@ -61,9 +52,9 @@ Source: benchmarks/results/cpu2_202611/transport.md.
 """
 
 SHORT_BYTES = 64 << 10
-"""Shorter runs at a pitch are copied many by one call of numpy: to call memmove for each takes as long as 2 KB."""
+"""Shorter runs at a pitch are copied by one call of numpy for many: a call of memmove takes as long as copying 2 KB."""
 
-T = TypeVar("T")
+_MappingT = TypeVar("_MappingT")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
@@ -100,7 +91,10 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
     def __init__(
         self, into: OwnHandle, claim: Claim, source: MappedMemory, base: int, rows: Segments, short: Rectangles | None
     ) -> None:
-        self._rows, self._short, self._unlooked = rows, short, PIECE_BYTES
+        self._rows = rows
+        self._short = short
+        # As if a whole piece had been copied: the first look is before the first byte.
+        self._unlooked = PIECE_BYTES
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
@@ -118,6 +112,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
                 at += piece
                 self._moved(piece)
         into.check_open()
+        # After the last byte: a holder fences before it changes a byte, so a claim that still holds saw no change.
         claim.check()
 
     def _copy_short(self, into: OwnHandle, claim: Claim, theirs: Bytes, table: Rectangles) -> None:
@@ -133,6 +128,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
                 self._moved(num * run)
 
     def _look(self, into: OwnHandle, claim: Claim) -> None:
+        # A look is a system call, so many short runs are copied between two looks.
         if self._unlooked >= PIECE_BYTES:
             into.check_open()
             claim.check()
@@ -164,6 +160,7 @@ class ShmTransport:
         if mapping is None:
             hint = "allocate it from memory.arena.Arena, move live tensors there by rehome, or load_into(arena=True)"
             raise ConfigError("shm reaches memory in arenas only", hint=hint)
+        # Sealed only now: until they are shown to peers, workers of a conversion write to arenas by their path.
         mapping.seal()
         offset = memory.address - mapping.address
 
@@ -173,7 +170,7 @@ class ShmTransport:
         return self._endpoint.register(memory, describe, keep=mapping)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Any host memory, to be read into and not by peers. Cancelled if the transport is closed."""
+        """Return a handle of any host memory, to be read into and not by peers. Cancelled: it is closed."""
         if memory.device != "cpu":
             raise ConfigError(f"shm reaches host memory only, not {memory.device}")
         self._endpoint.check_open()
@@ -197,21 +194,24 @@ class ShmTransport:
         return ShmRead(mine, claim, mapped, base, rows.joined(), short)
 
     def view(self, source: Descriptor) -> tuple[Claim, MappedMemory, int]:
-        """A peer's memory, mapped once: its promise, to be checked before and after a look, and where it is here."""
+        """Return the claim on a peer's memory, the memory, mapped once, and the registration's address in this process.
+
+        Order: the claim is to be checked before and after each look at the bytes. Raises as `post_read`.
+        """
         payload = decode_payload(source, _DECODER)
         claim = self._endpoint.claim(source, payload.page)
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
             if mapped is None:
                 mapped = open_payload(source, payload, MappedMemory)
-                # A number in /proc can be another file, or another process, by the time it is opened: the holder lives
-                # and has not released this memory, so the number was still its memfd.
+                # A number in /proc can be another file, or another process, by the time it is opened. This check proves
+                # that the holder lives and has not released the memory, so the number was still its memfd.
                 claim.check()
                 self._mapped.put(claim, mapped)
         return claim, mapped, mapped.at(payload.offset, source)
 
     def sweep(self) -> None:
-        """Let go of memory of peers that are gone or gave it up. A read that meets that does so itself."""
+        """See `Sweeping`. A read that finds such memory does so itself."""
         with self._endpoint.changing:
             self._mapped.sweep()
 
@@ -230,15 +230,15 @@ class ShmTransport:
         self._mapped.clear()
 
 
-def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int], T]) -> T:
-    """A mapping of the memfd that a descriptor names, made of its file descriptor.
+def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
+    """Return a mapping of the memfd that a descriptor names, made by `mapping` of its file descriptor.
 
     Raises:
         StaleDescriptor: it is another memfd by now.
-        PeerLost, PermissionDenied, DestinationError: as `memfd.open_peer`.
+        PeerLost, PermissionDenied, DestinationError: as `memory.memfd.open_peer_memfd`.
     """
     uri = f"{source.transport}:{source.endpoint}"
-    fd = open_peer(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
+    fd = open_peer_memfd(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
     try:
         # The number may belong to another file of the same process by now: the inode tells them apart.
         if os.fstat(fd).st_ino != payload.inode:
@@ -254,110 +254,4 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
 
 _fits: type[Transport] = ShmTransport
 _strides: type[Striding] = ShmTransport
-
-
-_NORESERVE = 0x4000
-"""No room is set aside for pages that may be written: none are meant to be. Source: Linux, mman-common.h."""
-_SHM = msgspec.msgpack.Decoder(ShmPayload)
-_CUDA = msgspec.msgpack.Decoder(CudaPayload)
-
-
-class HostBytes(mmap.mmap):
-    """A private mapping of a peer's memfd; a writable buffer. Unmapped with the last view of it."""
-
-    hold: object = None
-    """Whatever is to live as long."""
-
-
-class DeviceBytes:
-    """A peer's device memory, by the CUDA array interface, which torch takes without a copy and keeps alive."""
-
-    def __init__(self, mapped: Mapped, address: int, nbytes: int) -> None:
-        self._mapped = mapped
-        self.hold: object = None
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-class Region:
-    """A registration of a peer, mapped here. Made by `map_region`.
-
-    Attributes:
-        address, nbytes: where it is in this process.
-        device: `"cpu"`, or the device as this process numbers it.
-        owner: keeps it mapped; a buffer of the whole mapping, or what has the CUDA array interface of just these bytes.
-        offset: where they start in `owner`.
-    """
-
-    def __init__(
-        self, claim: Claim, device: str, address: int, nbytes: int, owner: HostBytes | DeviceBytes, offset: int
-    ) -> None:
-        self._claim, self.device, self.address, self.nbytes = claim, device, address, nbytes
-        self.owner, self.offset = owner, offset
-
-    def check(self) -> None:
-        """Check that these are still the bytes that were kept.
-
-        Raises:
-            PeerLost: who kept them is gone. StaleDescriptor: it changed them, or gave them up.
-        """
-        self._claim.check()
-
-
-def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDriver | None = None) -> Region:
-    """Map what a peer of this host registered.
-
-    Args:
-        source: of `shm` or `cuda_ipc`.
-        device: what the peer's device is called here; of `cuda_ipc`.
-        driver: stands in for the CUDA driver, in tests.
-
-    Raises:
-        ConfigError: another host or PID namespace, or another transport.
-        PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
-        FormatError: the descriptor is malformed, or reaches past the memory that it names.
-        DestinationError, PermissionDenied: this system does not let us.
-    """
-    if source.transport == "shm":
-        return _map_host(source)
-    if source.transport == "cuda_ipc" and device is not None:
-        return _map_device(source, device, driver)
-    raise ConfigError(f"memory behind {source.transport} cannot be mapped", hint="shm and cuda_ipc can, on one host")
-
-
-def _claim(source: Descriptor, address: GenerationAddress) -> Claim:
-    claim = Claim(PeerGenerationTable.open(source, address), source, address)
-    claim.check()
-    return claim
-
-
-def _map_host(source: Descriptor) -> Region:
-    payload = decode_payload(source, _SHM)
-    claim = _claim(source, payload.page)
-
-    def mapping(fd: int) -> HostBytes:
-        return HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-    owner = open_payload(source, payload, mapping)
-    claim.check()  # so that what was opened was still the peer's
-    address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
-    return Region(claim, "cpu", address, source.nbytes, owner, payload.offset)
-
-
-def _map_device(source: Descriptor, device: int, driver: CudaDriver | None) -> Region:
-    payload = decode_payload(source, _CUDA)
-    driver = load_driver() if driver is None else driver
-    claim = _claim(source, payload.page)
-    ours = handle_here(source)
-    if ours is not None:
-        mapped = Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
-    else:
-        mapped = map_peer(driver, device, source, payload)
-        claim.check()
-    address = mapped.at(payload.offset, source)
-    return Region(claim, f"cuda:{device}", address, source.nbytes, DeviceBytes(mapped, address, source.nbytes), 0)
+_sweeps: type[Sweeping] = ShmTransport

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.config import Settings
 from penstock.errors import PlanError, SourceUnavailable
-from penstock.memory.arena import shared_at
+from penstock.memory.memfd import shared_at
 from penstock.storage import weight_set
 from penstock.storage.files import FileSource
 from penstock.types import MIB

@@ -43,8 +43,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.receive.batches import Step
 from penstock.sync.recording.layout import live_tensors
 from penstock.transform.formats import Format, format_of, is_format
-from penstock.transport.choose import Reaching
-from penstock.transport.protocol import Descriptor, Handle, Pending, Striding, Transport, wait_all
+from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all
 from penstock.types import U64, DType, TensorTable
 
 

@@ -1,0 +1,458 @@
+"""Peers' host memory read into memory of our device: by a staging buffer, or straight out of the peer's pinned memory.
+
+In: a transport that reaches the peer's host memory (`shm`, `http`). Out: the peer's bytes on our device, in place when
+`wait` returns.
+Not here: how bytes cross between hosts' memory (the transport inside), the pool (`memory.staging`), memory of peers'
+devices (`cuda_ipc`).
+
+    staged   peer's host memory --inner.post_read, wait--> staging (bounded, pinned) --copy, event--> device
+    pinned   claim --> map, pin, once --> segments, queued in turns --> event --> claim again
+                                          (many short runs: pitched copies, or a kernel of our device)
+
+Pinning takes three times as long as a copy (0.053 s a GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so
+`pinned_shm` is for memory that is read again and again. Of memory that a publisher pinned already it takes no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar
+
+import numpy as np
+
+from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_freed, ordinal
+from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.segments import Rectangles, Segments
+from penstock.transport.host_endpoint import Claim, Endpoint, GenerationTable, IntoHandle, Mappings
+from penstock.transport.protocol import (
+    Coding,
+    DeferredRead,
+    Descriptor,
+    Filling,
+    Handle,
+    Memory,
+    Pending,
+    Reaching,
+    Striding,
+    Sweeping,
+    Transport,
+)
+from penstock.transport.shm import MappedMemory, ShmTransport
+from penstock.types import MIB
+
+DEVICE_TARGETS: Mapping[str, str] = {"pinned_shm": "shm", "staged_shm": "shm", "staged_http": "http"}
+"""Transports into the memory of a device, each with the transport whose descriptors it takes; nearer ones first."""
+
+STAGE_BYTES = 16 * MIB
+"""Bytes of a staging buffer: a chunk of a fetch, so that a read is one turn."""
+
+NUM_BUFFERS = 4
+"""Staged reads at once; pinned memory is bounded by four buffers, whatever is read."""
+
+TURN_BYTES = 256 * MIB
+"""Bytes of pinned memory copied between two looks at the fence: 5 ms at 55 GB/s."""
+
+SHORT_BYTES = 64 << 10
+"""Runs shorter than this are short: starting a copy of its own takes 0.7 us, in which the link moves 38 KB."""
+
+MANY = 64
+"""Short runs of a read from which on they are laid out as rectangles, which costs about 0.2 ms."""
+
+
+class IntoDevice:
+    """The common part of both: handles that are only read into, and copies from pinned host memory.
+
+    Args:
+        name: of the transport.
+        source: name of the transport whose descriptors it takes.
+        driver: stands in for the CUDA driver, in tests.
+
+    Raises:
+        ConfigError: no CUDA driver.
+    """
+
+    nap_s: ClassVar[float]
+    """Seconds between two looks at a copy."""
+
+    def __init__(self, name: str, source: str, driver: CudaDriver | None) -> None:
+        self.name = name
+        self._source_name = source
+        self._driver = load_driver() if driver is None else driver
+        self._endpoint = Endpoint(name, GenerationTable.create())
+        self._streams = StreamPools(self._driver, num_streams=1)
+        self._lock = threading.Lock()
+        self._is_stuck = False
+
+    def register(self, memory: Memory) -> Handle:
+        """Raise ConfigError: it shows no memory to peers."""
+        raise ConfigError(f"{self.name} only reads into memory")
+
+    def register_into(self, memory: Memory) -> IntoHandle:
+        """Return a handle of device memory to read into. ConfigError for the host's; Cancelled if it is closed."""
+        ordinal(memory.device)
+        self._endpoint.check_open()
+        return IntoHandle(self._endpoint, memory)
+
+    def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
+        """Return our own open handle. ConfigError: it or the descriptor is another transport's. Cancelled: closed."""
+        is_mine = isinstance(into, IntoHandle) and into.endpoint is self._endpoint
+        if source.transport != self._source_name or not is_mine:
+            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+        assert isinstance(into, IntoHandle)
+        into.check_open()
+        return into
+
+    def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
+        """Copy host memory from `base` on, which `keep` keeps alive; return once it is there. Raises as `queued`."""
+        dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
+        src = rows.src.astype(np.uint64) + np.uint64(base)
+        nbytes = rows.nbytes.astype(np.uint64)
+        self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
+
+    def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
+        """Queue copies of memory that `keep` keeps alive, on a stream of the device; return once they are made.
+
+        Args:
+            queue: given the device and the stream; with the device's context entered.
+
+        Raises:
+            DestinationError: the device failed, or copied nothing for `stall_s`: both memories are kept for good, and
+                `mutated` is true.
+        """
+        driver, device = self._driver, ordinal(into.memory.device)
+        deadline = time.monotonic() + stall_s
+        with driver.entered(device):
+            # Queue under the lock, wait without it: a pool of streams and events serves one thread at a time, but
+            # copies of several threads run at once.
+            with self._lock:
+                self._endpoint.check_open()
+                pool = self._streams.of(device)
+                event, stream = pool.take_event(), pool.take_stream()
+                with self._used(into, keep):
+                    queue(device, stream)
+                    driver.record(event, stream)
+            with self._used(into, keep):
+                # Polled: a wait in the driver has no deadline, and a device that hangs never ends it.
+                while not driver.is_done(event):
+                    if time.monotonic() > deadline:
+                        raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
+                    time.sleep(self.nap_s)
+            with self._lock:
+                pool.give_event(event)
+
+    @contextmanager
+    def _used(self, *memories: object) -> Iterator[None]:
+        """Keep the memories for good if the block ends early, because the device may still copy then."""
+        try:
+            yield
+        except BaseException as error:
+            # A copy on a device cannot be cancelled. Freed memory could be used again while it is still written.
+            self._is_stuck = True
+            never_freed.append((self, *memories))
+            if isinstance(error, PenstockError):
+                error.mutated = True
+            raise
+
+    def _close_streams(self) -> None:
+        """Free streams and events. Does nothing where a device may still copy. Order: the endpoint is closed."""
+        with self._lock:
+            if not self._is_stuck:
+                self._streams.close()
+
+
+def batches(rows: Segments, most: int) -> Iterator[Segments]:
+    """Yield the rows in batches of at most `most` bytes, with long rows cut."""
+    if not len(rows.nbytes):
+        return
+    cut, start, room = rows.cut(most), 0, most
+    # The row past the end is longer than any room: it makes the loop yield the last batch too.
+    for stop, nbytes in enumerate([*cut.nbytes.tolist(), most + 1]):
+        if nbytes > room:
+            yield cut[start:stop]
+            start, room = stop, most
+        room -= nbytes
+
+
+class _DeviceRegistrar:
+    """See `memory.staging.Registrar`. Pins by the context of one device."""
+
+    def __init__(self, driver: CudaDriver, device: int) -> None:
+        self._driver = driver
+        self._device = device
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._driver.entered(self._device):
+            self._driver.pin(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        with self._driver.entered(self._device):
+            self._driver.unpin(address)
+
+
+class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
+    """See `Pending`."""
+
+    def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+        self._transport = transport
+        super().__init__(int(rows.nbytes.sum()), into, source, rows)
+
+    def _carry(self, stall_s: float, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+        for batch in batches(rows, STAGE_BYTES):
+            self._transport.carry(into, source, batch, stall_s)
+            self.moved_bytes += int(batch.nbytes.sum())
+        into.check_open()
+
+
+class StagedTransport(IntoDevice):
+    """See `Transport`. Reads into pinned staging by another transport, and copies to the device from there.
+
+    Args:
+        name: of `DEVICE_TARGETS`.
+        inner: what reaches the peer; stays its owner's.
+        driver: stands in for the CUDA driver, in tests.
+
+    Raises:
+        ConfigError: no CUDA driver.
+    """
+
+    nap_s = 0.00005
+
+    def __init__(self, name: str, inner: Transport, driver: CudaDriver | None = None) -> None:
+        super().__init__(name, inner.name, driver)
+        self._inner = inner
+        self._pool: StagingPool | None = None
+        self._staged: dict[int, Handle] = {}
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> StagedRead:
+        """See `Transport.post_read`; the descriptor is the inner transport's."""
+        mine = self._check(into, source)
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        return StagedRead(self, mine, source, segments.joined())
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`.
+
+        Raises:
+            DestinationError: the device failed, or did not take what was staged for `stall_s`.
+            SourceStalled: also if no staging buffer came free.
+        """
+        assert isinstance(pending, StagedRead)
+        pending.run(stall_s)
+
+    def way(self, source: Descriptor) -> tuple[str, str]:
+        """See `Coding.way`; of the inner transport."""
+        if not isinstance(self._inner, Coding):
+            return self.name, ""
+        name, why = self._inner.way(source)
+        return self.name + name.removeprefix(self._inner.name), why
+
+    def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
+        """Read a batch that fits into one buffer, and copy it to the device. Raises as `wait`."""
+        into.check_open()
+        pool = self._open_pool(ordinal(into.memory.device))
+        buffer = pool.acquire(stall_s=stall_s)
+        try:
+            at = np.cumsum(batch.nbytes) - batch.nbytes
+            staged = Segments(src=batch.src, dst=at, nbytes=batch.nbytes)
+            inside = self._inner.post_read(self._handle(buffer), source, staged)
+            self._inner.wait(inside, stall_s=stall_s)
+        except BaseException as error:
+            pool.release(buffer)
+            if isinstance(error, PenstockError):
+                # Only the staging buffer was written.
+                error.mutated = False
+            raise
+        rows = Segments(src=at, dst=batch.dst, nbytes=batch.nbytes)
+        # Released only after a copy that ended: after an error the device may still read the buffer, which then stays
+        # out of the pool for good.
+        self.copy(into, buffer.address, rows, stall_s, keep=buffer)
+        pool.release(buffer)
+
+    def _open_pool(self, device: int) -> StagingPool:
+        # Made at the first read: pinned memory is scarce, and most processes never read into a device by staging.
+        with self._lock:
+            self._endpoint.check_open()
+            if self._pool is None:
+                registrar = _DeviceRegistrar(self._driver, device)
+                self._pool = StagingPool(NUM_BUFFERS * STAGE_BYTES, STAGE_BYTES, registrar=registrar)
+            return self._pool
+
+    def _handle(self, buffer: StagingBuffer) -> Handle:
+        """Return the inner transport's handle of a buffer; kept, since registering with NIXL or RDMA takes long."""
+        with self._lock:
+            if buffer.address not in self._staged:
+                memory = Memory(address=buffer.address, nbytes=buffer.nbytes, owner=buffer)
+                inner = self._inner
+                handle = inner.register_into(memory) if isinstance(inner, Filling) else inner.register(memory)
+                self._staged[buffer.address] = handle
+            return self._staged[buffer.address]
+
+    def close(self) -> None:
+        """See `Transport.close`. Staging that a device may still read is kept."""
+        # A forked child has copies of the parent's handles and pool; the driver and the peers are the parent's.
+        if not self._endpoint.page.is_mine:
+            return
+        self._endpoint.close()
+        with self._lock:
+            pool, self._pool = self._pool, None
+            for handle in self._staged.values():
+                handle.close()
+            self._staged.clear()
+        if pool is not None and pool.num_in_use:
+            never_freed.append((self, pool))
+            return
+        self._close_streams()
+        if pool is not None:
+            pool.close()
+
+
+class _Pinned:
+    """A peer's mapped memory, page-locked until this object is collected; then it is unmapped."""
+
+    def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
+        self._driver = driver
+        self._device = device
+        # Set only after the pin: a failed pin must not be undone in `__del__`.
+        self._mapped: MappedMemory | None = None
+        with driver.entered(device):
+            driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
+        self._mapped = mapped
+
+    def __del__(self) -> None:
+        if self._mapped is not None:
+            with self._driver.entered(self._device):
+                self._driver.unpin(self._mapped.address)
+
+
+class PinnedRead(DeferredRead[IntoHandle, Claim, _Pinned, int]):
+    """See `Pending`."""
+
+    def __init__(
+        self,
+        transport: PinnedTransport,
+        into: IntoHandle,
+        claim: Claim,
+        source: _Pinned,
+        base: int,
+        rows: Segments,
+        short: Rectangles | None = None,
+    ) -> None:
+        self._transport = transport
+        self._rows = rows
+        self._short = short
+        nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
+        super().__init__(nbytes, into, claim, source, base)
+
+    def _carry(self, stall_s: float, into: IntoHandle, claim: Claim, source: _Pinned, base: int) -> None:
+        for turn in batches(self._rows, TURN_BYTES):
+            into.check_open()
+            claim.check()
+            self._transport.copy(into, base, turn, stall_s, keep=source)
+            self.moved_bytes += int(turn.nbytes.sum())
+        for some in () if self._short is None else self._short.addressed(into.memory.address, base, TURN_BYTES):
+            into.check_open()
+            claim.check()
+            self._transport.gather(into, some, stall_s, keep=source)
+            self.moved_bytes += int(some.nbytes.sum())
+        into.check_open()
+        # After the last byte: a holder fences before it changes one.
+        claim.check()
+
+
+class PinnedTransport(IntoDevice):
+    """See `Transport`. Maps and pins peers' memory, so that a device's copy engine reads it itself.
+
+    Args:
+        shm: maps peers' memory; stays its owner's.
+        driver: stands in for the CUDA driver, in tests.
+
+    Raises:
+        ConfigError: no CUDA driver.
+    """
+
+    name = "pinned_shm"
+    nap_s = 0.0002
+
+    def __init__(self, shm: ShmTransport, driver: CudaDriver | None = None) -> None:
+        super().__init__(self.name, shm.name, driver)
+        self._shm = shm
+        self._pinned: Mappings[_Pinned] = Mappings()
+
+    def reach(self, into: Handle, source: Descriptor) -> None:
+        """See `Reaching`; pins too. Raises as `post_read`."""
+        self._reached(self._check(into, source), source)
+
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
+        """See `Transport.post_read`; the descriptor is of `shm`. The first read of a peer's memory pins it.
+
+        Raises:
+            DestinationError: it cannot be pinned.
+        """
+        mine = self._check(into, source)
+        segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        claim, pinned, base = self._reached(mine, source)
+        return PinnedRead(self, mine, claim, pinned, base, segments.joined())
+
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PinnedRead:
+        """See `Striding`. Raises as `post_read`."""
+        mine = self._check(into, source)
+        rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        # A kernel gathers short runs at the host's own addresses; where it cannot, copy engines take run after run.
+        if not self._driver.sees_host(ordinal(mine.memory.device)):
+            return self.post_read(into, source, rectangles.segments())
+        claim, pinned, base = self._reached(mine, source)
+        return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
+
+    def gather(self, into: IntoHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
+        """Copy rectangles whose `src` and `dst` are addresses; see `copy`."""
+        driver = self._driver
+        self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)
+
+    def _reached(self, into: IntoHandle, source: Descriptor) -> tuple[Claim, _Pinned, int]:
+        """Return the claim, the pinned memory, and the address of the registration in this process."""
+        claim, mapped, base = self._shm.view(source)
+        device = ordinal(into.memory.device)
+        # Pinned under the lock: two threads that pinned the same pages would each be refused or pay twice.
+        with self._lock:
+            pinned = self._pinned.get(claim, device)
+            if pinned is None:
+                self._endpoint.check_open()
+                pinned = _Pinned(self._driver, device, mapped)
+                self._pinned.put(claim, pinned, device)
+        return claim, pinned, base
+
+    def wait(self, pending: Pending, *, stall_s: float) -> None:
+        """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""
+        assert isinstance(pending, PinnedRead)
+        try:
+            pending.run(stall_s)
+        except (StaleDescriptor, PeerLost):
+            # Both: our pin holds the mapping of `shm`, and the holder's memory is freed only when both let go.
+            self.sweep()
+            self._shm.sweep()
+            raise
+
+    def sweep(self) -> None:
+        """See `Sweeping`."""
+        with self._lock:
+            self._pinned.sweep()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if not self._endpoint.page.is_mine:
+            return
+        self._endpoint.close()
+        with self._lock:
+            self._pinned.clear()
+        self._close_streams()
+
+
+_staged_fits: type[Transport] = StagedTransport
+_pinned_fits: type[Transport] = PinnedTransport
+_strides: type[Striding] = PinnedTransport
+_reaches: type[Reaching] = PinnedTransport
+_sweeps: type[Sweeping] = PinnedTransport
