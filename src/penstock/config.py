@@ -149,7 +149,8 @@ class ConnectionSettings:
             `PENSTOCK_STALL_S`.
 
     Raises:
-        ConfigError: a field is of the wrong type, `hub` is no address, or `stall_s` is not positive.
+        ConfigError: a field is of the wrong type, `hub` is no address, `transports` is empty, or `stall_s` is not
+            positive.
     """
 
     hub: str | None = None
@@ -169,6 +170,10 @@ class ConnectionSettings:
         require_type("rack", self.rack, str, "a str that near hosts share")
         require_texts("transports", self.transports, 'a list of names, as ["shm", "http"], or None')
         if self.transports is not None:
+            # Without a transport a member joins, and every read fails later with a reason for each that is not allowed.
+            if not self.transports:
+                hint = 'name those to allow, as ["shm", "http"]; None allows all that work here'
+                raise ConfigError("transports is empty: this process could exchange no bytes with its peers", hint=hint)
             object.__setattr__(self, "transports", tuple(self.transports))
         if self.stall_s is not None:
             require_type("stall_s", self.stall_s, (int, float), "seconds, as 30.0, or None")

@@ -113,6 +113,8 @@ def test_it_is_a_value() -> None:
         {"stall_s": "10"},
         {"stall_s": 0},
         {"stall_s": -1.0},
+        {"transports": []},
+        {"transports": ()},
     ],
     ids=str,
 )
