@@ -7,6 +7,7 @@ patched, and no private name is used.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -214,7 +215,7 @@ tensors = {}
 with penstock.join("model", connection=penstock.ConnectionSettings(transports=["peek"])) as fleet:
     report = fleet.fetch(tensors)
 safetensors.torch.save_file(tensors, sys.argv[1])
-print(json.dumps(list(report.nbytes_by_path)))
+print(json.dumps({path: report.why[path] for path in report.nbytes_by_path}))
 """
 
 
@@ -294,12 +295,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shutil.rmtree(directory)
 
 
-def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_path: Path) -> None:
-    """Both ends know it by its entry point, and it carries every byte of a fetch."""
+def fetch_in_processes(tmp_path: Path, transports: str = '["peek"]') -> dict[str, str]:
+    """Fetch from one process into another; return the report's paths with the reason for each."""
     wanted = {"a": torch.randn(1 << 20), "b": torch.randn(3, 5).bfloat16()}
     save_file(wanted, tmp_path / "in.safetensors")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "in.safetensors")],
+        [sys.executable, "-c", HOLDER.replace('["peek"]', transports), str(tmp_path / "in.safetensors")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -308,7 +309,7 @@ def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_
     try:
         assert holder.stdout.readline() == "offered\n"
         done = subprocess.run(
-            [sys.executable, "-c", READER, str(tmp_path / "out.safetensors")],
+            [sys.executable, "-c", READER.replace('["peek"]', transports), str(tmp_path / "out.safetensors")],
             capture_output=True,
             text=True,
             timeout=120,
@@ -317,11 +318,27 @@ def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_
     finally:
         holder.communicate(timeout=60)  # ends its standard input
     assert done.returncode == 0, done.stderr
-    (path,) = json.loads(done.stdout)
-    assert path.startswith("peek")
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    reasons: dict[str, str] = json.loads(done.stdout)
+    return reasons
+
+
+def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_path: Path) -> None:
+    """Both ends know it by its entry point, and it carries every byte of a fetch."""
+    (path,) = fetch_in_processes(tmp_path)
+    assert path.startswith("peek")
+
+
+def test_a_transport_that_refuses_the_peer_leaves_it_to_the_next_and_the_report_says_why(
+    installed: Path, runtime: str, tmp_path: Path
+) -> None:
+    refuses = 'rank=5, unless_peer=lambda into, source: f"process {source.endpoint} is private")'
+    (installed / "peek_transport.py").write_text(PEEK.replace("rank=5)", refuses))
+    ((path, why),) = fetch_in_processes(tmp_path, '["peek", "http"]').items()
+    assert path.startswith("http")
+    assert re.search(r"peek: process \d+ is private", why)
 
 
 def test_a_broken_entry_point_is_named_and_keeps_nobody_from_other_transports(installed: Path, runtime: str) -> None:

@@ -65,6 +65,10 @@ def _always(setup: TransportSetup) -> str:
     return ""
 
 
+def _any_peer(into: Handle, source: Descriptor) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
     """A way to read a peer's memory, as it is registered and chosen.
@@ -78,6 +82,10 @@ class TransportKind:
         rank: the transport with the lowest rank that both ends have is used. Penstock's own: loopback 0, cuda_ipc 10,
             shm 20, nixl 30, http 40.
         unless: returns the reason not to open it with this setup; empty: it is opened.
+        unless_peer: returns the reason not to read this memory of a peer into ours, given our handle and the peer's
+            descriptor; empty: it is read. The next transport is then tried, and the reason is in reports. Called for
+            each pair of regions before the first read, so it must be quick; it is the only place to refuse one peer,
+            since an error of `post_read` or `wait` ends the use of the peer by any transport.
     """
 
     name: str
@@ -85,6 +93,7 @@ class TransportKind:
     reach: Reach
     rank: int
     unless: Callable[[TransportSetup], str] = _always
+    unless_peer: Callable[[Handle, Descriptor], str] = _any_peer
 
 
 _lock = threading.Lock()
@@ -309,8 +318,11 @@ class Links(Closing):
                 # The name comes from the peer too: by another's descriptor a transport would decode a foreign payload.
                 if descriptor.transport != offered_as:
                     raise PlanError(f"a descriptor offered as {offered_as} is of {descriptor.transport}")
-                return self.transports[name], descriptor, "; ".join(why)
-            if name not in unnamed:
+                refusal = kind.unless_peer(ours[name], descriptor)
+                if not refusal:
+                    return self.transports[name], descriptor, "; ".join(why)
+                why.append(f"{name}: {refusal}")
+            elif name not in unnamed:
                 why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
 

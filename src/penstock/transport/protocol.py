@@ -193,8 +193,13 @@ class Transport(Protocol):
         Raises, with nothing touched:
             PlanError: a segment lies outside its memory.
             ConfigError: the descriptor or the handle is of another transport.
+            FormatError: the descriptor's payload is malformed.
             StaleDescriptor, PeerLost: as of `wait`, where it is known already.
             Cancelled: the transport or the handle is closed.
+
+        Any of them ends the use of the peer: no other transport is tried, since the choice was made for all reads of
+        it, and others of them may be under way. A transport that cannot read some peer says so before, by
+        `TransportKind.unless_peer`.
         """
         ...
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
 import pytest
 
-from penstock.errors import Cancelled, ConfigError, DestinationError
-from penstock.transport.choose import Links
+from penstock.errors import Cancelled, ConfigError, DestinationError, PlanError
+from penstock.transport import choose
+from penstock.transport.choose import Links, TransportKind, open_links, register_transport
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Memory, Transport
+from penstock.transport.protocol import Descriptor, Handle, Memory, Transport, decode, encode
 
 
 def _fail(error: Exception) -> Transport:
@@ -28,3 +32,56 @@ def test_where_opening_them_fails_none_is_left_open() -> None:
         Links({"loopback": loopback, "shm": lambda: _fail(DestinationError("no descriptor is left"))})
     with pytest.raises(Cancelled):
         opened[0].register(Memory.of_buffer(bytearray(8)))
+
+
+class _Near(LoopbackTransport):
+    name = "near"
+
+
+class _Far(LoopbackTransport):
+    name = "far"
+
+
+@pytest.fixture
+def by_rack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Links]]:
+    """Open two registered transports across hosts, of which the nearer one refuses the endpoints it is given."""
+
+    def open_by_rack(*refused: str, also_far: bool = False) -> Links:
+        def unless_peer(into: Handle, source: Descriptor) -> str:
+            assert into.memory.nbytes == 8
+            return f"{source.endpoint} is in another rack" if source.endpoint in refused else ""
+
+        monkeypatch.setattr(choose, "_kinds", {})
+        far = {"unless_peer": lambda into, source: "no route"} if also_far else {}
+        register_transport(TransportKind(name="far", open=lambda setup: _Far(), reach="network", rank=2, **far))
+        near = TransportKind(name="near", open=lambda setup: _Near(), reach="network", rank=1, unless_peer=unless_peer)
+        register_transport(near)
+        return opened.enter_context(open_links())
+
+    with ExitStack() as opened:
+        yield open_by_rack
+
+
+def _offered(links: Links) -> dict[str, bytes]:
+    handles = links.register(Memory.of_buffer(bytearray(8)))
+    return {name: encode(handle.descriptor) for name, handle in handles.items()}
+
+
+def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(by_rack: Callable[..., Links]) -> None:
+    offered = _offered(by_rack())
+    endpoint = decode(offered["near"]).endpoint
+    links = by_rack(endpoint)
+    ours = links.register(Memory.of_buffer(bytearray(8)))
+    transport, descriptor, why = links.choose(ours, offered, same_host=False, same_process=False)
+    assert (transport.name, descriptor.transport) == ("far", "far")
+    assert why == f"near: {endpoint} is in another rack"
+    # Another peer, with another endpoint, is read by the nearer transport.
+    assert links.choose(ours, _offered(by_rack()), same_host=False, same_process=False)[0].name == "near"
+
+
+def test_where_every_transport_refuses_the_peer_the_error_has_each_reason(by_rack: Callable[..., Links]) -> None:
+    offered = _offered(by_rack())
+    links = by_rack(decode(offered["near"]).endpoint, also_far=True)
+    ours = links.register(Memory.of_buffer(bytearray(8)))
+    with pytest.raises(PlanError, match=r"near: .* is in another rack; far: no route"):
+        links.choose(ours, offered, same_host=False, same_process=False)
