@@ -10,7 +10,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
-EXTRAS ?= torch,hub,redis,dev
+EXTRAS ?= torch,hub,redis,dev,docs
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
@@ -35,7 +35,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check bench size fuzz chaos soak test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test check docs wheel bench size fuzz chaos soak test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -92,6 +92,15 @@ check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit),
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status
 	@$(PY) scripts/size.py
+
+docs: $(READY)  ## the documentation site, into .cache/site, strictly
+	@$(PY) scripts/chart.py --check
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "documentation: $$(find .cache/site -name '*.html' | wc -l) pages in .cache/site"
+
+wheel: $(READY)  ## a wheel of the package, into dist
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--help' tells more)
 	@$(PY) -m benchmarks.load $(ARGS)

@@ -33,7 +33,10 @@ from penstock.types import MIB
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "design"),
+]
 SHELLS = {"|", "&", "&&", "||", ";", "<", ">", ">>", "2>&1"}
 FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>.+?) -->\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S
@@ -120,6 +123,18 @@ def test_the_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: penstock\.(\w+)$", page, re.M))
+    assert described == set(ps.__all__) - {"__version__"}
+
+
+def test_the_chart_shows_the_results() -> None:
+    """The pictures are those that the results' files give: nobody has edited one without the other."""
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "chart.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_error_is_explained_as_its_docstring_says() -> None:
